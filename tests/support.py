@@ -1,0 +1,221 @@
+"""Tiny real models, verl batches, verl engines and the per-row float32 reference that everything is held against."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional as verl_F
+from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
+
+from verl_pg_plugin.config import PrefixGrouperEngineConfig
+
+VOCAB = 97
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")
+
+
+def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
+    """Write a random float32 causal LM with GQA into ``path``; returns the path as verl wants it."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        **overrides,
+    }
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence; ``mask`` is the loss mask of the response (tool tokens are 0)."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    mask: Sequence[int] | None = None
+
+
+def group(prompt_length: int, response_lengths: Sequence[int], seed: int) -> list[Sample]:
+    """A GRPO group of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randint, 0, VOCAB, generator=generator)
+    prompt = draw((prompt_length,)).tolist()
+    return [Sample(prompt, draw((length,)).tolist()) for length in response_lengths]
+
+
+def jagged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def make_batch(samples: Sequence[Sample], seed: int = 0, **settings: Any) -> TensorDict:
+    """The samples as verl's V1 trainer hands them to an engine, with random old log-probs and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = [list(s.mask) if s.mask is not None else [1] * len(s.response) for s in samples]
+    noise = [torch.randn(2, len(s.response), generator=generator) for s in samples]
+    fields = {
+        "prompts": jagged([s.prompt for s in samples], torch.int64),
+        "responses": jagged([s.response for s in samples], torch.int64),
+        "input_ids": jagged([[*s.prompt, *s.response] for s in samples], torch.int64),
+        "position_ids": jagged([range(len(s.prompt) + len(s.response)) for s in samples], torch.int64),
+        "response_mask": jagged(masks, torch.int64),
+        "loss_mask": jagged(masks, torch.int64),
+        "old_log_probs": jagged([(n[0] * 0.1 - 4.5).tolist() for n in noise], torch.float32),
+        "ref_log_prob": jagged([(n[1] * 0.1 - 4.5).tolist() for n in noise], torch.float32),
+        "advantages": jagged([[n[1, 0].item()] * n.shape[1] for n in noise], torch.float32),
+    }
+    batch = TensorDict(fields, batch_size=len(samples))
+    defaults = {
+        "use_remove_padding": True,
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": 100_000,
+        "use_fused_kernels": False,
+        "temperature": 1.0,
+        "calculate_entropy": True,
+        "global_batch_size": len(samples),
+    }
+    tu.assign_non_tensor(batch, **{**defaults, **settings})
+    return batch
+
+
+def make_engine(
+    model_path: str, *, packed: bool, strategy: str = "fsdp2", engine: dict | None = None, model: dict | None = None
+) -> Any:
+    """verl's engine for this machine, initialised; ``packed`` switches the plugin's mode."""
+    engine_config = PrefixGrouperEngineConfig(
+        **{
+            "strategy": strategy,
+            "use_prefix_grouper": packed,
+            "use_torch_compile": False,
+            "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            **(engine or {}),
+        }
+    )
+    model_config = HFModelConfig(
+        **{
+            "path": model_path,
+            "load_tokenizer": False,
+            "use_remove_padding": True,
+            "override_config": {"attn_implementation": "sdpa"},
+            "enable_gradient_checkpointing": True,
+            **(model or {}),
+        }
+    )
+    built = EngineRegistry.new(
+        model_type="language_model",
+        backend=strategy,
+        model_config=model_config,
+        engine_config=engine_config,
+        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+    built.initialize()
+    return built
+
+
+def actor_loss(**overrides: Any) -> Callable:
+    """verl's PPO loss with entropy bonus and KL loss, so every output of the engine carries gradient."""
+    settings = {
+        "strategy": "fsdp2",
+        "rollout_n": 1,
+        "ppo_micro_batch_size_per_gpu": 1,
+        "entropy_coeff": 0.1,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+        **overrides,
+    }
+    return partial(ppo_loss, config=FSDPActorConfig(**settings))
+
+
+def clone(batch: TensorDict) -> TensorDict:
+    """Engines write into the batch they get; hand each its own."""
+    return tu.index_select_tensor_dict(batch, list(range(len(batch))))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Per-sequence model outputs over the response tokens, and full gradients by parameter name."""
+
+    outputs: dict[str, list[torch.Tensor]]
+    gradients: dict[str, torch.Tensor]
+
+
+def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tensor]:
+    """The values that verl reads: those of the rows in front of each response token."""
+    lengths = batch["responses"].offsets().diff().tolist()
+    return [row.detach()[-length - 1 : -1] for row, length in zip(values.unbind(), lengths, strict=True)]
+
+
+def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:
+    """Old log-probs path for the outputs, update path for the gradients."""
+    with engine.eval_mode():
+        inferred = engine.infer_batch(clone(batch))["model_output"]
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(clone(batch), loss)
+        gradients = {
+            name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
+            for name, p in engine.module.named_parameters()
+            if p.grad is not None
+        }
+    return Result({name: response_values(v, batch) for name, v in inferred.items()}, gradients)
+
+
+def run_reference(
+    model_path: str, batch: TensorDict, loss: Callable, dtype: torch.dtype = torch.float32, **model_options: Any
+) -> Result:
+    """Every sequence alone, unpadded, through the stock transformers model; the loss over all of them at once."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=dtype, attn_implementation="eager", **model_options
+    )
+    temperature = batch["temperature"]
+    temperatures = torch.as_tensor(temperature, dtype=dtype).reshape(-1).expand(len(batch)).tolist()
+    rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": [], "sum_pi_squared": []}
+    for ids, t in zip(batch["input_ids"].unbind(), temperatures, strict=True):
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits.squeeze(0) / t
+        log_p = logits.log_softmax(-1)
+        labels = torch.cat([ids[1:], ids[:1]])
+        rows["log_probs"].append(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+        rows["entropy"].append(verl_F.entropy_from_logits(logits))
+        rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
+    outputs = {name: torch.nested.as_nested_tensor(v, layout=torch.jagged) for name, v in rows.items()}
+    data = clone(batch)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
+    value, _ = loss(model_output=outputs, data=data)
+    value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients)
+
+
+def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:
+    """Per token and per parameter; ``tolerance`` is relative to the largest magnitude of the compared tensor.
+
+    The scale of a log-prob is at least 1, since its error is that of the logits it is computed from.
+    """
+    for name, rows in actual.outputs.items():
+        for row, (got, want) in enumerate(zip(rows, expected.outputs[name], strict=True)):
+            error = (got.double() - want.double()).abs()
+            bound = tolerance * want.double().abs().clamp(min=1.0)
+            assert (error <= bound).all(), f"{name}, row {row}: off by {error.max():.3g} at token {int(error.argmax())}"
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, want in expected.gradients.items():
+        error = (actual.gradients[name].double() - want.double()).abs().max()
+        bound = tolerance * want.double().abs().max()
+        assert error <= bound, f"gradient of {name}: off by {error:.3g}, largest {want.abs().max():.3g}"

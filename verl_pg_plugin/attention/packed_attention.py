@@ -1,0 +1,97 @@
+"""Attention over a packed layout: for each segment, its rows attend to its ancestors' rows and their own."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl_pg_plugin.attention.gather import gather_rows
+from verl_pg_plugin.attention.kernels import VarlenKernel
+from verl_pg_plugin.layout import PackedLayout
+
+
+class CallCounter:
+    """Counts calls; an object of its own so that copies of a ``PackedAttention`` keep one count."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self) -> None:
+        self.value += 1
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """What every attention layer of one packed forward needs, on the device; handed to the model as a keyword.
+
+    Attributes:
+        kernel: the varlen kernel to call.
+        kv_rows: (K,) see ``PackedLayout``.
+        cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
+        max_seqlen_q, max_seqlen_k: in rows.
+        calls: counts the layers that went through ``packed_attention``; the engine compares it with the depth
+            of the model, so a layer that attends by other means is an error and not a wrong number.
+    """
+
+    kernel: VarlenKernel
+    kv_rows: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    calls: CallCounter = field(default_factory=CallCounter)
+
+    @classmethod
+    def from_layout(cls, layout: PackedLayout, kernel: VarlenKernel, device: torch.device | str) -> "PackedAttention":
+        """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
+
+        def to_device(array: Any, dtype: torch.dtype) -> torch.Tensor:
+            return torch.from_numpy(array).to(dtype=dtype).to(device, non_blocking=True)
+
+        return cls(
+            kernel=kernel,
+            kv_rows=to_device(layout.kv_rows, torch.int64),
+            cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32),
+            cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32),
+            max_seqlen_q=layout.max_seqlen_q,
+            max_seqlen_k=layout.max_seqlen_k,
+        )
+
+
+def packed_attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    packed: PackedAttention,
+    *,
+    softmax_scale: float,
+    window_size: int = -1,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of T packed rows in which siblings never see each other.
+
+    Keys and values are gathered as ``[ancestors' rows | own rows]`` per segment, in the order of their
+    positions, so the causal mask, sliding windows and softcap of an ordinary varlen kernel stay exact.
+
+    Args:
+        q_THD: (T, H, D) queries, rotary embedding applied.
+        k_TGD, v_TGD: (T, G, D) keys and values of the same rows.
+        packed: index maps and kernel.
+        softmax_scale, window_size, softcap: see ``VarlenAttention``.
+
+    Returns:
+        (T, H, D), dtype of ``q_THD``.
+    """
+    packed.calls.add()
+    return packed.kernel.attend(
+        q_THD,
+        gather_rows(k_TGD, packed.kv_rows),
+        gather_rows(v_TGD, packed.kv_rows),
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_k,
+        packed.max_seqlen_q,
+        packed.max_seqlen_k,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+    )

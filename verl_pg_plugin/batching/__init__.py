@@ -1,0 +1,1 @@
+"""Sequences to micro-batches and ranks, by deduplicated cost and with groups whole."""

@@ -1,0 +1,79 @@
+"""Plan the micro-batches of a mini-batch on every rank, together."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
+from verl_pg_plugin.engine.sequences import BatchError, Sequences, read_sequences
+from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
+
+LAYOUT_KEY = "prefix_grouper_layout"
+"""Non-tensor field of a micro-batch that carries its ``PackedLayout`` from the plan to the forward."""
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Micro-batches of this rank; every rank of the group has as many.
+
+    Attributes:
+        micro_batches: rows of the mini-batch, each with its layout under ``LAYOUT_KEY``.
+        indices: which rows those are, as verl's ``restore_dynamic_batch`` expects them.
+        layouts: one per micro-batch.
+    """
+
+    micro_batches: list[TensorDict]
+    indices: list[list[int]]
+    layouts: list[PackedLayout]
+
+
+def plan_micro_batches(data: TensorDict, dp_group: dist.ProcessGroup | None, sp_size: int = 1) -> MicroBatchPlan:
+    """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
+
+    Args:
+        data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
+        dp_group: ranks that must run the same number of micro-batches; None for this rank alone.
+        sp_size: ranks that share one sequence; multiplies the token budget as in verl.
+
+    Raises:
+        BatchError: this rank has a batch it cannot compute.
+        RankError: another rank has; every rank raises one of the two.
+    """
+    limits = _limits(data, sp_size)
+    sequences = on_every_rank(partial(read_sequences, data), dp_group)
+    order = build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
+    wanted, indices = 1, on_every_rank(partial(cut_micro_batches, order, limits), dp_group)
+    while (counts := set(over_ranks(len(indices), dp_group))) != {wanted}:
+        wanted = max(counts)
+        indices = on_every_rank(partial(cut_micro_batches, order, limits, at_least=wanted), dp_group)
+    layouts = [layout_of(sequences, rows) for rows in indices]
+    micro_batches = []
+    for rows, layout in zip(indices, layouts, strict=True):
+        micro_batch = tu.index_select_tensor_dict(data, rows)
+        tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
+        micro_batches.append(micro_batch)
+    return MicroBatchPlan(micro_batches=micro_batches, indices=indices, layouts=layouts)
+
+
+def layout_of(sequences: Sequences, rows: list[int]) -> PackedLayout:
+    """Layout of some of the sequences, in the order of ``rows``."""
+    chosen = sequences.select(rows)
+    return build_packed_layout(chosen.tokens, chosen.offsets, chosen.prompt_lengths, chosen.classes)
+
+
+def _limits(data: TensorDict, sp_size: int) -> MicroBatchLimits:
+    """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``."""
+    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+        return MicroBatchLimits(max_rows=_required(data, "max_token_len_per_gpu") * sp_size)
+    return MicroBatchLimits(max_sequences=_required(data, "micro_batch_size_per_gpu"))
+
+
+def _required(data: TensorDict, name: str) -> int:
+    limit = tu.get_non_tensor_data(data, name, default=None)
+    if limit is None:
+        raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
+    return int(limit)

@@ -1,0 +1,42 @@
+"""Steps that succeed on every rank or fail on every rank."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """Another rank could not go on; the message is that rank's."""
+
+
+def over_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """``value`` of every rank of the group, in rank order; only this rank's where ``group`` is None."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_every_rank(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run ``step`` here and on the other ranks of the group; if one fails, none goes on to wait for it.
+
+    Raises:
+        Exception: what ``step`` raised here.
+        RankError: ``step`` succeeded here and failed elsewhere.
+    """
+    failure: Exception | None = None
+    try:
+        result = step()
+    except Exception as error:  # raised again below, once every rank knows
+        failure = error
+    messages = over_ranks(None if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        raise RankError("; ".join(failed))
+    return result

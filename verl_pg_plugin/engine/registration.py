@@ -1,0 +1,53 @@
+"""Put our engines in front of verl's FSDP engines, and notice when they are not.
+
+verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") win over the stock ones
+without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry).
+"""
+
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead, PrefixGrouperFSDPEngineWithValueHead
+
+STRATEGIES = ("fsdp", "fsdp2")
+
+_ENGINES: dict[str, type[BaseEngine]] = {
+    "language_model": PrefixGrouperFSDPEngineWithLMHead,
+    "value_model": PrefixGrouperFSDPEngineWithValueHead,
+}
+
+
+def register_engines() -> None:
+    """Register our engines for CUDA (vendor nvidia) and CPU; calling it again changes nothing.
+
+    Raises:
+        RuntimeError: another plugin holds one of the keys.
+    """
+    for model_type, engine_cls in _ENGINES.items():
+        for strategy in STRATEGIES:
+            for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
+                key = (device, vendor) if vendor else device
+                holder = EngineRegistry._engines.get(model_type, {}).get(strategy, {}).get(key)
+                if holder is engine_cls:
+                    continue
+                if holder is not None:
+                    raise RuntimeError(
+                        f"{holder.__module__}.{holder.__qualname__} is already registered as verl's {model_type} "
+                        f"engine for {key}, strategy {strategy}; only one plugin can hold it: uninstall the other, or "
+                        "exclude it with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
+                    )
+                EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(engine_cls)
+
+
+def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
+    """Check that verl would build our engine on this machine.
+
+    Raises:
+        RuntimeError: verl would build another engine, so asking for prefix sharing would do nothing.
+    """
+    engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
+    if not issubclass(engine_cls, _ENGINES[model_type]):
+        raise RuntimeError(
+            f"actor.use_prefix_grouper=True, but verl would build {engine_cls.__module__}.{engine_cls.__qualname__} "
+            f"for strategy {strategy} and silently share nothing; unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, "
+            "and check that VERL_USE_EXTERNAL_PLUGINS does not exclude verl_pg_plugin"
+        )

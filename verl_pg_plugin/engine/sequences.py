@@ -1,0 +1,129 @@
+"""Read the sequences of a verl batch, or say what is wrong with it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+
+class BatchError(ValueError):
+    """A batch that packed mode cannot compute; the message names the cause and the fix."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B sequences of prompt + response.
+
+    Attributes:
+        tokens: (N,) all tokens, one sequence after the other.
+        offsets: (B+1,) bounds of the sequences.
+        prompt_lengths: (B,) leading tokens that are the prompt.
+        classes: (B,) or None; sequences of different class must not share rows (they differ in temperature).
+    """
+
+    tokens: IntArray
+    offsets: IntArray
+    prompt_lengths: IntArray
+    classes: IntArray | None
+
+    def select(self, rows: list[int]) -> "Sequences":
+        """Some of the sequences, in the order of ``rows``."""
+        lengths = np.diff(self.offsets)[rows]
+        bounds = self.offsets.tolist()
+        return Sequences(
+            tokens=np.concatenate([self.tokens[bounds[row] : bounds[row + 1]] for row in rows]),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            prompt_lengths=self.prompt_lengths[rows],
+            classes=None if self.classes is None else self.classes[rows],
+        )
+
+
+def read_sequences(data: TensorDict) -> Sequences:
+    """Collect what the layout needs from a batch in verl's no-padding format.
+
+    Args:
+        data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an
+            ``attention_mask`` (legacy left-right padding); ``position_ids`` jagged or absent; ``temperature``.
+
+    Raises:
+        BatchError: a field is missing, of the wrong type, or a prompt or response is empty.
+    """
+    missing = [name for name in ("input_ids", "prompts", "responses") if name not in data.keys()]  # noqa: SIM118
+    if missing:
+        raise BatchError(
+            f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
+            "pass batches as verl's trainers make them, or set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
+    input_ids = data["input_ids"]
+    if not input_ids.is_nested:
+        raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
+    tokens = input_ids.values()
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise BatchError(f"input_ids must be integers, got {tokens.dtype}; use torch.int64")
+    if _has_multi_modal_inputs(data):
+        raise BatchError(
+            "packed mode does not support multi_modal_inputs; set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
+    offsets = _numpy(input_ids.offsets()).astype(np.int64)
+    prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
+    for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
+        if (lengths < 1).any():
+            fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the row"
+            raise BatchError(f"row {int(np.argmax(lengths < 1))} has an empty {name}; {fix} before training")
+    wrong = prompt_lengths + response_lengths != np.diff(offsets)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise BatchError(
+            f"row {row}: input_ids has {int(np.diff(offsets)[row])} tokens, prompts and responses together "
+            f"{int((prompt_lengths + response_lengths)[row])}; they must be the same sequence"
+        )
+    _check_positions(data, offsets)
+    temperature = data.get("temperature", None)
+    classes = None
+    if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
+        classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
+    return Sequences(tokens=_numpy(tokens), offsets=offsets, prompt_lengths=prompt_lengths, classes=classes)
+
+
+def _numpy(tensor: torch.Tensor) -> IntArray:
+    return tensor.detach().cpu().numpy()
+
+
+def _lengths(data: TensorDict, name: str) -> IntArray:
+    """Tokens (B,) of ``prompts`` or ``responses``, jagged or padded."""
+    field = data[name]
+    if field.is_nested:
+        return _numpy(field.offsets().diff()).astype(np.int64)
+    if "attention_mask" not in data.keys():  # noqa: SIM118
+        raise BatchError(f"{name} is padded but the batch has no attention_mask that says which tokens are real")
+    mask, prompt_width = data["attention_mask"], data["prompts"].shape[1]
+    part = mask[:, :prompt_width] if name == "prompts" else mask[:, prompt_width:]
+    return _numpy(part.sum(dim=1)).astype(np.int64)
+
+
+def _check_positions(data: TensorDict, offsets: IntArray) -> None:
+    """Positions must count 0, 1, 2, ...: sharing compares tokens only."""
+    position_ids = data.get("position_ids", None)
+    if position_ids is None:
+        return
+    if position_ids.dim() != 2:
+        raise BatchError(
+            f"packed mode does not support {position_ids.dim()}-D (mrope) position_ids; "
+            "set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
+    counted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    if not np.array_equal(_numpy(position_ids.values()), counted):
+        raise BatchError(
+            "position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; "
+            "set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
+
+
+def _has_multi_modal_inputs(data: TensorDict) -> bool:
+    inputs = data.get("multi_modal_inputs", None)
+    if inputs is None:
+        return False
+    return any(bool(getattr(row, "data", row)) for row in inputs)
