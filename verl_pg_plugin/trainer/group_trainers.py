@@ -1,0 +1,67 @@
+"""The three V1 trainers of verl, each with the group-keeping balance.
+
+verl's registry holds one class per name, so ours carry a prefix; their config sections are those of the mode
+they extend (``trainer.v1.pg_sync: ${trainer.v1.sync}``).
+"""
+
+from typing import Any
+
+import numpy as np
+from verl.trainer.ppo.v1 import (
+    PPOTrainerColocateAsync,
+    PPOTrainerSeparateAsync,
+    PPOTrainerSync,
+    register_trainer,
+)
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from verl_pg_plugin.batching.balance import balance_groups
+
+
+class GroupBalanceMixin:
+    """Replaces the order that verl's balance gives to a batch; everything else about the trainer is verl's."""
+
+    config: Any
+    actor_rollout_wg: Any
+
+    def _balance_batch(
+        self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+    ) -> Any:
+        """verl pads the batch to a multiple it can dispatch and tears groups apart; put them together again.
+
+        Sequences of one prompt are those with one uid, the part of a key before ``_{session}_{index}``.
+        """
+        batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
+        actor = self.config.actor_rollout_ref.actor
+        mini_batch_size = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        num_ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        uids = [key.rsplit("_", 2)[0] for key in batch.keys]
+        balance = balance_groups(
+            group=np.unique(uids, return_inverse=True)[1],
+            prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
+            response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
+            num_ranks=num_ranks,
+            num_mini_batches=max(len(uids) // mini_batch_size, 1),
+        )
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        batch.reorder(balance.order.tolist())
+        partitions = [part.tolist() for part in np.split(balance.order, num_ranks)]
+        metrics.update(log_seqlen_unbalance(seqlen_list=lengths, partitions=partitions, prefix=logging_prefix))
+        metrics["prefix_grouper/balance/slowest_over_mean"] = balance.slowest_over_mean
+        metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
+        return batch
+
+
+@register_trainer("pg_sync")
+class GroupSyncTrainer(GroupBalanceMixin, PPOTrainerSync):
+    """``trainer_mode=sync``."""
+
+
+@register_trainer("pg_colocate_async")
+class GroupColocateAsyncTrainer(GroupBalanceMixin, PPOTrainerColocateAsync):
+    """``trainer_mode=colocate_async``."""
+
+
+@register_trainer("pg_separate_async")
+class GroupSeparateAsyncTrainer(GroupBalanceMixin, PPOTrainerSeparateAsync):
+    """``trainer_mode=separate_async``."""
