@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tensordict import TensorDict
@@ -17,6 +18,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
+from verl_pg_plugin.synthetic import Sample, random_group
 
 VOCAB = 97
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")
@@ -44,55 +46,9 @@ def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **over
     return str(path)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sequence; ``mask`` is the loss mask of the response (tool tokens are 0)."""
-
-    prompt: Sequence[int]
-    response: Sequence[int]
-    mask: Sequence[int] | None = None
-
-
 def group(prompt_length: int, response_lengths: Sequence[int], seed: int) -> list[Sample]:
     """A GRPO group of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randint, 0, VOCAB, generator=generator)
-    prompt = draw((prompt_length,)).tolist()
-    return [Sample(prompt, draw((length,)).tolist()) for length in response_lengths]
-
-
-def jagged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
-
-
-def make_batch(samples: Sequence[Sample], seed: int = 0, **settings: Any) -> TensorDict:
-    """The samples as verl's V1 trainer hands them to an engine, with random old log-probs and advantages."""
-    generator = torch.Generator().manual_seed(seed)
-    masks = [list(s.mask) if s.mask is not None else [1] * len(s.response) for s in samples]
-    noise = [torch.randn(2, len(s.response), generator=generator) for s in samples]
-    fields = {
-        "prompts": jagged([s.prompt for s in samples], torch.int64),
-        "responses": jagged([s.response for s in samples], torch.int64),
-        "input_ids": jagged([[*s.prompt, *s.response] for s in samples], torch.int64),
-        "position_ids": jagged([range(len(s.prompt) + len(s.response)) for s in samples], torch.int64),
-        "response_mask": jagged(masks, torch.int64),
-        "loss_mask": jagged(masks, torch.int64),
-        "old_log_probs": jagged([(n[0] * 0.1 - 4.5).tolist() for n in noise], torch.float32),
-        "ref_log_prob": jagged([(n[1] * 0.1 - 4.5).tolist() for n in noise], torch.float32),
-        "advantages": jagged([[n[1, 0].item()] * n.shape[1] for n in noise], torch.float32),
-    }
-    batch = TensorDict(fields, batch_size=len(samples))
-    defaults = {
-        "use_remove_padding": True,
-        "use_dynamic_bsz": True,
-        "max_token_len_per_gpu": 100_000,
-        "use_fused_kernels": False,
-        "temperature": 1.0,
-        "calculate_entropy": True,
-        "global_batch_size": len(samples),
-    }
-    tu.assign_non_tensor(batch, **{**defaults, **settings})
-    return batch
+    return random_group(np.random.default_rng(seed), VOCAB, prompt_length, response_lengths)
 
 
 def make_engine(

@@ -47,10 +47,12 @@ class ModelFlops:
         )
 
     def forward(self, layouts: Sequence[PackedLayout]) -> float:
-        """FLOPs of one forward over all layouts; a training step is three times that, without recomputation."""
+        """FLOPs of one packed forward over all layouts."""
         return sum(
-            self.per_row * layout.num_rows
-            + self.per_head_row * len(layout.head_rows)
-            + self.per_pair * layout.num_attention_pairs
+            self.trunk(layout.num_rows, layout.num_attention_pairs) + self.per_head_row * len(layout.head_rows)
             for layout in layouts
         )
+
+    def trunk(self, num_rows: int, num_attention_pairs: int) -> float:
+        """FLOPs of one forward without the head."""
+        return self.per_row * num_rows + self.per_pair * num_attention_pairs

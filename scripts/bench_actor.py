@@ -1,0 +1,379 @@
+"""Time old_log_prob, ref and update_actor of verl's FSDP engine: stock against packed, in one process group.
+
+    python scripts/bench_actor.py --model tiny --cases 512,64,8,4 --csv outputs/bench_actor.csv
+    torchrun --nproc-per-node 1 scripts/bench_actor.py --model qwen3-4b --cases 4096,1024,4,1 8192,1024,8,1
+
+Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
+responses per prompt, prompts. R may be ``ln:MEAN`` for log-normal lengths. Speed-up is against rmpad in the same run;
+the bound is the ratio of floating point operations, the head counted on every token for stock verl (it runs there)
+and on response rows for packed. Memory does not include optimizer state with ``--optimizer SGD``.
+"""
+
+import argparse
+import csv
+import gc
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+import numpy as np
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from verl_pg_plugin.config import PrefixGrouperEngineConfig
+from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.engine.micro_batch_plan import layout_of
+from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.synthetic import Sample, make_batch, random_group
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3-0.6b": {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                       "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "qwen3-4b": {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "qwen3-8b": {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
+}  # fmt: skip
+PHASES = ("old_log_prob", "ref", "update_actor")
+PATHS = ("rmpad", "packed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompt tokens, response tokens (or log-normal mean), responses per prompt, prompts."""
+
+    prompt: int
+    response: str
+    n: int
+    groups: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        prompt, response, n, groups = text.split(",")
+        return cls(int(prompt), response, int(n), int(groups))
+
+    def samples(self, rng: np.random.Generator, vocab_size: int) -> list[Sample]:
+        samples: list[Sample] = []
+        for _ in range(self.groups):
+            lengths = [self._response_length(rng) for _ in range(self.n)]
+            samples += random_group(rng, vocab_size, self.prompt, lengths)
+        return samples
+
+    def _response_length(self, rng: np.random.Generator) -> int:
+        if self.response.startswith("ln:"):
+            mean = float(self.response[3:])
+            return int(np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8), 1, 8 * mean))
+        return int(self.response)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; seconds are the slowest rank's, memory is the largest rank's."""
+
+    model: str
+    case: str
+    path: str
+    kernel: str
+    phase: str
+    seconds_median: float
+    seconds_min: float
+    seconds_max: float
+    speedup: float
+    flop_bound: float
+    peak_gib: float
+    memory_ratio: float
+    logical_tokens: int
+    physical_tokens: int
+    physical_tflops_per_s: float
+    slowest_over_mean: float
+    world_size: int
+    device: str
+    driver: str
+    versions: str
+    commit: str
+
+
+def build_engine(model_path: str, args: argparse.Namespace, *, packed: bool) -> Any:
+    """verl's own class for rmpad, ours for packed; same options."""
+    dtype = "bf16" if args.dtype == "bf16" else "fp32"
+    on_gpu = get_device_name() == "cuda"
+    engine_cls = EngineRegistry.get_engine_cls("language_model", "fsdp2") if packed else FSDPEngineWithLMHead
+    engine = engine_cls(
+        model_config=HFModelConfig(
+            path=model_path,
+            load_tokenizer=False,
+            use_remove_padding=True,
+            enable_gradient_checkpointing=not args.no_gradient_checkpointing,
+            override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
+        ),
+        engine_config=PrefixGrouperEngineConfig(
+            strategy="fsdp2",
+            use_prefix_grouper=packed,
+            attention_kernel=args.kernel,
+            model_dtype=dtype,
+            mixed_precision={"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"},
+            use_torch_compile=on_gpu,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-6, optimizer=args.optimizer, total_training_steps=100),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any) -> float:
+    """Seconds of one phase on this rank, from batch on the host to results on the host."""
+    data = tu.index_select_tensor_dict(batch, list(range(len(batch))))
+    tu.assign_non_tensor(data, calculate_entropy=phase == "old_log_prob")
+    context = engine.train_mode() if phase == "update_actor" else engine.eval_mode()
+    with context:
+        get_torch_device().synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        if phase == "update_actor":
+            engine.train_batch(data, loss_function=loss)
+        else:
+            engine.infer_batch(data)
+        get_torch_device().synchronize()
+        return time.perf_counter() - start
+
+
+def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, repeats: int, warmup: int) -> dict[str, Any]:
+    for _ in range(warmup):
+        run_phase(engine, phase, batch, loss)
+    on_gpu = get_device_name() == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    mine = [run_phase(engine, phase, batch, loss) for _ in range(repeats)]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (mine, peak))
+    slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
+    medians = [statistics.median(times) for times, _ in ranks]
+    return {
+        "seconds_median": statistics.median(slowest),
+        "seconds_min": min(slowest),
+        "seconds_max": max(slowest),
+        "peak_gib": max(peak for _, peak in ranks),
+        "slowest_over_mean": max(medians) / statistics.mean(medians),
+    }
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating point operations and tokens of a batch, over all ranks."""
+
+    alone: dict[str, float]
+    packed: dict[str, float]
+    logical_tokens: int
+    physical_tokens: int
+
+    @classmethod
+    def of(cls, batch: TensorDict, flops: ModelFlops, checkpointing: bool) -> "Work":
+        """A training step runs the trunk four times with gradient checkpointing (three without), the head three."""
+        sequences = read_sequences(batch)
+        layout = layout_of(sequences, list(range(len(batch))))
+        lengths = np.diff(sequences.offsets)
+        alone = flops.trunk(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
+        alone_head = flops.per_head_row * int(lengths.sum())
+        packed = flops.trunk(layout.num_rows, layout.num_attention_pairs)
+        packed_head = flops.per_head_row * len(layout.head_rows)
+        trunk_passes = {phase: (4 if checkpointing else 3) if phase == "update_actor" else 1 for phase in PHASES}
+        head_passes = {phase: 3 if phase == "update_actor" else 1 for phase in PHASES}
+        return cls(
+            alone={p: trunk_passes[p] * alone + head_passes[p] * alone_head for p in PHASES},
+            packed={p: trunk_passes[p] * packed + head_passes[p] * packed_head for p in PHASES},
+            logical_tokens=int(lengths.sum()),
+            physical_tokens=layout.num_rows,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="use this many layers of the model")
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", 8, 4)])
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--kernel", default="auto", help="attention kernel of packed mode")
+    parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
+    parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--no-gradient-checkpointing", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    initialize_global_process_group_ray()
+    with tempfile.TemporaryDirectory(prefix="bench_actor_") as folder:
+        rows = run(args, shared_model(args, folder))
+    if dist.get_rank() == 0:
+        report(rows, args.csv)
+    dist.destroy_process_group()
+    return 0
+
+
+def shared_model(args: argparse.Namespace, folder: str) -> str:
+    """Folder with random weights, written once by rank 0."""
+    names = [folder]
+    dist.broadcast_object_list(names, src=0)
+    if dist.get_rank() == 0:
+        if args.model in SHAPES:
+            config = transformers.AutoConfig.for_model("qwen3", max_position_embeddings=1 << 17, **SHAPES[args.model])
+        else:
+            config = transformers.AutoConfig.from_pretrained(args.model)
+        if args.layers:
+            config.num_hidden_layers = args.layers
+            config.layer_types = config.layer_types[: args.layers]
+        torch.manual_seed(0)
+        with torch.device(get_device_name()):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
+            )
+        model.save_pretrained(names[0])
+        del model
+        gc.collect()
+        get_torch_device().empty_cache()
+    dist.barrier()
+    return names[0]
+
+
+def run(args: argparse.Namespace, model_path: str) -> list[Row]:
+    config = transformers.AutoConfig.from_pretrained(model_path)
+    with torch.device("meta"):
+        flops = ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config))
+    about = environment(args)
+    measured: dict[tuple[str, str, str], dict[str, Any]] = {}
+    works: dict[str, Work] = {}
+    for path in args.paths:
+        engine = build_engine(model_path, args, packed=path == "packed")
+        for case in args.cases:
+            rng = np.random.default_rng(dist.get_rank())
+            batch = make_batch(
+                case.samples(rng, config.vocab_size),
+                max_token_len_per_gpu=args.max_token_len,
+                global_batch_size=case.n * case.groups * dist.get_world_size(),
+            )
+            name = ",".join(str(value) for value in asdict(case).values())
+            works[name] = Work.of(batch, flops, not args.no_gradient_checkpointing)
+            actor = FSDPActorConfig(strategy="fsdp2", rollout_n=case.n, ppo_micro_batch_size_per_gpu=1)
+            for phase in args.phases:
+                measured[path, name, phase] = measure(
+                    engine, phase, batch, partial(ppo_loss, config=actor), args.repeats, args.warmup
+                )
+        del engine
+        gc.collect()
+        get_torch_device().empty_cache()
+    rows = []
+    for (path, case_name, phase), numbers in measured.items():
+        base, work = measured.get(("rmpad", case_name, phase)), works[case_name]
+        done = work.packed[phase] if path == "packed" else work.alone[phase]
+        rows.append(
+            Row(
+                model=args.model,
+                case=case_name,
+                path=path,
+                kernel=args.kernel if path == "packed" else "stock",
+                phase=phase,
+                speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
+                flop_bound=work.alone[phase] / done,
+                memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
+                logical_tokens=work.logical_tokens,
+                physical_tokens=work.physical_tokens if path == "packed" else work.logical_tokens,
+                physical_tflops_per_s=done / numbers["seconds_median"] / 1e12,
+                **numbers,
+                **about,
+            )
+        )
+    return rows
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on."""
+    cuda = torch.cuda.is_available()
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0] if cuda else "-"
+    root = Path(__file__).parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=root)
+    packages = ("torch", "verl", "transformers", "flash-attn", "flash-attn-4")
+    return {
+        "world_size": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if cuda else f"cpu ({torch.get_num_threads()} threads)",
+        "driver": driver,
+        "versions": " ".join(f"{name}={_version(name)}" for name in packages) + f" dtype={args.dtype} {args.optimizer}",
+        "commit": git.stdout.strip() or os.environ.get("BENCH_COMMIT", "unknown"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
+
+
+def report(rows: list[Row], path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    table = Table(
+        "case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "TFLOP/s", "slow"
+    )
+    for row in sorted(rows, key=lambda row: (row.case, row.phase, row.path != "rmpad")):
+        table.add_row(
+            row.case,
+            f"{row.path} {row.kernel}",
+            row.phase,
+            f"{row.seconds_median:.4f}",
+            f"{row.seconds_min:.4f}..{row.seconds_max:.4f}",
+            f"{row.speedup:.2f}",
+            f"{row.flop_bound:.2f}",
+            f"{row.peak_gib:.1f}",
+            f"{row.memory_ratio:.2f}",
+            f"{row.physical_tflops_per_s:.2f}",
+            f"{row.slowest_over_mean:.3f}",
+        )
+    console = Console(width=150)
+    console.print(table)
+    if rows:
+        console.print(f"{rows[0].device}, driver {rows[0].driver}, {rows[0].versions}, commit {rows[0].commit}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
