@@ -1,8 +1,56 @@
 """Gather rows of shared prefixes, with a backward that sums in float32."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+from verl_pg_plugin.layout import PackedLayout
+
+
+@dataclass(frozen=True)
+class GatherIndex:
+    """Which rows to copy where; legend of ``PackedLayout``. All on one device.
+
+    Attributes:
+        rows: (K,) int64 row of each copy.
+        row_segment, position_ids: (T,) int32 segment and position of each row.
+        reader_bounds, reader_starts: for each segment, where the keys of the segments that read it begin.
+    """
+
+    rows: torch.Tensor
+    row_segment: torch.Tensor
+    position_ids: torch.Tensor
+    reader_bounds: torch.Tensor
+    reader_starts: torch.Tensor
+
+    @classmethod
+    def from_layout(cls, layout: PackedLayout, device: torch.device | str) -> "GatherIndex":
+        """A row's copy in a segment that reads it lies at the row's position within that segment's keys."""
+        parents, starts = layout.segment_parent.tolist(), layout.cu_seqlens_k[:-1].tolist()
+        readers: list[list[int]] = [[] for _ in parents]
+        for segment in range(len(parents)):
+            ancestor = segment
+            while ancestor >= 0:
+                readers[ancestor].append(starts[segment])
+                ancestor = parents[ancestor]
+        num_rows = np.diff(layout.cu_seqlens_q)
+        return cls(
+            rows=to_device(layout.kv_rows, torch.int64, device),
+            row_segment=to_device(np.repeat(np.arange(len(parents)), num_rows), torch.int32, device),
+            position_ids=to_device(layout.position_ids, torch.int32, device),
+            reader_bounds=to_device(np.cumsum([0, *map(len, readers)]), torch.int32, device),
+            reader_starts=to_device(np.concatenate(readers), torch.int32, device),
+        )
+
+
+def to_device(array: np.ndarray, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Copy an index map to the device; from pinned memory, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -13,28 +61,34 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_rows = x.shape[0]
-        return x.index_select(0, rows)
+    def forward(ctx: Any, x: torch.Tensor, index: GatherIndex) -> torch.Tensor:
+        ctx.index = index
+        return x.index_select(0, index.rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
-        (rows,) = ctx.saved_tensors
+        index: GatherIndex = ctx.index
+        if grad.is_cuda:
+            from verl_pg_plugin.attention.segment_sum import sum_readers
+
+            return sum_readers(
+                grad.contiguous(), index.row_segment, index.position_ids, index.reader_bounds, index.reader_starts
+            ), None
         accumulate = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros((ctx.num_rows, *grad.shape[1:]), dtype=accumulate, device=grad.device)
-        return total.index_add_(0, rows, grad.to(accumulate)).to(grad.dtype), None
+        total = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)
+        return total.index_add_(0, index.rows, grad.to(accumulate)).to(grad.dtype), None
 
 
-def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def gather_rows(x: torch.Tensor, index: GatherIndex) -> torch.Tensor:
     """Rows of ``x`` by index.
 
     Args:
         x: (T, ...) floating point.
-        rows: (K,) int32 or int64 indices into the first dimension.
+        index: where the rows go.
 
     Returns:
-        (K, ...); gradients are accumulated in float32 (float64 for float64) and returned in the dtype of ``x``.
+        (K, ...); gradients are accumulated in float32 (on CPU, float64 for float64), in a fixed order, and
+        rounded once to the dtype of ``x``.
     """
-    return _GatherRows.apply(x, rows)
+    return _GatherRows.apply(x, index)

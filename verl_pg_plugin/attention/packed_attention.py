@@ -1,11 +1,10 @@
 """Attention over a packed layout: for each segment, its rows attend to its ancestors' rows and their own."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from verl_pg_plugin.attention.gather import gather_rows
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, to_device
 from verl_pg_plugin.attention.kernels import VarlenKernel
 from verl_pg_plugin.layout import PackedLayout
 
@@ -26,7 +25,7 @@ class PackedAttention:
 
     Attributes:
         kernel: the varlen kernel to call.
-        kv_rows: (K,) see ``PackedLayout``.
+        kv_index: gathers the keys and values of every segment.
         cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
         max_seqlen_q, max_seqlen_k: in rows.
         calls: counts the layers that went through ``packed_attention``; the engine compares it with the depth
@@ -34,7 +33,7 @@ class PackedAttention:
     """
 
     kernel: VarlenKernel
-    kv_rows: torch.Tensor
+    kv_index: GatherIndex
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
@@ -44,15 +43,11 @@ class PackedAttention:
     @classmethod
     def from_layout(cls, layout: PackedLayout, kernel: VarlenKernel, device: torch.device | str) -> "PackedAttention":
         """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
-
-        def to_device(array: Any, dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(array).to(dtype=dtype).to(device, non_blocking=True)
-
         return cls(
             kernel=kernel,
-            kv_rows=to_device(layout.kv_rows, torch.int64),
-            cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32),
-            cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32),
+            kv_index=GatherIndex.from_layout(layout, device),
+            cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32, device),
+            cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
             max_seqlen_q=layout.max_seqlen_q,
             max_seqlen_k=layout.max_seqlen_k,
         )
@@ -85,8 +80,8 @@ def packed_attention(
     packed.calls.add()
     return packed.kernel.attend(
         q_THD,
-        gather_rows(k_TGD, packed.kv_rows),
-        gather_rows(v_TGD, packed.kv_rows),
+        gather_rows(k_TGD, packed.kv_index),
+        gather_rows(v_TGD, packed.kv_index),
         packed.cu_seqlens_q,
         packed.cu_seqlens_k,
         packed.max_seqlen_q,

@@ -7,6 +7,7 @@ a mini-batch is cut into micro-batches. Model building, sharding, optimizer, che
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from verl_pg_plugin import upstream
 from verl_pg_plugin.attention import ATTENTION_NAME, register_attention, select_kernel
 from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.engine.lm_head import ChunkedHead, HeadJob
 from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, layout_of, plan_micro_batches
-from verl_pg_plugin.engine.packed_forward import PackedForward, lm_outputs
+from verl_pg_plugin.engine.packed_forward import PackedForward
 from verl_pg_plugin.engine.ranks import over_ranks
 from verl_pg_plugin.engine.requirements import check_model, check_options
 from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.layout import PackedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class PrefixGrouperFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         check_model(module)
         self.num_attention_layers = module.config.get_text_config().num_hidden_layers
         self.model_flops = ModelFlops.of(module)
+        self.chunked_head = ChunkedHead.install(module, self.engine_config.logits_chunk_size)
         return module
 
     def forward_backward_batch(
@@ -87,31 +91,41 @@ class PrefixGrouperFSDPEngineWithLMHead(FSDPEngineWithLMHead):
             layout = layout_of(sequences, list(range(len(sequences.prompt_lengths))))
         device = micro_batch["input_ids"].device
         forward = PackedForward.from_layout(layout, self.kernel, device)
-        model_inputs = {**forward.model_inputs(), "logits_to_keep": forward.head_rows}
-        temperature = micro_batch["temperature"]
-        temperature_N = None
+        job = self._head_job(forward, layout, micro_batch)
+        chunked = self.chunked_head is not None and self.chunked_head.takes(job)
+        return {**forward.model_inputs(), "logits_to_keep": forward.head_rows}, (forward, job, chunked)
+
+    def _head_job(self, forward: PackedForward, layout: PackedLayout, micro_batch: TensorDict) -> HeadJob:
+        temperature, rows = micro_batch["temperature"], None
         if isinstance(temperature, torch.Tensor):
-            head_sequence = torch.from_numpy(layout.head_sequence).to(device)
-            temperature_N = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))[head_sequence]
+            head_sequence = torch.from_numpy(layout.head_sequence).to(forward.labels.device)
+            rows = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))[head_sequence]
         elif float(temperature) != 1.0:
-            temperature_N = torch.full((len(forward.labels),), float(temperature), device=device)
-        return model_inputs, (forward, temperature_N)
+            rows = torch.full((len(forward.labels),), float(temperature), device=forward.labels.device)
+        entropy_from_logits = self.compute_entropy_from_logits
+        if self.engine_config.entropy_from_logits_with_chunking:
+            entropy_from_logits = partial(
+                entropy_from_logits, chunk_size=self.engine_config.entropy_from_logits_chunk_size
+            )
+        return HeadJob(
+            labels=forward.labels,
+            temperature=rows,
+            with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
+            with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
+            entropy_from_logits=entropy_from_logits,
+            checkpoint_entropy=self.engine_config.entropy_checkpointing,
+        )
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
         if not self.packed:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        forward, temperature_N = output_args
+        forward, job, chunked = output_args
         self._check_every_layer_attended(forward)
-        return lm_outputs(
-            output.logits.squeeze(0),
-            forward,
-            temperature_N,
-            micro_batch,
-            self.engine_config,
-            self.compute_entropy_from_logits,
-        )
+        columns_NF = output.logits.squeeze(0) if chunked else job.outputs(output.logits.squeeze(0))
+        offsets = micro_batch["input_ids"].offsets()
+        return {name: forward.to_jagged(columns_NF[:, i], offsets) for i, name in enumerate(job.names)}
 
     def _check_every_layer_attended(self, forward: PackedForward) -> None:
         calls = forward.attention.calls.value

@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.utils.checkpoint
-from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
-from verl.utils import torch_functional as verl_F
-from verl.workers.config import FSDPEngineConfig
 
 from verl_pg_plugin.attention import PackedAttention, VarlenKernel
+from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.layout import PackedLayout
 
 
@@ -40,17 +37,17 @@ class PackedForward:
     def from_layout(cls, layout: PackedLayout, kernel: VarlenKernel, device: torch.device | str) -> "PackedForward":
         """Move what a forward needs to ``device``."""
 
-        def to_device(array: Any) -> torch.Tensor:
-            return torch.from_numpy(array).to(torch.int64).to(device, non_blocking=True)
+        def move(array: np.ndarray) -> torch.Tensor:
+            return to_device(array, torch.int64, device)
 
         return cls(
             attention=PackedAttention.from_layout(layout, kernel, device),
-            input_ids=to_device(layout.input_ids).unsqueeze(0),
-            position_ids=to_device(layout.position_ids).unsqueeze(0),
-            head_rows=to_device(layout.head_rows),
-            labels=to_device(layout.labels[layout.head_rows]),
-            response_index=to_device(layout.response_index),
-            response_head=to_device(layout.response_head),
+            input_ids=move(layout.input_ids).unsqueeze(0),
+            position_ids=move(layout.position_ids).unsqueeze(0),
+            head_rows=move(layout.head_rows),
+            labels=move(layout.labels[layout.head_rows]),
+            response_index=move(layout.response_index),
+            response_head=move(layout.response_head),
             num_logical_tokens=layout.num_logical_tokens,
         )
 
@@ -76,48 +73,3 @@ class PackedForward:
         flat = values_N.new_zeros(self.num_logical_tokens)
         flat = flat.index_copy(0, self.response_index, values_N.index_select(0, self.response_head))
         return torch.nested.nested_tensor_from_jagged(flat, offsets)
-
-
-def lm_outputs(
-    logits_NV: torch.Tensor,
-    forward: PackedForward,
-    temperature_N: torch.Tensor | None,
-    micro_batch: TensorDict,
-    config: FSDPEngineConfig,
-    entropy_from_logits: Any,
-) -> dict[str, torch.Tensor]:
-    """Log-probs, and entropy and sum of squared probabilities where asked for, through verl's own functions.
-
-    Args:
-        logits_NV: (N, V) logits of the head rows.
-        forward: the packed forward they come from.
-        temperature_N: (N,) or None where it is 1 for all rows.
-        micro_batch: carries ``calculate_entropy`` and ``calculate_sum_pi_squared``.
-        config: carries verl's entropy options.
-        entropy_from_logits: verl's function that the engine selected (chunked or not, compiled or not).
-
-    Returns:
-        Jagged tensors under verl's names ``log_probs``, ``entropy``, ``sum_pi_squared``.
-    """
-    if temperature_N is not None:
-        logits_NV = logits_NV / temperature_N.clamp(min=1e-8).to(logits_NV.dtype).unsqueeze(-1)
-    calculate_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
-    values = {}
-    if tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False):
-        values["sum_pi_squared"] = verl_F.calculate_sum_pi_squared_from_logits(logits_NV)
-    if calculate_entropy:
-        chunk = {}
-        if config.entropy_from_logits_with_chunking:
-            chunk = {"chunk_size": config.entropy_from_logits_chunk_size}
-        if config.entropy_checkpointing:
-            values["entropy"] = torch.utils.checkpoint.checkpoint(
-                entropy_from_logits, logits_NV, use_reentrant=False, **chunk
-            )
-        else:
-            values["entropy"] = entropy_from_logits(logits_NV, **chunk)
-    # flash-attn's cross entropy may write the gradient over the logits only if nothing else reads them.
-    values["log_probs"] = verl_F.logprobs_from_logits(
-        logits=logits_NV, labels=forward.labels, inplace_backward=len(values) == 0
-    )
-    offsets = micro_batch["input_ids"].offsets()
-    return {name: forward.to_jagged(values_N, offsets) for name, values_N in values.items()}

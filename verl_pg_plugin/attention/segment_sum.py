@@ -1,0 +1,66 @@
+"""Sum, in float32 and in a fixed order, the gradients of all places a row was gathered to (CUDA, Triton)."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sum_readers_kernel(
+    grad_ptr,
+    total_ptr,
+    row_segment_ptr,
+    position_ptr,
+    reader_bounds_ptr,
+    reader_starts_ptr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program per row: add its copies, one in each reader of its segment, in the order of the readers."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.load(row_segment_ptr + row)
+    position = tl.load(position_ptr + row).to(tl.int64)
+    first = tl.load(reader_bounds_ptr + segment)
+    last = tl.load(reader_bounds_ptr + segment + 1)
+    column = tl.arange(0, block)
+    inside = column < width
+    total = tl.zeros((block,), dtype=tl.float32)
+    for reader in range(first, last):
+        copy = tl.load(reader_starts_ptr + reader).to(tl.int64) + position
+        total += tl.load(grad_ptr + copy * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + row * width + column, total.to(total_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_readers(
+    grad: torch.Tensor,
+    row_segment: torch.Tensor,
+    position_ids: torch.Tensor,
+    reader_bounds: torch.Tensor,
+    reader_starts: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of the rows from the gradient of their copies.
+
+    Args:
+        grad: (K, ...) gradient of the gathered rows, contiguous.
+        row_segment: (T,) int32 segment of each row.
+        position_ids: (T,) int32 place of a row within the keys of every segment that reads it.
+        reader_bounds: (S+1,) int32 the readers of segment s are ``reader_starts[bounds[s]:bounds[s + 1]]``.
+        reader_starts: int32 first key of each reader in the packed keys.
+
+    Returns:
+        (T, ...) in the dtype of ``grad``; every sum is accumulated in float32 and rounded once.
+    """
+    total = torch.empty((row_segment.shape[0], *grad.shape[1:]), dtype=grad.dtype, device=grad.device)
+    width = total[0].numel()
+    grid = (row_segment.shape[0],)
+    _sum_readers_kernel[grid](
+        grad,
+        total,
+        row_segment,
+        position_ids,
+        reader_bounds,
+        reader_starts,
+        width=width,
+        block=triton.next_power_of_2(width),
+    )
+    return total
