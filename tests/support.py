@@ -52,7 +52,13 @@ def group(prompt_length: int, response_lengths: Sequence[int], seed: int) -> lis
 
 
 def make_engine(
-    model_path: str, *, packed: bool, strategy: str = "fsdp2", engine: dict | None = None, model: dict | None = None
+    model_path: str,
+    *,
+    packed: bool,
+    strategy: str = "fsdp2",
+    engine: dict | None = None,
+    model: dict | None = None,
+    engine_cls: type | None = None,
 ) -> Any:
     """verl's engine for this machine, initialised; ``packed`` switches the plugin's mode."""
     engine_config = PrefixGrouperEngineConfig(
@@ -74,9 +80,7 @@ def make_engine(
             **(model or {}),
         }
     )
-    built = EngineRegistry.new(
-        model_type="language_model",
-        backend=strategy,
+    built = (engine_cls or EngineRegistry.get_engine_cls("language_model", strategy))(
         model_config=model_config,
         engine_config=engine_config,
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),

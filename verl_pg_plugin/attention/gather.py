@@ -57,7 +57,7 @@ class _GatherRows(torch.autograd.Function):
     """``index_select`` whose backward does not round between the additions.
 
     A prefix row is read by every response of its group, so its gradient is a sum of as many terms. Adding those
-    in bf16, as the backward of ``index_select`` does, loses a bit for every doubling of the group.
+    in bf16, as atomics on a GPU do, loses a bit for every doubling of the group.
     """
 
     @staticmethod

@@ -114,12 +114,12 @@ def attend_sdpa(
     """``VarlenAttention`` as one torch SDPA call per segment: exact on every device and dtype."""
     if softcap:
         raise NotImplementedError("softcap needs prefix_grouper.attention_kernel=flash_attn_2")
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    # Splitting joins the gradients of all pieces once; slices would each allocate one of full size.
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    pieces = zip(q_THD.split(lengths_q), k_KGD.split(lengths_k), v_KGD.split(lengths_k), strict=True)
     outputs = []
-    for s in range(len(bounds_q) - 1):
-        q_HLD = q_THD[bounds_q[s] : bounds_q[s + 1]].transpose(0, 1)
-        k_GLD = k_KGD[bounds_k[s] : bounds_k[s + 1]].transpose(0, 1)
-        v_GLD = v_KGD[bounds_k[s] : bounds_k[s + 1]].transpose(0, 1)
+    for q_LHD, k_LGD, v_LGD in pieces:
+        q_HLD, k_GLD, v_GLD = q_LHD.transpose(0, 1), k_LGD.transpose(0, 1), v_LGD.transpose(0, 1)
         num_q, num_k = q_HLD.shape[1], k_GLD.shape[1]
         square = num_q == num_k and window_size < 0
         out_1HLD = F.scaled_dot_product_attention(

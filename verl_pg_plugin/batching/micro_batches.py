@@ -1,8 +1,8 @@
 """Cut a mini-batch into micro-batches that keep groups whole, by the rows they really compute."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -104,29 +104,29 @@ def _run_maker(order: PrefixOrder) -> Callable[[int, int], _Run]:
 
 
 def _split(run: _Run, order: PrefixOrder, limits: MicroBatchLimits, run_of: Callable[[int, int], _Run]) -> list[_Run]:
-    """Cut a run that exceeds the limits into as few as a left-to-right fill of its branches gives."""
-    if limits.admit(run.rows, run.sequences):
-        return [run]
-    if run.sequences == 1:
-        raise ValueError(
-            f"sequence {int(order.sequences[run.first])} alone needs {run.rows} tokens of computation, "
-            f"more than the {limits.max_rows} a micro-batch may hold"
-        )
-    shared = order.num_shared[run.first + 1 : run.stop]
-    cuts = [run.first, *(np.flatnonzero(shared == shared.min()) + run.first + 1).tolist(), run.stop]
+    """Cut a run that exceeds the limits; neighbouring pieces stay together as long as they fit."""
     pieces: list[_Run] = []
-    open_run: _Run | None = None
-    for first, stop in itertools.pairwise(cuts):
-        branch = run_of(first, stop)
-        merged = run_of(open_run.first, stop) if open_run else branch
-        if open_run and limits.admit(merged.rows, merged.sequences):
-            open_run = merged
+    pending = [run]
+    while pending:
+        piece = pending.pop()
+        if not limits.admit(piece.rows, piece.sequences):
+            if piece.sequences == 1:
+                raise ValueError(
+                    f"sequence {int(order.sequences[piece.first])} alone needs {piece.rows} tokens of computation, "
+                    f"more than the {limits.max_rows} a micro-batch may hold; raise ppo_max_token_len_per_gpu and "
+                    "log_prob_max_token_len_per_gpu"
+                )
+            shared = order.num_shared[piece.first + 1 : piece.stop]
+            forks = (np.flatnonzero(shared == shared.min()) + piece.first + 1).tolist()
+            branches = [run_of(a, b) for a, b in pairwise([piece.first, *forks, piece.stop])]
+            pending.extend(reversed(branches))
             continue
-        if open_run:
-            pieces.append(open_run)
-        *full, open_run = _split(branch, order, limits, run_of)
-        pieces.extend(full)
-    return [*pieces, open_run] if open_run else pieces
+        merged = run_of(pieces[-1].first, piece.stop) if pieces else piece
+        if pieces and limits.admit(merged.rows, merged.sequences):
+            pieces[-1] = merged
+        else:
+            pieces.append(piece)
+    return pieces
 
 
 def _halve(run: _Run, order: PrefixOrder, run_of: Callable[[int, int], _Run]) -> tuple[_Run, _Run]:

@@ -85,7 +85,7 @@ class ChunkedHead:
         if chunk_size <= 0 or type(head) is not nn.Linear or module.config.model_type not in HEAD_COMES_LAST:
             return None
         chunked = cls(head, chunk_size)
-        head.forward = chunked.forward  # type: ignore[method-assign]
+        head.forward = chunked.forward
         return chunked
 
     def takes(self, job: HeadJob) -> bool:

@@ -9,6 +9,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
+from verl_pg_plugin.engine.row_selection import select_rows
 from verl_pg_plugin.engine.sequences import BatchError, Sequences, read_sequences
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
 
@@ -45,17 +46,17 @@ def plan_micro_batches(data: TensorDict, dp_group: dist.ProcessGroup | None, sp_
     """
     limits = _limits(data, sp_size)
     sequences = on_every_rank(partial(read_sequences, data), dp_group)
-    order = build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
+    order = on_every_rank(
+        partial(build_prefix_order, sequences.tokens, sequences.offsets, sequences.classes), dp_group
+    )
     wanted, indices = 1, on_every_rank(partial(cut_micro_batches, order, limits), dp_group)
     while (counts := set(over_ranks(len(indices), dp_group))) != {wanted}:
         wanted = max(counts)
         indices = on_every_rank(partial(cut_micro_batches, order, limits, at_least=wanted), dp_group)
     layouts = [layout_of(sequences, rows) for rows in indices]
-    micro_batches = []
-    for rows, layout in zip(indices, layouts, strict=True):
-        micro_batch = tu.index_select_tensor_dict(data, rows)
+    micro_batches = select_rows(data, indices)
+    for micro_batch, layout in zip(micro_batches, layouts, strict=True):
         tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
-        micro_batches.append(micro_batch)
     return MicroBatchPlan(micro_batches=micro_batches, indices=indices, layouts=layouts)
 
 

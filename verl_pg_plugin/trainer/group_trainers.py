@@ -1,7 +1,6 @@
 """The three V1 trainers of verl, each with the group-keeping balance.
 
-verl's registry holds one class per name, so ours carry a prefix; their config sections are those of the mode
-they extend (``trainer.v1.pg_sync: ${trainer.v1.sync}``).
+verl's registry holds one class per name, so ours carry a prefix; once chosen, they run under the plain name.
 """
 
 from typing import Any
@@ -16,6 +15,7 @@ from verl.trainer.ppo.v1 import (
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.batching.balance import balance_groups
+from verl_pg_plugin.trainer import PREFIX
 
 
 class GroupBalanceMixin:
@@ -23,6 +23,11 @@ class GroupBalanceMixin:
 
     config: Any
     actor_rollout_wg: Any
+
+    def __init__(self, config: Any) -> None:
+        # verl compares the mode with "sync" to choose the replay buffer and how checkpoints are taken.
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        super().__init__(config)  # type: ignore[call-arg]
 
     def _balance_batch(
         self, batch: Any, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False

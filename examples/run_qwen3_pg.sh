@@ -1,0 +1,148 @@
+#!/usr/bin/env bash
+# GRPO with every shared prompt computed once and no padding (packed mode).
+#
+#   bash examples/run_qwen3_pg.sh [verl override ...]
+#
+# Without any variable set: installs into .venv, makes a tiny Qwen3 checkpoint and an arithmetic data set, and
+# trains on the CPU for a few minutes. The last line is `run summary: {json}`.
+#
+# With MODEL_PATH, TRAIN_FILES and VAL_FILES set, the same training on GPUs:
+#
+#   MODEL_PATH=Qwen/Qwen3-4B TRAIN_FILES=~/data/gsm8k/train.parquet VAL_FILES=~/data/gsm8k/test.parquet \
+#       NGPUS_PER_NODE=8 bash examples/run_qwen3_pg.sh
+#
+# USE_PREFIX_GROUPER=False selects rmpad, and USE_REMOVE_PADDING=False beside it padded. Overrides come last and win.
+set -xeuo pipefail
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+fail() { { set +x; } 2>/dev/null; echo "error: $*" >&2; exit 1; }
+
+WORK_DIR=${WORK_DIR:-outputs/run_qwen3_pg}
+mkdir -p "$WORK_DIR"
+WORK_DIR=$(cd "$WORK_DIR" && pwd)
+# A folder of its own for each run: nothing of an earlier or a simultaneous run is read or overwritten.
+RUN_DIR=$(mktemp -d "$WORK_DIR/$(date +%Y%m%d-%H%M%S)-XXXX")
+
+USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
+USE_REMOVE_PADDING=${USE_REMOVE_PADDING:-True}
+
+################################ model and data ################################
+if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
+    DEVICE=cpu
+    bash "$repository/scripts/install.sh"
+    PYTHON=$repository/.venv/bin/python
+    MODEL_PATH=$WORK_DIR/model
+    TRAIN_FILES=$WORK_DIR/data/train.parquet
+    VAL_FILES=$WORK_DIR/data/test.parquet
+    [ -d "$WORK_DIR/data" ] ||
+        "$PYTHON" "$repository/scripts/make_arithmetic_data.py" --output-dir "$WORK_DIR/data"
+    [ -d "$MODEL_PATH" ] ||
+        "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH"
+else
+    DEVICE=gpu
+    PYTHON=${PYTHON:-$([ -x "$repository/.venv/bin/python" ] && echo "$repository/.venv/bin/python" || echo python3)}
+    for name in MODEL_PATH TRAIN_FILES VAL_FILES; do
+        [ -n "${!name:-}" ] || fail "$name is not set: set MODEL_PATH, TRAIN_FILES and VAL_FILES, or none of them"
+    done
+fi
+for file in "$TRAIN_FILES" "$VAL_FILES"; do
+    case $file in
+        \[* | *://*) ;; # a Hydra list or a remote file: verl reads it
+        *) [ -f "$file" ] || fail "data file $file does not exist: correct TRAIN_FILES or VAL_FILES" ;;
+    esac
+done
+
+################################ what differs by device ################################
+if [ "$DEVICE" = cpu ]; then
+    NGPUS_PER_NODE=${NGPUS_PER_NODE:-1} # worker processes
+    NNODES=${NNODES:-1}
+    export VERL_PLATFORM=cpu
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPUS_PER_NODE - 1) / NGPUS_PER_NODE))}
+    float32='{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}'
+    DEVICE_ARGS=(
+        trainer.device=cpu
+        data.dataloader_num_workers=0
+        +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+        actor_rollout_ref.model.enable_gradient_checkpointing=False
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision=$float32"
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision=$float32"
+        actor_rollout_ref.actor.use_torch_compile=False
+        actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
+        actor_rollout_ref.ref.fsdp_config.use_torch_compile=False
+        actor_rollout_ref.rollout.dtype=float32
+        actor_rollout_ref.rollout.agent.num_workers=1
+        reward.num_workers=1
+        reward.custom_reward_function.path="$repository/scripts/arithmetic_reward.py"
+        transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+        trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.cpu.replay_buffer
+        trainer.v1.sampler.custom_sampler.name=prompt_replay_buffer
+        # A Ray of its own: resources are counters, GPU stands for a worker process.
+        +ray_kwargs.ray_init.address=local
+        +ray_kwargs.ray_init.include_dashboard=False
+        ray_kwargs.ray_init.num_cpus=16
+        +ray_kwargs.ray_init.num_gpus="$NGPUS_PER_NODE"
+    )
+    ROLLOUT=${ROLLOUT:-hf} ROLLOUT_N=${ROLLOUT_N:-8} ROLLOUT_TP=${ROLLOUT_TP:-1}
+    TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-16} PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-8}
+    MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-256} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8}
+    MAX_TOKEN_LEN=${MAX_TOKEN_LEN:-8192}
+    LR=${LR:-3e-4} TOTAL_STEPS=${TOTAL_STEPS:-40} TOTAL_EPOCHS=${TOTAL_EPOCHS:-100}
+else
+    NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
+    NNODES=${NNODES:-1}
+    DEVICE_ARGS=(
+        actor_rollout_ref.model.enable_gradient_checkpointing=True
+        actor_rollout_ref.rollout.gpu_memory_utilization="${GPU_MEMORY_UTILIZATION:-0.6}"
+    )
+    ROLLOUT=${ROLLOUT:-vllm} ROLLOUT_N=${ROLLOUT_N:-8} ROLLOUT_TP=${ROLLOUT_TP:-1}
+    TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-256} PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-64}
+    MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-4096} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-2048}
+    MAX_TOKEN_LEN=${MAX_TOKEN_LEN:-20480}
+    LR=${LR:-1e-6} TOTAL_STEPS=${TOTAL_STEPS:-null} TOTAL_EPOCHS=${TOTAL_EPOCHS:-15}
+fi
+
+################################ training ################################
+export VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl
+
+"$PYTHON" -m verl_pg_plugin.main_ppo \
+    hydra.run.dir="$RUN_DIR" \
+    algorithm.adv_estimator=grpo \
+    algorithm.use_kl_in_reward=False \
+    data.train_files="$TRAIN_FILES" \
+    data.val_files="$VAL_FILES" \
+    data.train_batch_size="$TRAIN_BATCH_SIZE" \
+    data.max_prompt_length="$MAX_PROMPT_LENGTH" \
+    data.max_response_length="$MAX_RESPONSE_LENGTH" \
+    data.filter_overlong_prompts=True \
+    data.truncation=error \
+    actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.model.use_remove_padding="$USE_REMOVE_PADDING" \
+    actor_rollout_ref.actor.use_prefix_grouper="$USE_PREFIX_GROUPER" \
+    actor_rollout_ref.actor.strategy=fsdp2 \
+    actor_rollout_ref.actor.optim.lr="$LR" \
+    actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$MAX_TOKEN_LEN" \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.rollout.name="$ROLLOUT" \
+    actor_rollout_ref.rollout.n="$ROLLOUT_N" \
+    actor_rollout_ref.rollout.tensor_model_parallel_size="$ROLLOUT_TP" \
+    trainer.nnodes="$NNODES" \
+    trainer.n_gpus_per_node="$NGPUS_PER_NODE" \
+    trainer.total_epochs="$TOTAL_EPOCHS" \
+    trainer.total_training_steps="$TOTAL_STEPS" \
+    trainer.logger='["console","file"]' \
+    trainer.project_name=verl_pg_plugin \
+    trainer.experiment_name=run_qwen3_pg \
+    trainer.val_before_train=False \
+    trainer.test_freq=-1 \
+    trainer.save_freq=-1 \
+    trainer.default_local_dir="$RUN_DIR/checkpoints" \
+    trainer.resume_mode=disable \
+    "${DEVICE_ARGS[@]}" \
+    "$@"
+
+"$PYTHON" "$repository/scripts/run_summary.py" "$VERL_FILE_LOGGER_PATH" --config "$RUN_DIR/.hydra/config.yaml"

@@ -1,0 +1,159 @@
+"""Assemble a split Llama checkpoint: the first layers of one Llama checkpoint, the last layers of another.
+
+    python scripts/assemble_split_llama.py --first LLAMA_8B --first-layers 16 --last LLAMA_70B --last-layers 40 \
+        --output SPLIT_LLAMA
+
+Tensors are copied one shard of the sources at a time, so memory holds one shard. The adapter between the two widths
+is new: normal with standard deviation 1 / sqrt(its input width), which keeps the scale of the hidden states.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, LlamaConfig
+
+from verl_pg_plugin.models.split_llama import modeling_split_llama
+
+AUTO_MAP = {
+    "AutoConfig": "modeling_split_llama.SplitLlamaConfig",
+    "AutoModelForCausalLM": "modeling_split_llama.SplitLlamaForCausalLM",
+    "AutoModelForTokenClassification": "modeling_split_llama.SplitLlamaForValue",
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file and the new names of the tensors that are taken from it."""
+
+    path: Path
+    renamed: dict[str, str]
+
+    def load(self) -> dict[str, torch.Tensor]:
+        with safe_open(self.path, framework="pt") as source:
+            return {new: source.get_tensor(name) for name, new in self.renamed.items()}
+
+
+def main() -> None:
+    """Parse the command line and write the checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=Path, required=True, help="Llama checkpoint (safetensors) of the lower layers")
+    parser.add_argument("--first-layers", type=int, required=True, help="how many of its layers, from the bottom")
+    parser.add_argument("--last", type=Path, required=True, help="Llama checkpoint (safetensors) of the upper layers")
+    parser.add_argument("--last-layers", type=int, required=True, help="how many of its layers, from the top")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create; must not exist")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter's initial weights")
+    args = parser.parse_args()
+    try:
+        num_tensors = assemble(args.first, args.first_layers, args.last, args.last_layers, args.output, args.seed)
+    except (ValueError, FileExistsError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(f"{args.output}: {num_tensors} tensors; load it with trust_remote_code=True\n")
+
+
+def assemble(first: Path, first_layers: int, last: Path, last_layers: int, output: Path, seed: int = 0) -> int:
+    """Write the checkpoint.
+
+    Args:
+        first, last: folders with ``config.json`` and safetensors of ``LlamaForCausalLM``.
+        first_layers, last_layers: layers to take, from the bottom and from the top; at least 1.
+        output: folder to create.
+        seed: of the adapter.
+
+    Returns:
+        Number of tensors written.
+
+    Raises:
+        ValueError: not a Llama checkpoint, too few layers, or different vocabularies.
+        FileExistsError: ``output`` exists.
+    """
+    first_config, last_config = _llama_config(first, first_layers), _llama_config(last, last_layers)
+    skipped = last_config.num_hidden_layers - last_layers
+    is_tied = last_config.tie_word_embeddings
+    first_config.num_hidden_layers, last_config.num_hidden_layers = first_layers, last_layers
+    config = modeling_split_llama.SplitLlamaConfig(
+        first_config, last_config, architectures=["SplitLlamaForCausalLM"], dtype=last_config.dtype, auto_map=AUTO_MAP
+    )
+
+    def from_first(name: str) -> str | None:
+        if name == "model.embed_tokens.weight":
+            return name
+        layer = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+        return f"model.first.layers.{layer[1]}.{layer[2]}" if layer and int(layer[1]) < first_layers else None
+
+    def from_last(name: str) -> str | None:
+        if name in ("model.norm.weight", "lm_head.weight"):
+            return name
+        if name == "model.embed_tokens.weight" and is_tied:
+            return "lm_head.weight"
+        layer = re.match(r"model\.layers\.(\d+)\.(.+)", name)
+        return f"model.last.layers.{int(layer[1]) - skipped}.{layer[2]}" if layer and int(layer[1]) >= skipped else None
+
+    shards = [*_renamed_shards(first, from_first), *_renamed_shards(last, from_last)]
+    with torch.device("meta"):
+        missing = set(modeling_split_llama.SplitLlamaForCausalLM(config).state_dict()) - {"model.adapter.weight"}
+    missing -= {renamed for names in shards for renamed in names.renamed.values()}
+    if missing:
+        raise ValueError(f"the checkpoints lack {len(missing)} tensors, among them {min(missing)}")
+
+    output.mkdir(parents=True)
+    config.save_pretrained(output)
+    shutil.copyfile(modeling_split_llama.__file__, output / "modeling_split_llama.py")
+    for name in TOKENIZER_FILES:
+        if (last / name).is_file():
+            shutil.copyfile(last / name, output / name)
+    generator = torch.Generator().manual_seed(seed)
+    width_in, width_out = first_config.hidden_size, last_config.hidden_size
+    adapter = torch.randn(width_out, width_in, generator=generator) / width_in**0.5
+    return _write(output, shards, {"model.adapter.weight": adapter.to(config.dtype or torch.float32)})
+
+
+def _llama_config(folder: Path, num_layers: int) -> LlamaConfig:
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(f"{folder} is not a Llama checkpoint: model_type is {config.model_type!r}")
+    if not 1 <= num_layers <= config.num_hidden_layers:
+        raise ValueError(f"{folder} has {config.num_hidden_layers} layers, cannot take {num_layers}")
+    return config
+
+
+def _renamed_shards(folder: Path, rename: Callable[[str], str | None]) -> list[Shard]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} has no .safetensors files; convert it with save_pretrained first")
+    shards = []
+    for path in paths:
+        with safe_open(path, framework="pt") as source:
+            names = {name: new for name in source.keys() if (new := rename(name)) is not None}  # noqa: SIM118
+        if names:
+            shards.append(Shard(path, names))
+    return shards
+
+
+def _write(output: Path, shards: list[Shard], extra: dict[str, torch.Tensor]) -> int:
+    """One output shard per source shard that contributes anything, and the index over them."""
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for number, shard in enumerate([None, *shards], start=1):
+        tensors = extra if shard is None else shard.load()
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, output / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return len(weight_map)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Time of planning a mini-batch on the CPU: 1,024 sequences of 10k tokens, on one core.
+
+    python scripts/bench_layout.py [--repeats 7] [--max-token-len 32768] [--assert-under 0.5]
+
+"plan" is what an engine runs before each mini-batch, ``plan_micro_batches``: read verl's batch, sort, cut into
+micro-batches, lay each out and select its rows. The columns after it time its steps of index maths alone. "cuts" are
+micro-batches, "dedup" is logical over physical tokens.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.engine.micro_batch_plan import layout_of, plan_micro_batches
+from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.layout import build_prefix_order
+
+VOCAB = 151_936
+
+
+def make_batch(num_sequences: int, n: int, prompt_length: int, response_length: int, max_token_len: int) -> TensorDict:
+    """Groups of ``n`` random responses to one random prompt, shuffled as dispatch leaves them."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(VOCAB, (num_sequences // n, prompt_length), generator=generator).repeat_interleave(n, 0)
+    prompts = prompts[torch.randperm(num_sequences, generator=generator)]
+    responses = torch.randint(VOCAB, (num_sequences, response_length), generator=generator)
+    length = prompt_length + response_length
+    fields = {
+        "prompts": jagged(prompts),
+        "responses": jagged(responses),
+        "input_ids": jagged(torch.cat([prompts, responses], dim=1)),
+        "position_ids": jagged(torch.arange(length).expand(num_sequences, length)),
+    }
+    batch = TensorDict(fields, batch_size=num_sequences)
+    tu.assign_non_tensor(batch, use_dynamic_bsz=True, max_token_len_per_gpu=max_token_len, temperature=1.0)
+    return batch
+
+
+def jagged(rows: torch.Tensor) -> torch.Tensor:
+    offsets = torch.arange(len(rows) + 1) * rows.shape[1]
+    return torch.nested.nested_tensor_from_jagged(rows.reshape(-1), offsets)
+
+
+def timed(function: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each call after one warm-up."""
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(batch: TensorDict, max_token_len: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of the whole plan and of each step of index maths."""
+    sequences = read_sequences(batch)
+    order = build_prefix_order(sequences.tokens, sequences.offsets)
+    limits = MicroBatchLimits(max_rows=max_token_len)
+    cut = cut_micro_batches(order, limits)
+    steps: dict[str, Callable[[], object]] = {
+        "plan": lambda: plan_micro_batches(batch, None),
+        "read": lambda: read_sequences(batch),
+        "sort": lambda: build_prefix_order(sequences.tokens, sequences.offsets),
+        "cut": lambda: cut_micro_batches(order, limits),
+        "layout": lambda: [layout_of(sequences, rows) for rows in cut],
+    }
+    return {name: timed(step, repeats) for name, step in steps.items()}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-sequences", type=int, default=1024)
+    parser.add_argument("--prompt-length", type=int, default=8192)
+    parser.add_argument("--response-length", type=int, default=2048)
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=[8, 32, 1])
+    parser.add_argument("--max-token-len", type=int, default=32_768, help="physical tokens of a micro-batch")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--assert-under", type=float, metavar="SECONDS", help="exit 1 if a median plan takes longer")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    length = args.prompt_length + args.response_length
+    table = Table(title=f"{args.num_sequences:,} sequences of {length:,} tokens, one core: median ± half range, ms")
+    for column in ("n", "cuts", "dedup", "plan", "read", "sort", "cut", "layout"):
+        table.add_column(column, justify="right", no_wrap=True)
+    medians = []
+    for n in args.group_sizes:
+        batch = make_batch(args.num_sequences, n, args.prompt_length, args.response_length, args.max_token_len)
+        layouts = plan_micro_batches(batch, None).layouts
+        dedup = sum(layout.num_logical_tokens for layout in layouts) / sum(layout.num_rows for layout in layouts)
+        seconds = measure(batch, args.max_token_len, args.repeats)
+        medians.append(statistics.median(seconds["plan"]))
+        cells = [f"{statistics.median(s) * 1e3:.0f} ± {(max(s) - min(s)) * 500:.0f}" for s in seconds.values()]
+        table.add_row(str(n), str(len(layouts)), f"{dedup:.2f}", *cells)
+    Console().print(table)
+    if args.assert_under is not None and max(medians) >= args.assert_under:
+        sys.stderr.write(f"slowest median plan {max(medians):.3f} s, not under {args.assert_under} s\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

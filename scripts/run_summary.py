@@ -1,0 +1,91 @@
+"""Print ``run summary: {json}`` for a training run, from the metrics file of verl's ``file`` logger.
+
+    python scripts/run_summary.py METRICS.jsonl --config CONFIG.yaml
+
+CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its two flags.
+``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
+five), times are medians in seconds, ``dedup_ratio`` is the mean of logical over physical tokens. What a run
+does not log is ``null``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from omegaconf import OmegaConf
+
+MODES = {
+    (False, False): "padded",
+    (False, True): "rmpad",
+    (True, False): "prefix_grouper",
+    (True, True): "packed",
+}
+REWARD = "critic/score/mean"
+DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
+ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
+TIMING = "timing_s/"
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The metrics of every training step, in order; validation-only lines are left out.
+
+    Raises:
+        ValueError: the file is missing or holds no training step.
+    """
+    if not path.is_file():
+        raise ValueError(f'{path} does not exist; train with trainer.logger=["console","file"]')
+    rows = [json.loads(line)["data"] for line in path.read_text().splitlines()]
+    steps = [row for row in rows if REWARD in row]
+    if not steps:
+        raise ValueError(f"{path} holds no training step with {REWARD}")
+    return steps
+
+
+def read_mode(config_path: Path) -> str:
+    """``padded``, ``rmpad``, ``prefix_grouper`` or ``packed``, from a saved Hydra config."""
+    roles = OmegaConf.load(config_path).actor_rollout_ref
+    return MODES[bool(roles.actor.use_prefix_grouper), bool(roles.model.use_remove_padding)]
+
+
+def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+    """The summary of a run as a JSON-ready dict."""
+
+    def values(key: str) -> list[float]:
+        return [step[key] for step in steps if key in step]
+
+    def middle(key: str) -> float | None:
+        return round(median(values(key)), 4) if values(key) else None
+
+    rewards = values(REWARD)
+    window = max(1, min(5, len(rewards) // 5))
+    backends = {key.removeprefix(ATTENTION_BACKEND) for step in steps for key in step if ATTENTION_BACKEND in key}
+    return {
+        "steps": len(steps),
+        "mode": mode,
+        "attention_backend": ",".join(sorted(backends)) or None,
+        "dedup_ratio": round(fmean(values(DEDUP_RATIO)), 4) if values(DEDUP_RATIO) else None,
+        "reward_first": round(fmean(rewards[:window]), 4),
+        "reward_last": round(fmean(rewards[-window:]), 4),
+        **{f"time_{name}": middle(TIMING + name) for name in ("gen", "old_log_prob", "ref", "update_actor", "step")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", type=Path)
+    parser.add_argument("--config", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        summary = summarize(read_steps(args.metrics), read_mode(args.config))
+    except (ValueError, FileNotFoundError) as error:
+        parser.exit(1, f"error: {error}\n")
+    sys.stdout.write(f"run summary: {json.dumps(summary)}\n")
+
+
+if __name__ == "__main__":
+    main()

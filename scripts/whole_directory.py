@@ -1,0 +1,31 @@
+"""Write a directory whole or not at all, also when two runs write it at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+@contextmanager
+def whole_directory(output_dir: Path) -> Iterator[Path]:
+    """Give a scratch directory that becomes ``output_dir`` when the block ends without an exception.
+
+    Raises:
+        FileExistsError: ``output_dir`` exists and is not empty, before anything is written.
+    """
+    if output_dir.is_dir() and any(output_dir.iterdir()):
+        raise FileExistsError(f"{output_dir} is not empty; remove it or name another --output-dir")
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as parent:
+        scratch = Path(parent) / output_dir.name
+        scratch.mkdir()
+        yield scratch
+        try:
+            os.replace(scratch, output_dir)
+        except OSError:
+            # Another process finished the same directory in the meantime; its content is as good as ours.
+            if not (output_dir.is_dir() and any(output_dir.iterdir())):
+                raise

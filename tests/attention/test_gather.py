@@ -1,0 +1,79 @@
+"""Gradients of shared rows are sums over a group: exact, and rounded once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import given
+
+from tests.layout.tries import Batch, batch_of, batches
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
+
+LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2, 3), (4, 7)), ((8,), (9,))).layout()
+
+
+@dataclass(frozen=True)
+class BigGroup:
+    """Gradient of the keys of a group of 64, and its sums over the copies of each row, rounded once to bf16.
+
+    The gradient is in multiples of 1/128 below 2: bf16 holds each and float32 any sum of them, in whatever order.
+    """
+
+    index: GatherIndex
+    grad: torch.Tensor
+    exact: torch.Tensor
+
+    @classmethod
+    def on(cls, device: str) -> "BigGroup":
+        layout = batch_of(*[((1, 2), (10 + i,)) for i in range(64)]).layout()
+        rows = torch.from_numpy(layout.kv_rows).long()
+        generator = torch.Generator().manual_seed(0)
+        grad = torch.randint(-255, 256, (len(rows), 2, 100), generator=generator).float() / 128
+        exact = torch.zeros(layout.num_rows, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
+        return cls(GatherIndex.from_layout(layout, device), grad.to(torch.bfloat16).to(device), exact.to(device))
+
+    def gradient(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = torch.zeros_like(self.exact, requires_grad=True)
+        gather(x).backward(self.grad)
+        assert x.grad is not None
+        return x.grad
+
+
+def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
+    index = GatherIndex.from_layout(LAYOUT, "cpu")
+    x = torch.randn(LAYOUT.num_rows, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(gather_rows(x, index), x[torch.from_numpy(LAYOUT.kv_rows).long()])
+    assert torch.autograd.gradcheck(lambda t: gather_rows(t, index), (x,))
+
+
+@given(batches(with_classes=True))
+def test_every_copy_of_a_row_is_found_where_its_readers_keys_begin(batch: Batch) -> None:
+    """The GPU's sum visits copies through these maps; one left out is a gradient lost."""
+    layout = batch.layout()
+    index = GatherIndex.from_layout(layout, "cpu")
+    bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
+    for row, (segment, position) in enumerate(
+        zip(index.row_segment.tolist(), index.position_ids.tolist(), strict=True)
+    ):
+        copies = [start + position for start in starts[bounds[segment] : bounds[segment + 1]]]
+        assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()
+
+
+def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_at_every_addition() -> None:
+    group = BigGroup.on("cpu")
+    assert torch.equal(group.gradient(lambda x: gather_rows(x, group.index)), group.exact)
+    # On a CPU index_select is as exact as this; test_gpu_kernels.py asks it on a GPU.
+    assert not torch.equal(group.gradient(lambda x: x[group.index.rows]), group.exact)
+
+
+def test_float64_gradients_are_not_squeezed_through_float32() -> None:
+    layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
+    index = GatherIndex.from_layout(layout, "cpu")
+    x = torch.zeros(layout.num_rows, 1, dtype=torch.float64, requires_grad=True)
+    grad = torch.zeros(len(layout.kv_rows), 1, dtype=torch.float64)
+    copies = np.flatnonzero(layout.kv_rows == 0).tolist()
+    grad[copies[0]], grad[copies[1]] = 1.0, 1e-12
+    gather_rows(x, index).backward(grad)
+    assert x.grad is not None
+    assert x.grad[0].item() == 1.0 + 1e-12

@@ -1,0 +1,146 @@
+"""flash-attn on a GPU: packed attention in bf16 is as close to float32 as flash-attn on every sequence alone is."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.attention.dense import Outcome, Tensors, dense_outcome, packed_outcome, random_tensors
+from tests.attention.test_gather import BigGroup
+from tests.attention.test_packed_attention import assert_equal
+from tests.layout.tries import Batch, batch_of, sequence_rows
+from verl_pg_plugin.attention import VarlenKernel, select_kernel
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
+from verl_pg_plugin.layout import PackedLayout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn"),
+]
+
+PROMPT = tuple(range(1000, 1700))
+TURN = (*PROMPT, *range(2000, 2150))
+BATCH = batch_of(
+    *[(PROMPT, range(3000 + 500 * i, 3000 + 500 * i + length)) for i, length in enumerate((300, 17, 120, 1))],
+    (TURN, range(6000, 6090)),
+    (TURN, range(6100, 6200)),
+    (range(7000, 7333), range(8000, 8050)),
+)
+
+
+def replicated_outcome(
+    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: VarlenKernel
+) -> Outcome:
+    """Every sequence with all of its rows through the same kernel, as remove-padding runs them.
+
+    The loss reads each shared row's output in the first sequence that has it, as in the packed run; the gradients
+    of copies are added in float32 and rounded once.
+    """
+    lengths = [len(tokens) - 1 for tokens in batch.sequences]
+    device = tensors.q.device
+    rows = torch.tensor([row for tokens in batch.sequences for row in sequence_rows(layout, tokens)], device=device)
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    first = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    first[first_places(rows.tolist())] = True
+
+    q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
+    scale, longest = q.shape[-1] ** -0.5, max(lengths)
+    out = kernel.attend(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, window_size=window)
+    out.backward(tensors.grad_out[rows] * first[:, None, None])
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(layout.num_rows, *grad.shape[1:], dtype=torch.float32, device=device)
+        return total.index_add_(0, rows, grad.float()).to(grad.dtype)
+
+    packed_out = torch.zeros_like(tensors.q).index_copy(0, rows[first], out.detach()[first])
+    return Outcome(packed_out, summed(q.grad), summed(k.grad), summed(v.grad))
+
+
+def first_places(rows: list[int]) -> list[int]:
+    places: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row, place)
+    return list(places.values())
+
+
+def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> None:
+    """Error norm at most 1.1x; the largest single error, one sample of a tail, at most 2x."""
+    for name in ("out", "dq", "dk", "dv"):
+        want = getattr(exact, name)
+        ours = (getattr(packed, name).float() - want).abs()
+        theirs = (getattr(replicated, name).float() - want).abs()
+        assert ours.norm() <= 1.1 * theirs.norm(), f"{name}: {ours.norm():.3g} against {theirs.norm():.3g}"
+        assert ours.max() <= 2 * theirs.max(), f"{name}: {ours.max():.3g} against {theirs.max():.3g} at worst"
+
+
+@pytest.mark.parametrize("window", [-1, 64, 800], ids=["full", "window in response", "window across fork"])
+@pytest.mark.parametrize("heads", [(8, 8), (16, 4)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_bf16_is_as_exact_as_flash_attn_on_every_sequence_alone(
+    head_dim: int, heads: tuple[int, int], window: int
+) -> None:
+    layout, kernel = BATCH.layout(), select_kernel("flash_attn_2", "cuda")
+    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
+    packed = packed_outcome(tensors, layout, window, kernel)
+    assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
+
+
+def test_auto_takes_flash_attn_on_a_gpu() -> None:
+    assert select_kernel("auto", "cuda").name == "flash_attn_2"
+
+
+def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
+    layout = BATCH.layout()
+    tensors = random_tensors(layout.num_rows, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
+    expected = dense_outcome(tensors, layout, BATCH.sequences, 64)
+    assert_equal(packed_outcome(tensors, layout, 64), expected, tolerance=1e-5)
+
+
+def test_changing_one_response_leaves_its_siblings_bit_equal() -> None:
+    layout, kernel = BATCH.layout(), select_kernel("flash_attn_2", "cuda")
+    tensors = random_tensors(layout.num_rows, 8, 4, 64, seed=1, dtype=torch.bfloat16, device="cuda")
+    before = packed_outcome(tensors, layout, kernel=kernel).out
+    changed = sequence_rows(layout, BATCH.sequences[0])[len(PROMPT) - 1 :]
+    for tensor in (tensors.q, tensors.k, tensors.v):
+        tensor[changed] += 1.0
+    after = packed_outcome(tensors, layout, kernel=kernel).out
+    others = [row for row in range(layout.num_rows) if row not in set(changed)]
+    assert torch.equal(after[others], before[others])
+    assert not torch.equal(after[changed], before[changed])
+
+
+def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients() -> None:
+    """Norms kept in float32 hand float32 to a kernel that has none."""
+    layout, kernel = BATCH.layout(), select_kernel("flash_attn_2", "cuda")
+    tensors = random_tensors(layout.num_rows, 8, 4, 64, seed=2, dtype=torch.bfloat16, device="cuda")
+    expected = packed_outcome(tensors, layout, kernel=kernel)
+    wide = Tensors(tensors.q.float(), tensors.k.float(), tensors.v.float(), tensors.grad_out)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        actual = packed_outcome(wide, layout, kernel=kernel)
+    assert torch.equal(actual.out, expected.out)
+    torch.testing.assert_close(actual.dv.to(torch.bfloat16), expected.dv, rtol=0.02, atol=0.02)
+
+
+def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_index_select_rounds_at_every_addition() -> None:
+    group = BigGroup.on("cuda")
+    assert torch.equal(group.gradient(lambda x: gather_rows(x, group.index)), group.exact)
+    assert not torch.equal(group.gradient(lambda x: x.index_select(0, group.index.rows)), group.exact)
+
+
+def test_gradients_of_a_tree_are_bit_equal_from_run_to_run() -> None:
+    layout = BATCH.layout()
+    index = GatherIndex.from_layout(layout, "cuda")
+    grad = torch.randn(len(layout.kv_rows), 4, 64, device="cuda").to(torch.bfloat16)
+
+    def gradient() -> torch.Tensor:
+        x = torch.zeros(layout.num_rows, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        gather_rows(x, index).backward(grad)
+        assert x.grad is not None
+        return x.grad
+
+    expected = torch.zeros(layout.num_rows, 4, 64, dtype=torch.float64, device="cuda")
+    expected.index_add_(0, index.rows, grad.double())
+    torch.testing.assert_close(gradient().double(), expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(gradient(), gradient())

@@ -1,0 +1,62 @@
+"""A trainer config that can run, on a checkpoint that exists, to break one setting at a time."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
+
+import pytest
+from config_support import FLAGS, compose_config, save_checkpoint
+from omegaconf import DictConfig, OmegaConf
+
+from verl_pg_plugin.config import Mode
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def runnable_overrides(checkpoint: Path) -> list[str]:
+    """Overrides that leave nothing to object to in packed mode, with a reference policy."""
+    return [
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "trainer.balance_batch=False",
+        "data.train_batch_size=256",
+    ]
+
+
+@pytest.fixture(scope="session")
+def _composed(runnable_overrides: list[str]) -> DictConfig:
+    return compose_config(*runnable_overrides)
+
+
+@pytest.fixture
+def make_config(_composed: DictConfig) -> Callable[..., DictConfig]:
+    """Build a runnable config in a mode and apply ``{key: value}`` on top, interpolations kept alive."""
+
+    def make(mode: Mode = Mode.PACKED, settings: dict[str, Any] | None = None) -> DictConfig:
+        config = copy.deepcopy(_composed)
+        use_prefix_grouper, use_remove_padding = FLAGS[mode]
+        flags = {
+            "actor_rollout_ref.actor.use_prefix_grouper": use_prefix_grouper,
+            "actor_rollout_ref.model.use_remove_padding": use_remove_padding,
+        }
+        for key, value in {**flags, **(settings or {})}.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        return config
+
+    return make

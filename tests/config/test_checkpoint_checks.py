@@ -1,0 +1,163 @@
+"""Checkpoints that cannot run are refused before Ray starts; those that can are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from config_support import TINY, save_checkpoint
+
+from verl_pg_plugin.config import Mode
+from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
+
+PATH = "actor_rollout_ref.model.path"
+TRUST = "actor_rollout_ref.model.trust_remote_code"
+LINEAR_ATTENTION = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+
+
+@pytest.fixture
+def violations_of(make_config):
+    def run(path: Path | str, mode: Mode = Mode.PACKED, **settings):
+        return checkpoint_violations(make_config(mode, {PATH: str(path), **settings}))
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "Mistral", "Gemma2", "Qwen3Moe"])
+def test_decoders_that_use_the_attention_interface_are_accepted(violations_of, tmp_path, name):
+    assert violations_of(save_checkpoint(tmp_path, getattr(transformers, f"{name}Config")(**TINY))) == []
+
+
+def test_sliding_window_is_accepted(violations_of, tmp_path):
+    hf_config = transformers.Qwen2Config(**TINY, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    assert violations_of(save_checkpoint(tmp_path, hf_config)) == []
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "why"),
+    [
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.Qwen2VLConfig(), "multimodal"),
+        (transformers.Gemma3Config(), "multimodal"),
+        (transformers.Qwen3NextConfig(**TINY, **LINEAR_ATTENTION), "linear_attention"),
+        (transformers.MambaConfig(), "layers other than causal attention: mamba"),
+        (transformers.JambaConfig(), "layers other than causal attention: mamba"),
+        (transformers.RwkvConfig(), "recurrent state"),
+        (transformers.GptOssConfig(), "attention sinks"),
+        (transformers.Llama4TextConfig(), "chunked_attention"),
+        (transformers.BloomConfig(), "attention interface"),
+        (transformers.BertConfig(), "attention_probs_dropout_prob=0.1"),
+        (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
+        (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_architectures_that_would_be_computed_wrongly_are_refused(violations_of, tmp_path, hf_config, why):
+    checkpoint = save_checkpoint(tmp_path, hf_config)
+    (violation,) = violations_of(checkpoint)
+    assert violation.rule == "architecture"
+    assert why in violation.why
+    assert "override_config" in violation.fix or "use_prefix_grouper=False" in violation.fix
+    assert violations_of(checkpoint, Mode.RMPAD) == [], "stock verl may run it"
+
+
+def test_the_advised_override_lifts_attention_dropout(violations_of, tmp_path):
+    save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1))
+    key = "actor_rollout_ref.model.override_config.attention_dropout"
+    assert f"{key}=0.0" in violations_of(tmp_path)[0].fix
+    assert violations_of(tmp_path, **{key: 0.0}) == []
+
+
+def test_dropout_switched_on_by_an_override_is_refused(violations_of, checkpoint):
+    key = "actor_rollout_ref.model.override_config.attention_dropout"
+    assert violations_of(checkpoint, **{key: 0.2})[0].rule == "architecture"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("path", ["/no/such/folder", "./no/such/folder", "~/no/such/folder"])
+def test_missing_folder(violations_of, path, mode):
+    (violation,) = violations_of(path, mode)
+    assert (violation.rule, violation.why) == ("checkpoint_path", "no such folder")
+    assert path in str(violation)
+
+
+def test_home_folder_is_spelled_out_because_verl_does_not_expand_it(violations_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_checkpoint(tmp_path / "model")
+    (violation,) = violations_of("~/model")
+    assert f"{PATH}={tmp_path}/model" in violation.fix
+    assert violations_of(tmp_path / "model") == []
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-4B", "hdfs://cluster/models/qwen3"])
+def test_paths_that_workers_download_are_left_to_them(violations_of, path):
+    assert violations_of(path) == []
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_folder_without_tokenizer(violations_of, tmp_path, checkpoint, mode):
+    (save_checkpoint(tmp_path) / "tokenizer.json").unlink()
+    (violation,) = violations_of(tmp_path, mode)
+    assert violation.rule == "checkpoint_tokenizer"
+    assert "tokenizer.save_pretrained" in violation.fix
+    assert violations_of(tmp_path, mode, **{"actor_rollout_ref.model.tokenizer_path": str(checkpoint)}) == []
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_folder_without_config(violations_of, tmp_path, mode):
+    save_checkpoint(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (violation,) = violations_of(tmp_path, mode)
+    assert violation.rule == "checkpoint_config"
+    assert "no config.json" in violation.why
+
+
+def test_config_without_architecture(violations_of, tmp_path):
+    save_checkpoint(tmp_path)
+    transformers.Qwen3Config(**TINY).save_pretrained(tmp_path)
+    (violation,) = violations_of(tmp_path)
+    assert violation.rule == "checkpoint_config"
+    assert '"architectures": [' in violation.fix
+
+
+def test_empty_folder_reports_all_that_is_missing(violations_of, tmp_path):
+    assert [found.rule for found in violations_of(tmp_path)] == ["checkpoint_tokenizer", "checkpoint_config"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "{}"])
+def test_unreadable_or_unknown_config_is_one_message(violations_of, tmp_path, content):
+    save_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    (violation,) = violations_of(tmp_path)
+    assert violation.rule == "checkpoint_config"
+    assert "\n" not in violation.why
+
+
+def test_code_in_a_checkpoint_runs_only_when_the_user_says_so(violations_of, tmp_path):
+    save_checkpoint(tmp_path)
+    marker = tmp_path / "executed"
+    (tmp_path / "configuration_own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PretrainedConfig\n"
+        f"Path({str(marker)!r}).touch()\n"
+        "class OwnConfig(PretrainedConfig):\n"
+        "    model_type = 'own'\n"
+    )
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    own = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+
+    (violation,) = violations_of(tmp_path)
+    assert violation.rule == "checkpoint_config"
+    assert f"{TRUST}=True" in violation.fix
+    assert not marker.exists()
+
+    assert violations_of(tmp_path, **{TRUST: True}) == []
+    assert marker.exists()

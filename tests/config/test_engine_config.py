@@ -1,0 +1,137 @@
+"""Configs compose from the command line and become the dataclasses that verl's workers build, in all modes."""
+
+from __future__ import annotations
+
+import pytest
+from config_support import FLAGS, compose_config
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+
+from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, mode_of
+from verl_pg_plugin.config.validate import validate
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+TARGET = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+
+
+def engine_config_of(config: DictConfig, role: str) -> FSDPEngineConfig:
+    """Engine config as verl's ActorRolloutRefWorker builds it."""
+    role_config = OmegaConf.create(OmegaConf.to_container(config, resolve=True)).actor_rollout_ref[role]
+    if role == "ref":
+        role_config.ppo_micro_batch_size_per_gpu = role_config.pop("log_prob_micro_batch_size_per_gpu")
+        role_config.ppo_micro_batch_size = role_config.pop("log_prob_micro_batch_size")
+        role_config.use_dynamic_bsz = role_config.pop("log_prob_use_dynamic_bsz")
+        role_config.ppo_max_token_len_per_gpu = role_config.pop("log_prob_max_token_len_per_gpu")
+    actor_config = omega_conf_to_dataclass(role_config, dataclass_type=None)
+    assert isinstance(actor_config, FSDPActorConfig)
+    return actor_config.engine
+
+
+def compose_stock(*overrides: str) -> DictConfig:
+    """verl's own ``ppo_trainer`` with command-line overrides."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("role", ["actor", "ref"])
+def test_both_roles_follow_the_actor_flag(runnable_overrides, mode, role, strategy):
+    use_prefix_grouper, use_remove_padding = FLAGS[mode]
+    config = compose_config(
+        *runnable_overrides,
+        f"{ACTOR}.use_prefix_grouper={use_prefix_grouper}",
+        f"actor_rollout_ref.model.use_remove_padding={use_remove_padding}",
+        f"{ACTOR}.strategy={strategy}",
+        "prefix_grouper.attention_kernel=sdpa",
+        "prefix_grouper.logits_chunk_size=7",
+    )
+    engine_config = engine_config_of(config, role)
+    assert mode_of(config) is mode
+    assert isinstance(engine_config, PrefixGrouperEngineConfig)
+    assert engine_config.use_prefix_grouper is use_prefix_grouper
+    assert engine_config.attention_kernel == "sdpa"
+    assert engine_config.logits_chunk_size == 7
+    assert engine_config.strategy == strategy
+    assert engine_config.forward_only is (role == "ref")
+
+
+def test_the_default_run_is_stock_rmpad():
+    config = compose_config("actor_rollout_ref.rollout.name=hf")
+    assert mode_of(config) is Mode.RMPAD
+    assert config.critic.fsdp._target_ == "verl.workers.config.FSDPEngineConfig"
+
+
+def test_every_other_setting_is_verls_own():
+    ours = OmegaConf.to_container(compose_config("actor_rollout_ref.rollout.name=hf"), resolve=True)
+    stock = OmegaConf.to_container(compose_stock("actor_rollout_ref.rollout.name=hf"), resolve=True)
+    del ours["prefix_grouper"]
+    for mode in ("sync", "colocate_async", "separate_async"):
+        assert ours["trainer"]["v1"].pop(f"pg_{mode}") == stock["trainer"]["v1"][mode]
+    for role in ("actor", "ref"):
+        engine = ours["actor_rollout_ref"][role]["fsdp_config"]
+        own = {name: engine.pop(name) for name in ("use_prefix_grouper", "attention_kernel", "logits_chunk_size")}
+        assert own == {"use_prefix_grouper": False, "attention_kernel": "auto", "logits_chunk_size": 4096}
+        engine["_target_"] = "verl.workers.config.FSDPEngineConfig"
+    assert ours == stock
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
+def test_other_engines_of_verl_keep_their_config(engine):
+    config = compose_config(f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf")
+    assert "fsdp_config" not in config.actor_rollout_ref.actor
+    assert mode_of(config) is Mode.RMPAD
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            f"{role}.fsdp_config.{field}"
+            for role in (ACTOR, REF)
+            for field in (f"_target_={TARGET}", "use_prefix_grouper=True")
+        ],
+        ["hydra.searchpath=[pkg://verl_pg_plugin.config.hydra]", "+prefix_grouper=dp"],
+    ],
+    ids=["field-by-field", "config-group"],
+)
+def test_verls_entry_point_takes_the_documented_overrides(runnable_overrides, overrides):
+    overrides = [f"+{item}" if item.endswith("fsdp_config.use_prefix_grouper=True") else item for item in overrides]
+    config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True", *overrides)
+    assert validate(config) == []
+    for role in ("actor", "ref"):
+        engine_config = engine_config_of(config, role)
+        assert isinstance(engine_config, PrefixGrouperEngineConfig)
+        assert engine_config.use_prefix_grouper
+
+
+def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_overrides):
+    config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True")
+    found = {violation.rule: violation for violation in validate(config)}
+    assert set(found) == {"engine_config_target", "engine_config_flag"}
+    assert f"++{ACTOR}.fsdp_config._target_={TARGET}" in found["engine_config_target"].fix
+
+
+def test_unknown_attention_kernel_lists_the_choices():
+    with pytest.raises(ValueError, match="auto, flash_attn_2, sdpa"):
+        PrefixGrouperEngineConfig(attention_kernel="flash")
+
+
+def test_flags_cannot_change_after_construction():
+    config = PrefixGrouperEngineConfig(use_prefix_grouper=True)
+    with pytest.raises(AttributeError):
+        config.use_prefix_grouper = False
+
+
+def test_a_stock_engine_in_our_place_is_noticed(monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "amd")
+    PrefixGrouperEngineConfig(use_prefix_grouper=False)
+    with pytest.raises(RuntimeError, match="VERL_ENGINE_VENDOR"):
+        PrefixGrouperEngineConfig(use_prefix_grouper=True)
+    with pytest.raises(InstantiationException, match="VERL_ENGINE_VENDOR"):
+        omega_conf_to_dataclass(OmegaConf.create({"_target_": TARGET, "use_prefix_grouper": True}))

@@ -1,0 +1,28 @@
+"""Platform and process group of the test process."""
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """One rank, as verl's engines need it."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,152 @@
+"""The files that examples/run_qwen3_pg.sh makes are what verl and transformers can read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .conftest import SCRIPTS
+
+
+def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    text = "Sum: 3+4=7,\n(ok?)"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+def test_the_checkpoint_is_a_qwen3_with_grouped_query_attention(checkpoint: Path, model: PreTrainedModel) -> None:
+    config = AutoConfig.from_pretrained(checkpoint)
+    assert config.model_type == "qwen3"
+    assert config.num_attention_heads > config.num_key_value_heads
+    assert model.generation_config.eos_token_id == config.eos_token_id
+
+
+def test_a_seed_names_one_checkpoint(tmp_path: Path) -> None:
+    from make_tiny_checkpoint import make_tiny_checkpoint
+
+    weights = [
+        (make_tiny_checkpoint(tmp_path / name, warm_up_steps=1, seed=seed) / "model.safetensors").read_bytes()
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_rows_are_in_verls_rl_format_and_answers_are_right(
+    data: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    train, test = (datasets.Dataset.from_parquet(str(path)) for path in data)
+    for row in [*train, *test]:
+        a, b = row["prompt"][-1]["content"].rstrip("=").split("+")
+        assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
+        assert row["data_source"] == "arithmetic"
+    prompts = {
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in train
+    }
+    lengths = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
+    assert all(100 < length <= 256 for length in lengths)
+
+
+def test_test_questions_are_not_trained_on(data: tuple[Path, Path]) -> None:
+    train, test = ({row["extra_info"]["question"] for row in datasets.Dataset.from_parquet(str(path))} for path in data)
+    assert train
+    assert test
+    assert not train & test
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)],
+)
+def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str, score: float) -> None:
+    from arithmetic_reward import compute_score
+
+    assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
+
+
+def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    from make_arithmetic_data import make_arithmetic_data
+
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(FileExistsError, match="--output-dir"):
+        make_arithmetic_data(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
+    from whole_directory import whole_directory
+
+    def fail_half_way() -> None:
+        with whole_directory(tmp_path / "new") as scratch:
+            (scratch / "half").write_text("")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_half_way()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_that_make_one_directory_at_once_both_succeed(tmp_path: Path) -> None:
+    from whole_directory import whole_directory
+
+    with whole_directory(tmp_path / "new") as first, whole_directory(tmp_path / "new") as second:
+        (first / "file").write_text("first")
+        (second / "file").write_text("second")
+    assert (tmp_path / "new" / "file").read_text() == "second"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def run_summary(metrics: Path, config: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPTS / "run_summary.py", metrics, "--config", config]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def packed_config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text("actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}\n")
+    return path
+
+
+def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) -> None:
+    done = run_summary(Path(__file__).parent / "packed_run.jsonl", packed_config)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    summary = json.loads(line.removeprefix("run summary: "))
+    assert summary["steps"] == 4
+    assert summary["mode"] == "packed"
+    assert summary["attention_backend"] == "sdpa"
+    assert summary["dedup_ratio"] == pytest.approx(49.0523)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.2588, 0.2785)
+    assert summary["time_old_log_prob"] > 0
+    assert summary["time_update_actor"] > 0
+
+
+def test_figures_that_a_mode_does_not_log_are_null(tmp_path: Path) -> None:
+    from run_summary import read_steps, summarize
+
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0, "data": {"val-core/arithmetic": 0.1}}]
+    rows += [{"step": step, "data": {"critic/score/mean": step / 10}} for step in range(1, 11)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarize(read_steps(path), "rmpad")
+    assert summary["steps"] == 10
+    assert summary["dedup_ratio"] is summary["attention_backend"] is summary["time_update_actor"] is None
+    assert (summary["reward_first"], summary["reward_last"]) == (0.15, 0.95)
+
+
+def test_a_missing_metrics_file_is_one_clear_line(tmp_path: Path, packed_config: Path) -> None:
+    done = run_summary(tmp_path / "none.jsonl", packed_config)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "trainer.logger" in done.stderr

@@ -1,0 +1,46 @@
+"""Run a function on several gloo ranks and hand back what each returns."""
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.conftest import free_port
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here."""
+    context = mp.get_context("spawn")
+    results, received = context.SimpleQueue(), context.Event()
+    store = f"tcp://127.0.0.1:{free_port()}"
+    processes = mp.spawn(_run, (world_size, store, results, received, function, args), nprocs=world_size, join=False)
+    by_rank = dict(results.get() for _ in range(world_size))
+    received.set()  # tensors travel in memory of their process, which must not end before
+    processes.join()
+    failures = [result.text for result in by_rank.values() if isinstance(result, Failure)]
+    assert not failures, "\n".join(failures)
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+class Failure:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _run(
+    rank: int, world_size: int, store: str, results: Any, received: Any, function: Callable[..., Any], args: tuple
+) -> None:
+    os.environ.setdefault("VERL_PLATFORM", "cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    try:
+        result = function(rank, *args)
+    except Exception:
+        result = Failure(traceback.format_exc())
+    results.put((rank, result))
+    received.wait()
+    dist.destroy_process_group()

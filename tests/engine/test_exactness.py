@@ -1,0 +1,249 @@
+"""Packed mode gives the log-probs, entropies and gradients of every sequence computed alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.support import (
+    ARCHITECTURES,
+    actor_loss,
+    assert_same,
+    clone,
+    group,
+    make_engine,
+    response_values,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+PAD = 0
+MIXED = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
+TURN = [*range(40, 52)]
+
+CASES: dict[str, list[Sample]] = {
+    "uneven_groups_and_prompts_of_different_length": MIXED,
+    "tool_tokens_are_attended_though_loss_masked": [
+        Sample(range(9), range(30, 42), mask=[1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1]),
+        Sample(range(9), [30, 31, 7, 7], mask=[1, 1, 0, 1]),
+    ],
+    "pad_and_eos_and_token_zero_inside_prompt_and_response": [
+        Sample([PAD, PAD, 5, PAD, 6, PAD], [PAD, 3, PAD]),
+        Sample([PAD, PAD, 5, PAD, 6, PAD], [PAD, PAD]),
+    ],
+    "same_prompt_in_rows_that_are_not_neighbours": [MIXED[0], *group(8, [3], 5), MIXED[1], *group(9, [2], 6), MIXED[2]],
+    "filler_rows_with_empty_loss_mask": [*MIXED[:3], *[Sample([2] * 127, [2], mask=[0])] * 3],
+    "responses_of_one_token": [Sample(range(6), [t]) for t in (1, 2, 3)],
+    "identical_responses": [Sample(range(6), range(10, 15))] * 4,
+    "one_response_is_the_beginning_of_another": [
+        Sample(range(6), range(10, 15)),
+        Sample(range(6), range(10, 18)),
+        Sample(range(6), range(10, 12)),
+    ],
+    "group_of_one": group(7, [6], 7),
+    "everything_unique": [sample for seed in range(10, 15) for sample in group(6, [4], seed)],
+    "single_token_prompts": [Sample([4], range(20, 26)), Sample([4], range(20, 23)), Sample([5], [6])],
+    "a_prompt_that_reaches_into_a_sibling_response": [
+        Sample(range(6), range(10, 16)),
+        Sample([*range(6), 10, 11, 12], [13, 14, 50]),
+    ],
+    "multi_turn_branches_three_deep": [
+        Sample(range(8), [*TURN, 60, 61]),
+        Sample(range(8), [*TURN, 60, 62, 63]),
+        Sample(range(8), [*TURN, 70]),
+        Sample(range(8), [41, 42]),
+        Sample([*range(5), 77], [1, 2]),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def packed(qwen3: str, process_group: None) -> Any:
+    return make_engine(qwen3, packed=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_token_and_gradient_equals_the_sequence_alone(packed: Any, qwen3: str, case: str) -> None:
+    batch = make_batch(CASES[case], calculate_sum_pi_squared=True)
+    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_architectures_need_no_patched_model_file(model_type: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, model_type)
+    batch = make_batch(MIXED)
+    engine = make_engine(path, packed=True)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_sliding_window_shorter_than_the_prompt(model_type: str, tmp_path: Path) -> None:
+    window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
+    path = save_tiny_model(tmp_path, model_type, **window)
+    batch = make_batch(MIXED)
+    engine = make_engine(path, packed=True)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"max_token_len_per_gpu": 40},
+        {"max_token_len_per_gpu": 36},
+        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1},
+        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
+        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5},
+    ],
+    ids=str,
+)
+def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(packed: Any, qwen3: str, cut: dict) -> None:
+    batch = make_batch(MIXED, **cut)
+    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_loss_aggregation_over_uneven_micro_batches(packed: Any, qwen3: str, mode: str) -> None:
+    loss = actor_loss(loss_agg_mode=mode)
+    batch = make_batch(MIXED, max_token_len_per_gpu=40)
+    assert_same(run_engine(packed, batch, loss), run_reference(qwen3, batch, loss))
+
+
+def test_temperature_of_the_run(packed: Any, qwen3: str) -> None:
+    batch = make_batch(MIXED, max_token_len_per_gpu=60, temperature=0.7)
+    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_temperature_of_each_sample_within_one_group(packed: Any, qwen3: str) -> None:
+    batch = make_batch(MIXED, max_token_len_per_gpu=90)
+    batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3])
+    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": {"logits_chunk_size": 3}},
+        {"engine": {"entropy_checkpointing": True}},
+        {"engine": {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 4}},
+        {"engine": {"use_torch_compile": True}},
+        {"model": {"enable_gradient_checkpointing": False}},
+        {"engine": {"use_no_sync_for_gradient_accumulation": False}},
+    ],
+    ids=str,
+)
+def test_engine_options_keep_the_numbers(qwen3: str, options: dict) -> None:
+    batch = make_batch(MIXED, max_token_len_per_gpu=60)
+    engine = make_engine(qwen3, packed=True, **options)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_tied_embeddings_get_one_gradient(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, tie_word_embeddings=True)
+    batch = make_batch(MIXED)
+    engine = make_engine(path, packed=True, engine={"logits_chunk_size": 5})
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+
+
+def test_more_than_4096_tokens(packed: Any, qwen3: str) -> None:
+    batch = make_batch(group(4200, [6, 9], 4))
+    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_sibling_responses_never_see_each_other(packed: Any) -> None:
+    samples = group(12, [6, 6, 6], 8)
+    changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
+    with packed.eval_mode():
+        before = packed.infer_batch(make_batch(samples))["model_output"]["log_probs"].unbind()
+        after = packed.infer_batch(make_batch(changed))["model_output"]["log_probs"].unbind()
+    for row in (0, 2):
+        assert torch.equal(before[row], after[row])
+    assert not torch.equal(before[1], after[1])
+
+
+def test_positions_that_nobody_reads_hold_zero(packed: Any) -> None:
+    """The last token predicts nothing; verl rolls the next sequence's first token onto it."""
+    batch = make_batch(MIXED)
+    with packed.eval_mode():
+        rows = packed.infer_batch(clone(batch))["model_output"]["log_probs"].unbind()
+    for row, sample in zip(rows, MIXED, strict=True):
+        assert row.shape == (len(sample.prompt) + len(sample.response),)
+        assert not row[: len(sample.prompt) - 1].any()
+        assert row[-1] == 0
+
+
+def test_importance_ratio_is_one_at_step_zero(packed: Any) -> None:
+    batch = make_batch(MIXED)
+    seen = []
+
+    def record(model_output: dict, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict]:
+        seen.append(response_values(model_output["log_probs"], data))
+        return model_output["log_probs"].values().sum() * 0, {}
+
+    with packed.eval_mode():
+        old = response_values(packed.infer_batch(clone(batch))["model_output"]["log_probs"], batch)
+    with packed.train_mode():
+        packed.forward_backward_batch(clone(batch), record)
+    ordered = sorted(tuple(row.tolist()) for row in seen[0])
+    assert ordered == sorted(tuple(row.tolist()) for row in old)
+
+
+def test_a_forward_without_a_plan_lays_itself_out(packed: Any, qwen3: str) -> None:
+    """Direct users of the engine call ``forward_step`` with a micro-batch of their own."""
+    batch = make_batch(MIXED)
+    reference = run_reference(qwen3, batch, actor_loss())
+    with packed.eval_mode(), torch.no_grad():
+        _, output = packed.forward_step(clone(batch), loss_function=None, forward_only=True)
+    log_probs = response_values(output["model_output"]["log_probs"], batch)
+    for got, want in zip(log_probs, reference.outputs["log_probs"], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_metrics_count_rows_that_were_computed(packed: Any) -> None:
+    batch = make_batch(MIXED, max_token_len_per_gpu=45)
+    with packed.train_mode():
+        metrics = packed.forward_backward_batch(clone(batch), actor_loss())["metrics"]
+    logical = sum(len(s.prompt) + len(s.response) for s in MIXED)
+    physical = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
+    assert metrics["prefix_grouper/logical_tokens"] == [logical]
+    assert metrics["prefix_grouper/physical_tokens"] == [physical]
+    assert metrics["prefix_grouper/dedup_ratio"] == [logical / physical]
+    assert metrics["prefix_grouper/groups_per_micro_batch"] == [3 / 3]
+    assert metrics["prefix_grouper/mfu_physical"][0] > 0
+    assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
+
+
+@pytest.fixture
+def train_once() -> Callable[[Any, TensorDict], dict[str, torch.Tensor]]:
+    def train(engine: Any, batch: TensorDict) -> dict[str, torch.Tensor]:
+        with engine.train_mode():
+            engine.train_batch(clone(batch), actor_loss())
+        return {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
+
+    return train
+
+
+def test_mode_off_is_the_stock_engine_bit_for_bit(qwen3: str, train_once: Callable) -> None:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    batch = make_batch(MIXED, max_token_len_per_gpu=70)
+    ours = make_engine(qwen3, packed=False)
+    stock = make_engine(qwen3, packed=False, engine_cls=FSDPEngineWithLMHead)
+    assert type(stock) is FSDPEngineWithLMHead
+    with ours.eval_mode(), stock.eval_mode():
+        for name, values in ours.infer_batch(clone(batch))["model_output"].items():
+            assert torch.equal(values.values(), stock.infer_batch(clone(batch))["model_output"][name].values())
+    mine, theirs = train_once(ours, batch), train_once(stock, batch)
+    for name, weight in mine.items():
+        assert torch.equal(weight, theirs[name]), name

@@ -1,0 +1,156 @@
+"""Random batches of token sequences that share prefixes, and an oracle that describes their rows without any index.
+
+A row is named by its *key*: the tokens it has read and the one it predicts. Two rows are one exactly when their keys
+(and classes) are equal.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout, build_prefix_order
+
+Key = tuple[int, ...]
+
+# Two busy cores miss a deadline without anything being wrong.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences of prompt + response.
+
+    Attributes:
+        sequences: tokens of each sequence.
+        prompt_lengths: leading tokens of each that are the prompt.
+        classes: optional; sequences of different class must not share rows.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    prompt_lengths: tuple[int, ...]
+    classes: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.array([token for sequence in self.sequences for token in sequence], dtype=np.int64)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        return np.cumsum([0, *map(len, self.sequences)])
+
+    @property
+    def class_array(self) -> np.ndarray | None:
+        return None if self.classes is None else np.array(self.classes)
+
+    def layout(self) -> PackedLayout:
+        return build_packed_layout(self.tokens, self.offsets, np.array(self.prompt_lengths), self.class_array)
+
+    def order(self) -> PrefixOrder:
+        return build_prefix_order(self.tokens, self.offsets, self.class_array)
+
+    def take(self, rows: Sequence[int]) -> "Batch":
+        return Batch(
+            tuple(self.sequences[row] for row in rows),
+            tuple(self.prompt_lengths[row] for row in rows),
+            None if self.classes is None else tuple(self.classes[row] for row in rows),
+        )
+
+    def class_of(self, sequence: int) -> int:
+        return 0 if self.classes is None else self.classes[sequence]
+
+    def rows(self) -> set[tuple[int, Key]]:
+        """(class, key) of every row the batch needs."""
+        return {(self.class_of(s), tokens[: t + 2]) for s, tokens in enumerate(self.sequences) for t in _rows(tokens)}
+
+    def response_rows(self) -> set[tuple[int, Key]]:
+        """(class, key) of every row that predicts a response token."""
+        return {
+            (self.class_of(s), tokens[: t + 2])
+            for s, (tokens, prompt) in enumerate(zip(self.sequences, self.prompt_lengths, strict=True))
+            for t in range(prompt - 1, len(tokens) - 1)
+        }
+
+
+def _rows(tokens: Sequence[int]) -> range:
+    return range(len(tokens) - 1)
+
+
+def batch_of(*pairs: tuple[Sequence[int], Sequence[int]], classes: Sequence[int] | None = None) -> Batch:
+    """A batch of (prompt, response) pairs."""
+    return Batch(
+        tuple((*prompt, *response) for prompt, response in pairs),
+        tuple(len(prompt) for prompt, _ in pairs),
+        None if classes is None else tuple(classes),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn, max_sequences: int = 8, max_tail: int = 6, with_classes: bool = False) -> Batch:
+    """Tries: a sequence starts afresh or branches off an earlier one; few token ids make it share deeply.
+
+    Identical sequences, strict prefixes of others, single-token prompts and single-token responses all occur.
+    """
+    token = st.integers(0, draw(st.integers(0, 3)))
+    sequences: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, max_sequences))):
+        parent = draw(st.sampled_from([(), *sequences]))
+        stem = parent[: draw(st.integers(0, len(parent)))]
+        tail = draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=max_tail))
+        sequences.append((*stem, *tail))
+    prompt_lengths = tuple(draw(st.integers(1, len(sequence) - 1)) for sequence in sequences)
+    classes = None
+    if with_classes:
+        classes = tuple(draw(st.lists(st.integers(0, 2), min_size=len(sequences), max_size=len(sequences))))
+    return Batch(tuple(sequences), prompt_lengths, classes)
+
+
+def segment_paths(layout: PackedLayout) -> list[list[int]]:
+    """Rows of every segment's ancestors, then its own, by walking ``segment_parent``."""
+    paths: list[list[int]] = []
+    for s, parent in enumerate(layout.segment_parent.tolist()):
+        own = range(int(layout.cu_seqlens_q[s]), int(layout.cu_seqlens_q[s + 1]))
+        paths.append([*(paths[parent] if parent >= 0 else []), *own])
+    return paths
+
+
+def row_paths(layout: PackedLayout) -> list[list[int]]:
+    """For every row, the rows it may attend to in order of position, itself last."""
+    paths: list[list[int]] = []
+    for s, path in enumerate(segment_paths(layout)):
+        num_own = int(layout.cu_seqlens_q[s + 1] - layout.cu_seqlens_q[s])
+        paths.extend(path[: len(path) - num_own + i + 1] for i in range(num_own))
+    return paths
+
+
+def row_keys(layout: PackedLayout) -> list[Key]:
+    """Key of every row: tokens along its path, then its label."""
+    return [
+        (*layout.input_ids[path].tolist(), int(label))
+        for path, label in zip(row_paths(layout), layout.labels, strict=True)
+    ]
+
+
+def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
+    """Rows of one sequence, found by walking the trie token by token; for layouts without classes."""
+    previous = np.arange(layout.num_rows) - 1
+    first_rows, parents = layout.cu_seqlens_q[:-1], layout.segment_parent
+    previous[first_rows] = np.where(parents >= 0, layout.cu_seqlens_q[parents + 1] - 1, -1)
+    steps = zip(previous.tolist(), layout.input_ids.tolist(), layout.labels.tolist(), strict=True)
+    row_of = {step: row for row, step in enumerate(steps)}
+    rows = [-1]
+    for token, label in pairwise(tokens):
+        rows.append(row_of[rows[-1], token, label])
+    return rows[1:]
+
+
+def segment_tokens(layout: PackedLayout) -> Counter[tuple[int, Key]]:
+    """(start position, tokens) of every segment."""
+    bounds = zip(layout.cu_seqlens_q[:-1].tolist(), layout.cu_seqlens_q[1:].tolist(), strict=True)
+    tokens = [tuple(layout.input_ids[start:stop].tolist()) for start, stop in bounds]
+    return Counter(zip(layout.segment_start.tolist(), tokens, strict=True))

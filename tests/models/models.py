@@ -1,0 +1,128 @@
+"""Tiny checkpoints of the shipped model files, and what a batch through them must give."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tests.support import VOCAB, Result, group, save_tiny_model
+from verl_pg_plugin.layout import PackedLayout, build_packed_layout
+from verl_pg_plugin.patch_model import patch
+from verl_pg_plugin.synthetic import Sample
+
+SAMPLES = [*group(9, [5, 3, 7], seed=1), *group(1, [4, 1], seed=2), *group(6, [2], seed=3)]
+"""Uneven groups, a prompt of one token, a response of one token, a group of one."""
+
+
+def save_qwen3(path: Path, **overrides: Any) -> str:
+    save_tiny_model(path, "qwen3", **overrides)
+    patch(path)
+    return str(path)
+
+
+def save_split_llama(path: Path) -> str:
+    first = save_tiny_model(path.parent / "first", "llama", seed=1, num_hidden_layers=3)
+    last = save_tiny_model(
+        path.parent / "last", "llama", seed=2, num_hidden_layers=2, hidden_size=48, head_dim=12, rms_norm_eps=1e-5
+    )
+    assemble_script().assemble(Path(first), 2, Path(last), 1, path)
+    return str(path)
+
+
+def assemble_script() -> ModuleType:
+    """``scripts/assemble_split_llama.py`` as a module."""
+    script = Path(__file__).parents[2] / "scripts" / "assemble_split_llama.py"
+    spec = importlib.util.spec_from_file_location("assemble_split_llama", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(
+    path: str,
+    attn_implementation: str = "sdpa",
+    auto_class: Any = transformers.AutoModelForCausalLM,
+    stock: bool = False,
+    **options: Any,
+) -> Any:
+    """The checkpoint's own class, or transformers'."""
+    return auto_class.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=not stock, **options
+    )
+
+
+def pad(samples: Sequence[Sample], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, S) token ids and mask; padding holds a genuine token so that nothing can hide behind id 0."""
+    rows = [[*s.prompt, *s.response] for s in samples]
+    width = max(map(len, rows)) + (side == "both")
+    input_ids = torch.full((len(rows), width), 5)
+    mask = torch.zeros_like(input_ids)
+    for b, row in enumerate(rows):
+        start = {"right": 0, "left": width - len(row), "both": (width - len(row)) // 2}[side]
+        input_ids[b, start : start + len(row)] = torch.tensor(row)
+        mask[b, start : start + len(row)] = 1
+    return input_ids, mask
+
+
+def layout_of(samples: Sequence[Sample]) -> PackedLayout:
+    rows = [[*s.prompt, *s.response] for s in samples]
+    offsets = np.cumsum([0, *map(len, rows)])
+    return build_packed_layout(np.concatenate(rows), offsets, np.array([len(s.prompt) for s in samples]))
+
+
+def unpack(logits_1TV: torch.Tensor, layout: PackedLayout, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """Logits in front of every response token, by sample, out of packed rows."""
+    flat = logits_1TV[0, torch.from_numpy(layout.head_rows[layout.response_head]).long()]
+    ends = np.cumsum([len(s.prompt) + len(s.response) for s in samples])
+    owner = torch.from_numpy(np.searchsorted(ends, layout.response_index, side="right"))
+    order = torch.from_numpy(np.argsort(layout.response_index, kind="stable"))
+    return [flat[order][owner[order] == b] for b in range(len(samples))]
+
+
+def result(model: Any, logits: Sequence[torch.Tensor], samples: Sequence[Sample]) -> Result:
+    """Log-probs and entropy (or values) of the response tokens, and gradients of a loss that weighs each differently.
+
+    Args:
+        logits: per sample, (response length, V) in front of every response token; V is 1 for a value model.
+    """
+    model.zero_grad()
+    if logits[0].shape[-1] == 1:
+        outputs = {"values": [rows.squeeze(-1) for rows in logits]}
+    else:
+        log_p = [rows.log_softmax(-1) for rows in logits]
+        labels = [torch.tensor(s.response).unsqueeze(-1) for s in samples]
+        outputs = {
+            "log_probs": [p.gather(-1, label).squeeze(-1) for p, label in zip(log_p, labels, strict=True)],
+            "entropy": [-(p.exp() * p).sum(-1) for p in log_p],
+        }
+    generator = torch.Generator().manual_seed(7)
+    loss = sum((torch.randn(len(row), generator=generator) * row).sum() for rows in outputs.values() for row in rows)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Result({name: [row.detach() for row in rows] for name, rows in outputs.items()}, gradients)
+
+
+def reference(path: str, samples: Sequence[Sample] = SAMPLES, **options: Any) -> Result:
+    """Every sequence alone, without padding, through transformers' own attention.
+
+    For Qwen3 through transformers' class, too; the split Llama has no class but its own.
+    """
+    stock = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True).model_type == "qwen3"
+    model = load(path, "eager", stock=stock, **options)
+    rows = [
+        model(input_ids=torch.tensor([[*s.prompt, *s.response]]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
+        for s in samples
+    ]
+    return result(model, rows, samples)
+
+
+def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))

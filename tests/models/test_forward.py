@@ -1,0 +1,210 @@
+"""The shipped model files against one sequence at a time through transformers, per token and per parameter."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from prefix_grouper import PrefixGrouper
+from verl.trainer.ppo.prefix_grouper_utils import build_position_ids_for_prefix_grouper
+
+from tests.models.models import SAMPLES, layout_of, load, pad, random_ids, reference, result, save_qwen3, unpack
+from tests.support import assert_same, group
+from verl_pg_plugin.attention import ATTENTION_NAME, register_attention
+from verl_pg_plugin.synthetic import Sample
+
+TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
+
+
+def responses(logits: torch.Tensor, mask: torch.Tensor, samples: list[Sample]) -> list[torch.Tensor]:
+    """Logits in front of every response token out of padded positions."""
+    return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, samples, strict=True)]
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager", ATTENTION_NAME])
+def test_a_padded_batch_gives_what_each_sequence_gives_alone(
+    checkpoint: str, side: str, attn_implementation: str
+) -> None:
+    register_attention()
+    model = load(checkpoint, attn_implementation).train()
+    input_ids, mask = pad(SAMPLES, side)
+    logits = model(input_ids, attention_mask=mask).logits
+    assert_same(result(model, responses(logits, mask, SAMPLES), SAMPLES), reference(checkpoint))
+    assert (logits[mask == 0] == 0).all()
+
+
+def test_stock_padded_forward_agrees_with_the_reference(qwen3: str) -> None:
+    model = load(qwen3, stock=True).train()
+    input_ids, mask = pad(SAMPLES, "right")
+    logits = model(input_ids, attention_mask=mask, use_cache=False).logits
+    assert_same(result(model, responses(logits, mask, SAMPLES), SAMPLES), reference(qwen3))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_packed_layout_gives_what_each_sequence_gives_alone(checkpoint: str, checkpointing: bool) -> None:
+    model = load(checkpoint).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layout = layout_of(SAMPLES)
+    input_ids = torch.from_numpy(layout.input_ids).unsqueeze(0)
+    logits = model(input_ids, prefix_grouper=layout).logits
+    assert layout.num_rows < layout.num_logical_tokens
+    assert_same(result(model, unpack(logits, layout, SAMPLES), SAMPLES), reference(checkpoint))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_upstream_prefix_grouper_is_exact_at_the_branch_point(checkpoint: str, checkpointing: bool) -> None:
+    model = load(checkpoint).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
+    logits = model(
+        input_ids, attention_mask=grouper.padding_mask, position_ids=position_ids, prefix_grouper=grouper
+    ).logits
+    *_, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
+    rows = [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)]
+    assert_same(result(model, rows, SAMPLES), reference(checkpoint))
+
+
+def upstream_batch(samples: list[Sample], group_sizes: list[int]) -> tuple[PrefixGrouper, torch.Tensor, torch.Tensor]:
+    """Rows [prompt | response 1 | ... | padding] of whole groups."""
+    firsts = [sum(group_sizes[:g]) for g in range(len(group_sizes))]
+    prompts, prompt_mask = pad([Sample(samples[i].prompt, []) for i in firsts], "left")
+    suffixes, suffix_mask = pad([Sample([], s.response) for s in samples], "right")
+    grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, suffix_mask, group_sizes)
+    return (
+        grouper,
+        grouper.concat_input(prompts, prompt_mask, suffixes, suffix_mask),
+        build_position_ids_for_prefix_grouper(grouper),
+    )
+
+
+def test_sliding_window_survives_every_way_of_packing(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    expected = reference(path)
+    model = load(path).train()
+    input_ids, mask = pad(SAMPLES, "left")
+    padded = model(input_ids, attention_mask=mask).logits
+    assert_same(result(model, responses(padded, mask, SAMPLES), SAMPLES), expected)
+    layout = layout_of(SAMPLES)
+    packed = model(torch.from_numpy(layout.input_ids).unsqueeze(0), prefix_grouper=layout).logits
+    assert_same(result(model, unpack(packed, layout, SAMPLES), SAMPLES), expected)
+    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
+    grouped = model(input_ids, position_ids=position_ids, prefix_grouper=grouper).logits
+    *_, suffix, suffix_mask = grouper.split_output(grouped, include_prefix_last=1)
+    rows = [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)]
+    assert_same(result(model, rows, SAMPLES), expected)
+
+
+def test_value_model_reads_a_stock_token_classification_checkpoint(tmp_path: Path, qwen3: str) -> None:
+    load(qwen3, auto_class=TOKEN_CLASSIFICATION, stock=True, num_labels=1).save_pretrained(tmp_path)
+    shutil.copy(Path(qwen3) / "modeling_qwen3.py", tmp_path)
+    expected = reference(str(tmp_path), auto_class=TOKEN_CLASSIFICATION)
+    model = load(str(tmp_path), auto_class=TOKEN_CLASSIFICATION).train()
+    assert type(model).__name__ == "Qwen3ForValue"
+    input_ids, mask = pad(SAMPLES, "right")
+    values = model(input_ids, attention_mask=mask).logits
+    assert_same(result(model, responses(values, mask, SAMPLES), SAMPLES), expected)
+    layout = layout_of(SAMPLES)
+    values = model(torch.from_numpy(layout.input_ids).unsqueeze(0), prefix_grouper=layout).logits
+    assert_same(result(model, unpack(values, layout, SAMPLES), SAMPLES), expected)
+
+
+def test_split_value_model_packs_like_it_computes_alone(split_llama: str) -> None:
+    model = load(split_llama, auto_class=TOKEN_CLASSIFICATION)
+    assert type(model).__name__ == "SplitLlamaForValue"
+    input_ids, mask = pad(SAMPLES, "left")
+    values = responses(model(input_ids, attention_mask=mask).logits, mask, SAMPLES)
+    got = result(model, values, SAMPLES)
+    alone = [
+        model(torch.tensor([[*s.prompt, *s.response]]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
+        for s in SAMPLES
+    ]
+    assert_same(got, result(model, alone, SAMPLES))
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([2, 5])])
+def test_logits_to_keep_selects_padded_positions(checkpoint: str, keep: int | torch.Tensor) -> None:
+    model = load(checkpoint)
+    input_ids, mask = pad(SAMPLES, "left")
+    every = model(input_ids, attention_mask=mask).logits
+    kept = model(input_ids, attention_mask=mask, logits_to_keep=keep).logits
+    expected = every[:, -keep:] if isinstance(keep, int) else every[:, keep]
+    valid = mask[:, -keep:] if isinstance(keep, int) else mask[:, keep]
+    torch.testing.assert_close(kept[valid.bool()], expected[valid.bool()], rtol=1e-5, atol=1e-5)
+
+
+def test_generate_is_the_same_with_a_cache_without_one_and_in_transformers(checkpoint: str) -> None:
+    model = load(checkpoint)
+    prompts = [Sample(s.prompt, []) for s in (SAMPLES[0], SAMPLES[3], SAMPLES[5])]
+    input_ids, mask = pad(prompts, "left")
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    cached = model.generate(input_ids, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(input_ids, use_cache=False, **options))
+    if model.config.model_type == "qwen3":
+        assert torch.equal(cached, load(checkpoint, stock=True).generate(input_ids, **options))
+
+
+def test_a_row_of_padding_is_zero_and_leaves_the_others_alone(checkpoint: str) -> None:
+    model = load(checkpoint)
+    input_ids, mask = pad(SAMPLES, "right")
+    expected = model(input_ids, attention_mask=mask).logits
+    empty = torch.cat([input_ids[:2], input_ids[:1], input_ids[2:], input_ids[:1]])
+    empty_mask = torch.cat([mask[:2], torch.zeros_like(mask[:1]), mask[2:], torch.zeros_like(mask[:1])])
+    logits = model(empty, attention_mask=empty_mask).logits
+    assert (logits[2] == 0).all()
+    assert (logits[-1] == 0).all()
+    torch.testing.assert_close(torch.cat([logits[:2], logits[3:-1]]), expected, rtol=1e-5, atol=1e-5)
+    loss = torch.nn.functional.cross_entropy(logits[2], input_ids[0, : logits.shape[1]], reduction="none")
+    (loss * empty_mask[2]).sum().backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
+
+
+def test_a_batch_without_padding_is_what_transformers_computes(checkpoint: str) -> None:
+    model = load(checkpoint)
+    input_ids = random_ids(3, 11)
+    packed = model(input_ids, attention_mask=torch.ones_like(input_ids)).logits
+    torch.testing.assert_close(packed, model(input_ids, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_of_one_token(checkpoint: str) -> None:
+    model = load(checkpoint)
+    input_ids = random_ids(4, 3)
+    mask = torch.tensor([[1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
+    logits = model(input_ids, attention_mask=mask).logits
+    for b in (0, 1, 3):
+        alone = model(input_ids[b][mask[b].bool()].unsqueeze(0), use_cache=False).logits[0, 0]
+        torch.testing.assert_close(logits[b][mask[b].bool()][0], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_beyond_4096_tokens(checkpoint: str) -> None:
+    model = load(checkpoint)
+    samples = [Sample(group(4099, [1], seed=4)[0].prompt, [1, 2]), Sample([3], [4])]
+    input_ids, mask = pad(samples, "left")
+    with torch.no_grad():
+        logits = model(input_ids, attention_mask=mask).logits
+        alone = model(input_ids[:1], use_cache=False).logits
+    torch.testing.assert_close(logits[:1], alone, rtol=1e-5, atol=1e-4)
+
+
+def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:
+    model = load(checkpoint)
+    input_ids = random_ids(2, 7)
+    mask = torch.ones_like(input_ids)
+    position_ids = torch.tensor([0, 1, 2, 10, 11, 30, 31])
+    expected = [
+        model(row.unsqueeze(0), attention_mask=torch.ones(1, 1, 7, 7).tril().bool(), position_ids=position_ids[None])
+        for row in input_ids
+    ]
+    got = model(input_ids, attention_mask=mask, position_ids=position_ids.unsqueeze(0)).logits
+    torch.testing.assert_close(got, torch.cat([e.logits for e in expected]), rtol=1e-5, atol=1e-5)
+
+
+def test_labels_give_the_loss_of_transformers(qwen3: str) -> None:
+    input_ids, mask = pad(SAMPLES, "right")
+    labels = input_ids.masked_fill(mask == 0, -100)
+    inputs = {"attention_mask": mask, "labels": labels}
+    expected = load(qwen3, stock=True)(input_ids, use_cache=False, **inputs).loss
+    torch.testing.assert_close(load(qwen3)(input_ids, **inputs).loss, expected, rtol=1e-5, atol=1e-5)

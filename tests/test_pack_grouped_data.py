@@ -1,0 +1,184 @@
+"""`pack_grouped_data`, `create_pack_group` and `pad_sequence_to_length` against plain loops."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_pg_plugin.packing import create_pack_group, pack_grouped_data, pad_sequence_to_length
+from verl_pg_plugin.packing.reference import group_by_loop, pack_by_sample
+
+EOS = 7
+
+
+def make_sample(rng: np.random.Generator, seq: int, first: int, last: int) -> dict[str, Any]:
+    """One sample of the seed's form; ids and masks outside `first..last` hold values that must not be copied."""
+    return {
+        "prompt_completion_ids": rng.integers(0, 150_000, seq),
+        "prompt_mask": np.ones(seq, dtype=np.int64),
+        "response_mask": rng.integers(0, 2, seq),
+        "advantage": float(rng.standard_normal()),
+        "prompt_start_idx": first,
+        "response_end_index": last,
+    }
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    samples = []
+    for _ in range(draw(st.integers(1, 7))):
+        seq = draw(st.integers(1, 20))
+        first = draw(st.integers(0, seq - 1))
+        samples.append(make_sample(rng, seq, first, draw(st.integers(first, seq - 1))))
+    return samples
+
+
+def assert_rows_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert list(actual) == list(expected)
+    for name in expected:
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sample_lists(), st.integers(0, 3), st.integers(0, 30))
+def test_equals_the_loop_for_any_samples(samples: list[dict[str, Any]], num_dummies: int, slack: int) -> None:
+    pack_num = len(samples) + num_dummies
+    needed = sum(sample["response_end_index"] - sample["prompt_start_idx"] + 2 for sample in samples) + num_dummies
+    row = {"seq_length": needed + slack, "pad_token_id": EOS}
+    assert_rows_equal(pack_grouped_data(samples, pack_num, **row), pack_by_sample(samples, pack_num, **row))
+
+
+def test_one_row_written_out_by_hand() -> None:
+    samples = [
+        {
+            "prompt_completion_ids": np.array([0, 11, 12, 13]),
+            "prompt_mask": np.array([0, 1, 0, 0]),
+            "response_mask": np.array([0, 0, 1, 1]),
+            "advantage": 0.5,
+            "prompt_start_idx": 1,
+            "response_end_index": 3,
+        },
+        {
+            "prompt_completion_ids": np.array([21, 22, 0, 0]),
+            "prompt_mask": np.array([1, 0, 0, 0]),
+            "response_mask": np.array([0, 1, 0, 0]),
+            "advantage": -2.0,
+            "prompt_start_idx": 0,
+            "response_end_index": 1,
+        },
+    ]
+    row = pack_grouped_data(samples, pack_num=4, seq_length=11, pad_token_id=EOS)
+    # Sample, EOS, sample, EOS, two of padding, two dummies.
+    assert row["prompt_completion_ids"].tolist() == [11, 12, 13, EOS, 21, 22, EOS, EOS, EOS, EOS, EOS]
+    assert row["responses_mask"].tolist() == [0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert row["advantages"].tolist() == [0.5, 0.5, 0.5, 0.5, -2, -2, -2, 0, 0, 0, 0]
+    assert row["sample_index"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 3]
+    assert row["actual_sequence_length"].tolist() == [4, 9, 10, 11]
+    assert row["sample_valid_length"].tolist() == [2, 1, 1, 1]
+
+
+def test_dtypes_are_those_of_the_updated_version() -> None:
+    sample = make_sample(np.random.default_rng(0), 6, 1, 4)
+    sample["prompt_completion_ids"] = sample["prompt_completion_ids"].astype(np.int32)
+    sample["response_mask"] = sample["response_mask"].astype(bool)
+    sample["advantage"] = np.float32(0.25)
+    row = pack_grouped_data([sample], 2, seq_length=10, pad_token_id=EOS)
+    assert {name: column.dtype.name for name, column in row.items()} == {
+        "prompt_completion_ids": "int64",
+        "responses_mask": "int64",
+        "advantages": "float64",
+        "actual_sequence_length": "int64",
+        "sample_index": "int64",
+        "sample_valid_length": "int64",
+    }
+
+
+def test_a_sample_may_fill_its_row_to_the_last_token() -> None:
+    sample = make_sample(np.random.default_rng(0), 9, 0, 8)
+    row = pack_grouped_data([sample], 1, seq_length=10, pad_token_id=EOS)
+    assert row["prompt_completion_ids"].tolist() == [*sample["prompt_completion_ids"].tolist(), EOS]
+    assert row["actual_sequence_length"].tolist() == [10]
+
+
+def test_pad_token_inside_a_sample_is_kept_as_a_token() -> None:
+    sample = make_sample(np.random.default_rng(0), 4, 0, 3)
+    sample["prompt_completion_ids"][:] = EOS
+    sample["response_mask"][:] = [0, 0, 1, 1]
+    row = pack_grouped_data([sample], 1, seq_length=8, pad_token_id=EOS)
+    assert row["responses_mask"].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert row["sample_valid_length"].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "pack_num", "seq_length", "message"),
+    [
+        ({}, 1, 6, "seq_length to at least 7"),
+        ({}, 3, 8, "seq_length to at least 9"),
+        ({}, 0, 20, "pack_num"),
+        ({"response_end_index": 6}, 1, 20, "inside"),
+        ({"prompt_start_idx": -1}, 1, 20, "inside"),
+        ({"prompt_start_idx": 5, "response_end_index": 4}, 1, 20, "no tokens"),
+        ({"response_mask": np.ones(5, dtype=np.int64)}, 1, 20, "equally long"),
+        ({"prompt_completion_ids": np.ones((6, 1), dtype=np.int64)}, 1, 20, "1-D"),
+    ],
+)
+def test_a_sample_that_cannot_be_packed_is_refused(
+    change: dict[str, Any], pack_num: int, seq_length: int, message: str
+) -> None:
+    sample = make_sample(np.random.default_rng(0), 6, 0, 5) | change
+    with pytest.raises(ValueError, match=message):
+        pack_grouped_data([sample], pack_num, seq_length=seq_length, pad_token_id=EOS)
+
+
+def test_a_pack_that_is_empty_overfull_or_too_long_is_refused() -> None:
+    samples = [make_sample(np.random.default_rng(0), 6, 0, 5) for _ in range(3)]
+    with pytest.raises(ValueError, match="got 0"):
+        pack_grouped_data([], 2, seq_length=50, pad_token_id=EOS)
+    with pytest.raises(ValueError, match="got 3"):
+        pack_grouped_data(samples, 2, seq_length=50, pad_token_id=EOS)
+    with pytest.raises(ValueError, match="needs 21 tokens"):
+        pack_grouped_data(samples, 3, seq_length=20, pad_token_id=EOS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sample_lists(), st.integers(1, 5), st.integers(0, 40))
+def test_packs_are_those_of_the_greedy_loop(samples: list[dict[str, Any]], pack_num: int, slack: int) -> None:
+    longest = max(sample["response_end_index"] - sample["prompt_start_idx"] + 1 for sample in samples)
+    seq_length = longest + pack_num + slack
+    actual = create_pack_group(samples, pack_num, seq_length)
+    expected = group_by_loop(samples, pack_num, seq_length)
+    assert [[id(sample) for sample in pack] for pack in actual] == [[id(s) for s in pack] for pack in expected]
+
+
+def test_a_pack_closes_when_a_missing_sample_would_have_no_slot() -> None:
+    samples = [make_sample(np.random.default_rng(0), 4, 0, 3) for _ in range(2)]
+    # 5 + 5 tokens and one slot for the third sample: 11.
+    assert len(create_pack_group(samples, 3, 11)) == 1
+    assert len(create_pack_group(samples, 3, 10)) == 2
+
+
+def test_no_samples_give_no_packs_and_bad_arguments_are_refused() -> None:
+    assert create_pack_group([], 2, 10) == []
+    samples = [make_sample(np.random.default_rng(0), 6, 0, 5)]
+    with pytest.raises(ValueError, match="pack_num"):
+        create_pack_group(samples, 0, 10)
+    with pytest.raises(ValueError, match="sample 0 has 6 tokens"):
+        create_pack_group(samples, 2, 7)
+
+
+@given(st.lists(st.integers(-5, 5), max_size=8), st.integers(0, 6), st.integers(-9, 9))
+def test_padding_appends_and_keeps_the_dtype(values: list[int], extra: int, pad_value: int) -> None:
+    sequence = np.array(values, dtype=np.int32)
+    padded = pad_sequence_to_length(sequence, len(values) + extra, pad_value)
+    assert padded.tolist() == values + [pad_value] * extra
+    assert padded.dtype == np.int32
+
+
+def test_padding_never_shortens() -> None:
+    with pytest.raises(ValueError, match="lose tokens"):
+        pad_sequence_to_length([1, 2, 3], 2, 0)
+    with pytest.raises(ValueError, match="1-D"):
+        pad_sequence_to_length([[1, 2]], 4, 0)

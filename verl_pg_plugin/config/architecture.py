@@ -1,0 +1,111 @@
+"""Which transformers architectures cannot compute attention over shared prefixes, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+__all__ = ["Reason", "unsupported_reasons"]
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
+SINK_MODEL_TYPES = frozenset({"gpt_oss", "deepseek_v4", "openai_privacy_filter"})
+OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
+DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why an architecture is rejected; an empty ``fix`` leaves another checkpoint or mode as the way out."""
+
+    why: str
+    fix: str = ""
+
+
+def unsupported_reasons(hf_config: PretrainedConfig, trust_remote_code: bool) -> list[Reason]:
+    """Every reason why ``hf_config`` cannot run with shared prefixes, empty when it can.
+
+    Args:
+        hf_config: config of the checkpoint with the user's overrides applied.
+        trust_remote_code: the user's own flag; a model class that the checkpoint brings along is not
+            looked at here, the engine examines it when it is built.
+    """
+    reasons = [reason for check in _CHECKS if (reason := check(hf_config)) is not None]
+    brings_own_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
+    if not reasons and not brings_own_class:
+        reasons += _class_reasons(hf_config)
+    return reasons
+
+
+def _encoder_decoder(hf_config: PretrainedConfig) -> Reason | None:
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return Reason(f"{hf_config.model_type} is an encoder-decoder; only decoders share causal prefixes")
+    return None
+
+
+def _multimodal(hf_config: PretrainedConfig) -> Reason | None:
+    found = [name for name in OTHER_MODALITIES if getattr(hf_config, name, None) is not None]
+    if found:
+        return Reason(f"{hf_config.model_type} is multimodal ({found[0]}); only text models are supported")
+    rope: Any = getattr(hf_config, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        return Reason(f"{hf_config.model_type} uses three-dimensional position ids (mrope)")
+    return None
+
+
+def _layer_types(hf_config: PretrainedConfig) -> Reason | None:
+    other = sorted(set(getattr(hf_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+    if other:
+        return Reason(f"{hf_config.model_type} has layers other than causal attention: {', '.join(other)}")
+    return None
+
+
+def _attention_sinks(hf_config: PretrainedConfig) -> Reason | None:
+    if hf_config.model_type in SINK_MODEL_TYPES:
+        return Reason(f"{hf_config.model_type} adds learned attention sinks to the softmax")
+    return None
+
+
+def _sparse_indexer(hf_config: PretrainedConfig) -> Reason | None:
+    if getattr(hf_config, "index_topk", None):
+        return Reason(f"{hf_config.model_type} selects keys with a sparse-attention indexer")
+    return None
+
+
+def _attention_dropout(hf_config: PretrainedConfig) -> Reason | None:
+    for name in DROPOUT_FIELDS:
+        value = getattr(hf_config, name, 0.0)
+        if value:
+            return Reason(
+                f"{name}={value}: a shared prefix would be dropped out once for all its responses",
+                fix=f"++actor_rollout_ref.model.override_config.{name}=0.0",
+            )
+    return None
+
+
+def _class_reasons(hf_config: PretrainedConfig) -> list[Reason]:
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return [Reason(f"transformers has no causal language model for {hf_config.model_type!r}")]
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    model_class = found[0] if isinstance(found, (tuple, list)) else found
+    if getattr(model_class, "_is_stateful", False):
+        return [Reason(f"{model_class.__name__} carries recurrent state across tokens")]
+    if not model_class._supports_attention_backend:
+        return [Reason(f"{model_class.__name__} does not go through transformers' attention interface")]
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        return [Reason(f"{model_class.__name__} cannot run its LM head on response rows only (logits_to_keep)")]
+    return []
+
+
+_CHECKS: tuple[Callable[[PretrainedConfig], Reason | None], ...] = (
+    _encoder_decoder,
+    _multimodal,
+    _layer_types,
+    _attention_sinks,
+    _sparse_indexer,
+    _attention_dropout,
+)

@@ -1,0 +1,114 @@
+"""Is the checkpoint complete, and can its architecture share prefixes? Asked before Ray starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig
+from verl.utils.import_utils import import_external_libs
+from verl.utils.model import update_model_config
+
+from verl_pg_plugin.config.architecture import unsupported_reasons
+from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, mode_of
+from verl_pg_plugin.config.violation import Setting, Violation
+
+MODEL = "actor_rollout_ref.model"
+MODEL_PATH = f"{MODEL}.path"
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "tokenization_*.py",
+)
+
+
+def checkpoint_violations(config: DictConfig) -> list[Violation]:
+    """Problems of the local checkpoint that ``config`` names.
+
+    Anything that is not a local folder (a hub id, an hdfs path) is left to the workers, which download it.
+    The architecture is looked at only in the modes that share prefixes.
+    """
+    path = str(OmegaConf.select(config, MODEL_PATH))
+    if not _is_local(path):
+        return []
+    if not Path(path).is_dir():
+        expanded = Path(path).expanduser()
+        fix = (
+            f"{MODEL_PATH}={expanded} (verl does not expand ~)"
+            if path.startswith("~") and expanded.is_dir()
+            else f"{MODEL_PATH}=<folder written by save_pretrained, or a hub id>"
+        )
+        return [_violation("checkpoint_path", MODEL_PATH, path, "no such folder", fix)]
+    return [*_tokenizer(config, path), *_architecture(config, path)]
+
+
+def _tokenizer(config: DictConfig, path: str) -> Iterator[Violation]:
+    key, folder = _folder(config, "tokenizer_path", path)
+    if not _is_local(folder) or any(any(Path(folder).glob(name)) for name in VOCABULARY_FILES):
+        return
+    yield _violation(
+        "checkpoint_tokenizer",
+        key,
+        folder,
+        "the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)",
+        f"save one there with tokenizer.save_pretrained(...), or set {MODEL}.tokenizer_path=<folder or hub id>",
+    )
+
+
+def _architecture(config: DictConfig, path: str) -> Iterator[Violation]:
+    key, folder = _folder(config, "hf_config_path", path)
+    if not _is_local(folder):
+        return
+    if not Path(folder, "config.json").is_file():
+        fix = f"{MODEL_PATH}=<folder written by save_pretrained>"
+        yield _violation("checkpoint_config", key, folder, "the folder has no config.json", fix)
+        return
+    if not mode_of(config).shares_prefixes:
+        return
+    trust_remote_code = bool(OmegaConf.select(config, f"{MODEL}.trust_remote_code", default=False))
+    import_external_libs(OmegaConf.select(config, f"{MODEL}.external_lib"))
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        why = f"transformers cannot read its config.json: {str(error).strip().splitlines()[0]}"
+        fix = f"repair {folder}/config.json, or {MODEL}.trust_remote_code=True if you trust the code in it"
+        yield _violation("checkpoint_config", key, folder, why, fix)
+        return
+    if len(hf_config.architectures or ()) != 1:
+        why = f"verl wants exactly one entry under architectures, config.json has {hf_config.architectures}"
+        fix = f'write "architectures": ["<its model class>"] into {folder}/config.json'
+        yield _violation("checkpoint_config", key, folder, why, fix)
+        return
+    update_model_config(hf_config, override_config_kwargs=_model_overrides(config))
+    for reason in unsupported_reasons(hf_config, trust_remote_code):
+        fix = reason.fix or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
+        yield _violation("architecture", key, folder, reason.why, fix)
+
+
+def _model_overrides(config: DictConfig) -> dict[str, Any]:
+    """``model.override_config`` as verl's HFModelConfig reads it."""
+    section = OmegaConf.select(config, f"{MODEL}.override_config")
+    overrides: dict[str, Any] = OmegaConf.to_container(section, resolve=True) if section else {}  # type: ignore[assignment]
+    return overrides.get("model_config", overrides)
+
+
+def _folder(config: DictConfig, name: str, path: str) -> tuple[str, str]:
+    """Key and value of an optional path that defaults to the checkpoint's."""
+    own = OmegaConf.select(config, f"{MODEL}.{name}")
+    return (f"{MODEL}.{name}", str(own)) if own else (MODEL_PATH, path)
+
+
+def _is_local(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or Path(path).is_dir()
+
+
+def _violation(rule: str, key: str, value: str, why: str, fix: str) -> Violation:
+    return Violation(rule, (Setting(key, value),), why, fix)

@@ -1,0 +1,240 @@
+"""The rule table: which settings a mode cannot run with, why, and what to set instead.
+
+Source of the padded mode's list: the limitations that upstream's PrefixGrouper example documents.
+To lift a restriction, delete its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
+from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode
+from verl_pg_plugin.config.rule import REF, Rule, add_as, packed_or, set_to
+from verl_pg_plugin.config.violation import Setting
+
+__all__ = ["RULES"]
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+
+ALL = frozenset(Mode)
+PADDED = frozenset({Mode.PREFIX_GROUPER})
+SHARING = frozenset({Mode.PREFIX_GROUPER, Mode.PACKED})
+
+FSDP_STRATEGIES = ("fsdp", "fsdp2")
+REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
+
+# Predicates: (value, config) -> does it break the rule
+
+
+def is_on(value: Any, config: DictConfig) -> bool:
+    return bool(value)
+
+
+def is_off(value: Any, config: DictConfig) -> bool:
+    return value is not None and not value
+
+
+def above_one(value: Any, config: DictConfig) -> bool:
+    return value is not None and value > 1
+
+
+def splits_groups(value: Any, config: DictConfig) -> bool:
+    return value is not None and value % OmegaConf.select(config, f"{ROLLOUT}.n") != 0
+
+
+def differs_from_model(value: Any, config: DictConfig) -> bool:
+    return value is not None and bool(value) != bool(OmegaConf.select(config, USE_REMOVE_PADDING))
+
+
+def is_not_fsdp(value: Any, config: DictConfig) -> bool:
+    return value not in FSDP_STRATEGIES
+
+
+def is_other_attention(value: Any, config: DictConfig) -> bool:
+    return value is not None and value not in REPLACED_ATTENTION
+
+
+def is_stock_engine_config(value: Any, config: DictConfig) -> bool:
+    if is_not_fsdp(OmegaConf.select(config, f"{ACTOR}.strategy"), config):
+        return False  # the strategy rule speaks: there is no fsdp_config to look at
+    return value is None or not issubclass(get_class(value), PrefixGrouperEngineConfig)
+
+
+def differs_from_actor(value: Any, config: DictConfig) -> bool:
+    if is_not_fsdp(OmegaConf.select(config, f"{ACTOR}.strategy"), config):
+        return False
+    return bool(value) != bool(OmegaConf.select(config, USE_PREFIX_GROUPER))
+
+
+# Fixes: (offending settings, config) -> override
+
+
+def next_multiple_of_n(settings: tuple[Setting, ...], config: DictConfig) -> str:
+    n = OmegaConf.select(config, f"{ROLLOUT}.n")
+    return " ".join(f"{setting.key}={-(-setting.value // n) * n}" for setting in settings)
+
+
+def follow_model(settings: tuple[Setting, ...], config: DictConfig) -> str:
+    return set_to(str(bool(OmegaConf.select(config, USE_REMOVE_PADDING))))(settings, config)
+
+
+def follow_actor(settings: tuple[Setting, ...], config: DictConfig) -> str:
+    return add_as(str(bool(OmegaConf.select(config, USE_PREFIX_GROUPER))))(settings, config)
+
+
+def _in_both_roles(*names: str) -> tuple[str, ...]:
+    return tuple(f"{role}.{name}" for role in (ACTOR, REF) for name in names)
+
+
+RULES: tuple[Rule, ...] = (
+    # The padded mode: a group must reach the model whole and in order.
+    Rule(
+        "balance_batch",
+        PADDED,
+        ("trainer.balance_batch",),
+        is_on,
+        "balancing reorders single samples across ranks and tears groups apart",
+        packed_or(set_to("False")),
+    ),
+    Rule(
+        "dynamic_bsz",
+        PADDED,
+        (f"{ACTOR}.use_dynamic_bsz", f"{REF}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz"),
+        is_on,
+        "dynamic micro-batches are cut by token count, through the middle of a group",
+        packed_or(set_to("False")),
+    ),
+    Rule(
+        "micro_batch_holds_groups",
+        PADDED,
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            f"{REF}.log_prob_micro_batch_size_per_gpu",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+        ),
+        splits_groups,
+        "a micro-batch that is no multiple of actor_rollout_ref.rollout.n cuts a group in two",
+        packed_or(next_multiple_of_n),
+    ),
+    # Both modes that share prefixes.
+    Rule(
+        "remove_padding_per_role",
+        SHARING,
+        _in_both_roles("use_remove_padding"),
+        differs_from_model,
+        f"the mode follows from {USE_REMOVE_PADDING}; a role cannot leave it",
+        follow_model,
+    ),
+    Rule(
+        "fused_kernels",
+        SHARING,
+        (f"{MODEL}.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+        is_on,
+        "the LM head runs on response rows only and would bypass verl's fused one",
+        set_to("False"),
+    ),
+    Rule(
+        "ulysses",
+        SHARING,
+        _in_both_roles("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"),
+        above_one,
+        "sequence parallelism would cut shared prefixes at shard edges",
+        set_to("1"),
+    ),
+    Rule(
+        "ring_attention",
+        SHARING,
+        _in_both_roles("megatron.context_parallel_size", "torchtitan.context_parallel_size"),
+        above_one,
+        "ring attention computes each sequence alone and cannot see a shared prefix",
+        set_to("1"),
+    ),
+    Rule(
+        "attn_implementation",
+        SHARING,
+        (f"{MODEL}.override_config.attn_implementation",),
+        is_other_attention,
+        f"attention over shared prefixes replaces {' and '.join(REPLACED_ATTENTION)}; another one would be ignored",
+        set_to("sdpa"),
+    ),
+    Rule(
+        "fsdp_strategy",
+        SHARING,
+        _in_both_roles("strategy"),
+        is_not_fsdp,
+        "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only",
+        lambda settings, config: f"model_engine=dp {set_to('fsdp2')(settings, config)}",
+    ),
+    Rule(
+        "engine_config_target",
+        SHARING,
+        _in_both_roles("fsdp_config._target_"),
+        is_stock_engine_config,
+        f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}",
+        add_as(ENGINE_CONFIG),
+    ),
+    Rule(
+        "engine_config_flag",
+        ALL,
+        _in_both_roles("fsdp_config.use_prefix_grouper"),
+        differs_from_actor,
+        f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths",
+        follow_actor,
+    ),
+    Rule(
+        "v1_trainer",
+        SHARING,
+        ("trainer.use_v1",),
+        is_off,
+        "the legacy trainer hands over padded batches that the engine no longer reads",
+        set_to("True"),
+    ),
+    Rule(
+        "distillation",
+        SHARING,
+        ("distillation.enabled",),
+        is_on,
+        "teacher log-probs follow the unshared token order",
+        set_to("False"),
+    ),
+    Rule(
+        "multi_token_prediction",
+        SHARING,
+        (f"{MODEL}.mtp.enable",),
+        is_on,
+        "multi-token prediction heads read several rows ahead, across the fork of a group",
+        set_to("False"),
+    ),
+    Rule(
+        "quantization_aware_training",
+        SHARING,
+        (f"{ACTOR}.qat.enable", *_in_both_roles("fsdp_config.qat.enable")),
+        is_on,
+        "quantization-aware training has not been verified with shared prefixes",
+        set_to("False"),
+    ),
+    Rule(
+        "pad_to_length",
+        SHARING,
+        _in_both_roles("pad_to_length", "fsdp_config.pad_to_length"),
+        is_on,
+        "these modes hold no padding rows",
+        set_to("False"),
+    ),
+    # Delete this row with the engine of the padded mode.
+    Rule(
+        "padded_mode_missing",
+        PADDED,
+        (USE_REMOVE_PADDING,),
+        is_off,
+        "the padded prefix_grouper mode is not part of this version",
+        lambda settings, config: f"{USE_REMOVE_PADDING}=True (selects packed mode)",
+    ),
+)

@@ -1,0 +1,47 @@
+"""What a validator reports: the overrides at fault, why, and what to set instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One config entry as the user would write it on the command line."""
+
+    key: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One reason why a run cannot start.
+
+    Args:
+        rule: name of the rule, stable across versions.
+        settings: the offending entries with their current values.
+        why: cause in one sentence, without a final full stop.
+        fix: override or command that removes the violation.
+    """
+
+    rule: str
+    settings: tuple[Setting, ...]
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.settings))}\n   why: {self.why}\n   fix: {self.fix}"
+
+
+class ConfigError(ValueError):
+    """A run that cannot start as configured; ``violations`` holds every reason found."""
+
+    def __init__(self, violations: list[Violation]) -> None:
+        self.violations = tuple(violations)
+        count = f"{len(violations)} problem{'s' if len(violations) != 1 else ''} in the configuration"
+        listing = "\n".join(f"{number}. {violation}" for number, violation in enumerate(violations, start=1))
+        super().__init__(f"{count}, nothing was started:\n{listing}")

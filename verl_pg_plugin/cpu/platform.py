@@ -1,0 +1,107 @@
+"""verl platform ``cpu``: training without an accelerator, chosen by ``VERL_PLATFORM=cpu`` and never otherwise.
+
+Ray schedules the workers on its ``GPU`` resource, which is a bare counter when Ray is started with
+``num_gpus=N``; so N worker processes share the machine's cores and verl's resource checks pass unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+from verl_pg_plugin.cpu import device
+
+PLATFORM_NAME = "cpu"
+PLATFORM_VARIABLE = "VERL_PLATFORM"
+
+
+def selected() -> bool:
+    """Whether the user asked for this platform in the environment."""
+    return os.environ.get(PLATFORM_VARIABLE, "").strip().lower() == PLATFORM_NAME
+
+
+# Registered on import, not in a function: some of verl's modules ask for the platform while they are imported.
+@PlatformRegistry.register(platform=PLATFORM_NAME)
+class CPUPlatform(PlatformBase):
+    """verl's ``PlatformBase`` on the host processor, with gloo for collectives."""
+
+    @property
+    def device_name(self) -> str:
+        return device.DEVICE
+
+    @property
+    def vendor_name(self) -> str:
+        return PLATFORM_NAME
+
+    @property
+    def device_module(self) -> ModuleType:
+        return device
+
+    def is_available(self) -> bool:
+        return device.is_available()
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """True only on request: auto-detection must keep finding GPUs on machines that have them."""
+        return selected()
+
+    def current_device(self) -> Any:
+        return device.current_device()
+
+    def device_count(self) -> int:
+        return device.device_count()
+
+    def set_device(self, device_index: int) -> None:
+        device.set_device(device_index)
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        device.synchronize()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """Host memory has no allocator settings."""
+
+    def empty_cache(self) -> None:
+        device.empty_cache()
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return device.get_device_capability(device_index)
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        """No device profiler."""
+
+    def profiler_stop(self) -> None:
+        """No device profiler."""
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None

@@ -1,0 +1,137 @@
+"""Rollout ``hf``: one :class:`HFServer` for each training worker, fed with the worker's weights.
+
+It speaks verl's server interface (``RolloutReplica`` and ``BaseRollout`` of verl 0.9), so agent loops, load
+balancing, partial rollouts and weight synchronisation are verl's own. It exists so that training can run, and
+be tested, where no inference engine can.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from verl_pg_plugin.cpu.server import HFServer
+
+
+def server_name(replica_rank: int) -> str:
+    """Name of a server's Ray actor; servers and workers of one job find each other by it."""
+    return f"hf_server_{replica_rank}"
+
+
+class HFReplica(RolloutReplica):
+    """verl's handle on one server.
+
+    Raises:
+        ValueError: model parallelism, or a role other than the policy, was asked of this rollout.
+    """
+
+    def __init__(self, replica_rank: int, config: RolloutConfig, model_config: Any, **kwargs: Any) -> None:
+        super().__init__(replica_rank, config, model_config, **kwargs)
+        if self.world_size != 1:
+            raise ValueError(
+                "rollout 'hf' runs a whole model in one process; set "
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=1, data_parallel_size=1 and "
+                "pipeline_model_parallel_size=1"
+            )
+        if self.is_reward_model or self.is_teacher_model:
+            raise ValueError("rollout 'hf' serves the policy only; use vllm or sglang for reward and teacher models")
+
+    async def launch_servers(self) -> None:
+        """Start the server on its worker's node and wait until its model is built."""
+        node_id = await self.workers[0].__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
+        server = (
+            ray.remote(HFServer)
+            .options(
+                name=server_name(self.replica_rank),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+                max_concurrency=self.max_concurrency,
+            )
+            .remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
+        )
+        await server.__ray_ready__.remote()
+        self.servers = [server]
+        self._server_handle = server
+        # The load balancer's key. There is no HTTP endpoint behind it.
+        self._server_address = server_name(self.replica_rank)
+
+
+class ServerAdapter(BaseRollout):
+    """A training worker's side of its server: sends weights, passes on sleep and wake-up.
+
+    Args:
+        config: verl's rollout config.
+        model_config: verl's model config.
+        device_mesh: unused; the server runs in one process.
+        replica_rank: index of the server, by default this worker's rank.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_config: HFModelConfig,
+        device_mesh: DeviceMesh | None,
+        replica_rank: int = -1,
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        self.is_leader_rank = True
+
+    @property
+    def server(self) -> ActorHandle:
+        """The server's handle; looked up late because servers start after the workers."""
+        return ray.get_actor(server_name(self.replica_rank))
+
+    async def resume(self, tags: list[str]) -> None:
+        """Wake the server after training."""
+        await self.server.wake_up.remote(tags=tags)
+
+    async def release(self) -> None:
+        """Let the server finish before training."""
+        await self.server.sleep.remote()
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Send full weights to the server, through Ray's object store, a bucket at a time.
+
+        Raises:
+            ValueError: ``wire_format`` is a delta format.
+            NotImplementedError: unmerged LoRA adapters.
+        """
+        if wire_format != "named_tensors":
+            raise ValueError(
+                f"rollout 'hf' takes full weights, not {wire_format!r}; set "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+            )
+        if peft_config is not None:
+            raise NotImplementedError("rollout 'hf' has no adapter slots; set actor_rollout_ref.model.lora.merge=True")
+        server = self.server
+        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        bucket: dict[str, torch.Tensor] = {}
+        size = 0
+        async for name, tensor in ensure_async_iterator(weights):
+            if bucket and size + tensor.nbytes > limit:
+                await server.update_weights.remote(bucket)
+                bucket, size = {}, 0
+            bucket[name] = tensor.detach().cpu()
+            size += tensor.nbytes
+        await server.update_weights.remote(bucket)
+        if global_steps is not None:
+            await server.set_global_steps.remote(global_steps)

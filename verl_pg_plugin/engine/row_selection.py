@@ -1,0 +1,35 @@
+"""Take many selections of rows out of one mini-batch."""
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+
+def select_rows(data: TensorDict, selections: list[list[int]]) -> list[TensorDict]:
+    """``tu.index_select_tensor_dict`` for each selection, reading every jagged field once instead of once each.
+
+    verl's function unbinds all rows of a field at every call, which for a thousand sequences in a hundred
+    micro-batches takes longer than planning them.
+
+    Args:
+        data: any batch; jagged fields are ragged in their second dimension or passed to verl's function.
+        selections: row indices of each result.
+    """
+    jagged = {
+        name: field
+        for name, field in data.items()
+        if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1
+    }
+    rest = data.exclude(*jagged)
+    results = [tu.index_select_tensor_dict(rest, rows) for rows in selections]
+    for name, field in jagged.items():
+        bounds, values = field.offsets().tolist(), field.values()
+        for result, rows in zip(results, selections, strict=True):
+            lengths = [bounds[row + 1] - bounds[row] for row in rows]
+            result[name] = torch.nested.nested_tensor_from_jagged(
+                torch.cat([values[bounds[row] : bounds[row + 1]] for row in rows]),
+                torch.tensor([0, *lengths], device=values.device).cumsum(0),
+                min_seqlen=min(lengths),
+                max_seqlen=max(lengths),
+            )
+    return results

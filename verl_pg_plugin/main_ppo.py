@@ -1,0 +1,82 @@
+"""``python -m verl_pg_plugin.main_ppo``: verl's PPO entry point with this plugin's config and validators.
+
+Takes every override of ``python -m verl.trainer.main_ppo``. A run that cannot start as configured ends
+with a message on stderr and exit code 2, before Ray starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import hydra
+import ray
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+from verl.utils.device import auto_set_device
+
+from verl_pg_plugin.config import mode_of
+from verl_pg_plugin.config.validate import check
+
+EXIT_USER_ERROR = 2
+# What our validators, verl's and its config dataclasses raise for a wrong override.
+USER_ERRORS = (ValueError, AssertionError, InstantiationException, OmegaConfBaseException)
+
+
+# An actor class cannot be subclassed; the class that it wraps can.
+@ray.remote
+class PrefixGrouperTaskRunner(TaskRunnerV1.__ray_actor_class__):
+    """verl's V1 task runner in a process that knows the group-keeping trainers."""
+
+    def run(self, config: DictConfig) -> None:
+        """Train with the trainer class registered under ``config.trainer.v1.trainer_mode``."""
+        from verl_pg_plugin.trainer import registered_mode
+
+        registered_mode(config.trainer.v1.trainer_mode)  # trainers are registered per process
+        super().run(config)
+
+
+def prepare(config: DictConfig) -> Any:
+    """Validate ``config``, select its trainer and return the task runner class that runs it.
+
+    Raises:
+        ConfigError: for settings that a mode does not support.
+        ValueError, AssertionError: for settings that verl rejects.
+    """
+    auto_set_device(config)
+    check(config)
+    validate_config(
+        config=config,
+        use_reference_policy=need_reference_policy(config),
+        use_critic=need_critic(config),
+    )
+    if mode_of(config).shares_prefixes:
+        from verl_pg_plugin.trainer import registered_mode
+
+        config.trainer.v1.trainer_mode = registered_mode(config.trainer.v1.trainer_mode)
+        return PrefixGrouperTaskRunner
+    if config.trainer.use_v1:
+        return TaskRunnerV1
+
+    from verl.trainer.main_ppo_v0 import TaskRunner
+
+    return TaskRunner
+
+
+@hydra.main(config_path="config/hydra", config_name="pg_ppo_trainer", version_base=None)
+def main(config: DictConfig) -> None:
+    """Entry point: user errors exit with code 2 and no traceback, a failed training with code 1."""
+    try:
+        task_runner_class = prepare(config)
+    except USER_ERRORS as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(EXIT_USER_ERROR)
+    run_ppo(config, task_runner_class=task_runner_class)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""One attention function for every kind of ``prefix_grouper`` that a model can be given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+from verl.utils.attention_utils import pad_input, unpad_input
+
+from verl_pg_plugin.attention import PackedAttention, VarlenKernel
+from verl_pg_plugin.attention.interface import _WITHOUT_EFFECT, packed_attention_forward
+from verl_pg_plugin.attention.ulysses import UlyssesAttention, ulysses_attention_forward
+
+if TYPE_CHECKING:
+    from prefix_grouper import PrefixGrouper
+
+
+@dataclass(frozen=True)
+class PaddedGroups:
+    """Upstream's padded groups and the kernel that both of its attention passes call.
+
+    Attributes:
+        grouper: ``prefix_grouper.PrefixGrouper`` of rows ``[prompt | response 1 | response 2 | ... | padding]``.
+        kernel: the varlen kernel to call.
+    """
+
+    grouper: PrefixGrouper
+    kernel: VarlenKernel
+
+
+@dataclass(frozen=True)
+class UnsharedSegments:
+    """Packed rows of sequences that share nothing: ordinary varlen attention, no row is copied.
+
+    Attributes:
+        kernel: the varlen kernel to call.
+        cu_seqlens: (S+1,) int32 bounds of the sequences.
+        max_seqlen: longest sequence, in rows.
+    """
+
+    kernel: VarlenKernel
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+
+Grouping: TypeAlias = "PackedAttention | UnsharedSegments | UlyssesAttention | PaddedGroups"
+"""What attention layers are handed as ``prefix_grouper``."""
+
+
+def grouped_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prefix_grouper: Grouping,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of packed or grouped rows, with the signature of transformers' attention functions.
+
+    Args:
+        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the rows are padded groups.
+        attention_mask: must be None, ``prefix_grouper`` says what a row sees.
+        kwargs: see ``packed_attention_forward``.
+
+    Returns:
+        (B, T, H, D) and None for the attention weights.
+
+    Raises:
+        TypeError: ``prefix_grouper`` is of another type.
+        RuntimeError: an attention mask, or something that the kernels do not compute, such as dropout or sinks.
+    """
+    if isinstance(prefix_grouper, PackedAttention):
+        return packed_attention_forward(
+            module, query, key, value, attention_mask, prefix_grouper=prefix_grouper, **kwargs
+        )
+    if isinstance(prefix_grouper, UlyssesAttention):
+        return ulysses_attention_forward(
+            module, query, key, value, attention_mask, prefix_grouper, attend=grouped_attention_forward, **kwargs
+        )
+    options = _kernel_options(module, attention_mask, **kwargs)
+    if isinstance(prefix_grouper, UnsharedSegments):
+        return _unshared_segments(query, key, value, prefix_grouper, options), None
+    if isinstance(prefix_grouper, PaddedGroups):
+        return _padded_groups(query, key, value, prefix_grouper, options), None
+    raise TypeError(
+        f"attention cannot use a prefix_grouper of type {type(prefix_grouper).__qualname__}; pass a PrefixGrouper or "
+        "a PackedLayout to the model's forward, or a PackedAttention whose rows are the input"
+    )
+
+
+def _kernel_options(
+    module: nn.Module,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Keywords of a ``VarlenAttention`` from those of transformers, or an error that names what it cannot do."""
+    unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in _WITHOUT_EFFECT]
+    if attention_mask is not None:
+        unsupported.append("attention_mask")
+    if dropout:
+        unsupported.append(f"attention dropout {dropout}")
+    if unsupported:
+        raise RuntimeError(
+            f"{type(module).__name__} asks for {', '.join(sorted(unsupported))}, which attention over packed rows does "
+            "not compute; switch it off in the model's config"
+        )
+    return {
+        "softmax_scale": scaling,
+        "window_size": -1 if sliding_window is None else sliding_window - 1,
+        "softcap": softcap or 0.0,
+    }
+
+
+def _unshared_segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: UnsharedSegments, options: dict[str, Any]
+) -> torch.Tensor:
+    q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    bounds, longest = segments.cu_seqlens, segments.max_seqlen
+    return segments.kernel.attend(q_THD, k_TGD, v_TGD, bounds, bounds, longest, longest, **options).unsqueeze(0)
+
+
+def _padded_groups(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: PaddedGroups, options: dict[str, Any]
+) -> torch.Tensor:
+    """Upstream's two passes: prefixes among themselves, then each response over its prefix and itself."""
+
+    def attend(q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_BK: torch.Tensor) -> torch.Tensor:
+        # Upstream puts the queries at the end of their keys.
+        batch_size, num_q = q_BHQD.shape[0], q_BHQD.shape[2]
+        q_THD, rows, cu_seqlens_q, max_seqlen_q, *_ = unpad_input(q_BHQD.transpose(1, 2), mask_BK[:, -num_q:])
+        k_TGD, _, cu_seqlens_k, max_seqlen_k, *_ = unpad_input(k_BGKD.transpose(1, 2), mask_BK)
+        v_TGD, *_ = unpad_input(v_BGKD.transpose(1, 2), mask_BK)
+        out_THD = groups.kernel.attend(
+            q_THD, k_TGD, v_TGD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+        )
+        return pad_input(out_THD, rows, batch_size, num_q)
+
+    return groups.grouper.forward(attend, query, key, value)

@@ -1,0 +1,1 @@
+"""The Qwen3 file that a checkpoint can carry."""

@@ -1,0 +1,1 @@
+"""The split Llama file that a checkpoint carries."""

@@ -1,0 +1,234 @@
+"""A causal LM of the first layers of one Llama and the last layers of another, joined by a trainable adapter.
+
+    tokens -> embedding and first layers (width of one model) -> adapter -> last layers, norm and head (of the other)
+
+``scripts/assemble_split_llama.py`` makes a checkpoint that carries this file from two Llama checkpoints; load it with
+``trust_remote_code=True``. The package verl_pg_plugin must be installed. Layers, rotary embeddings and norms are
+transformers' Llama. ``forward`` packs padded input, takes ``prefix_grouper`` and spreads rows over a Ulysses group
+(see ``PackedInputsMixin``); the head is behind ``_init_head`` and ``_forward_head``, which the value model overrides.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama import modeling_llama as llama
+
+from verl_pg_plugin.models.grouped_attention import grouped_attention_forward
+from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
+
+__all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]
+
+
+class SplitLlamaConfig(PretrainedConfig):
+    """Two Llama configs; ``num_hidden_layers`` of each counts the layers that are taken from it.
+
+    Args:
+        first_config: embedding and lower layers, as ``LlamaConfig`` or its dict.
+        last_config: upper layers, final norm and head.
+
+    Raises:
+        ValueError: the two vocabularies differ in size.
+    """
+
+    model_type = "split_llama"
+    _auto_class = "AutoConfig"  # save_pretrained puts this file into the saved checkpoint
+    sub_configs = {"first_config": LlamaConfig, "last_config": LlamaConfig}  # noqa: RUF012 (transformers' annotation)
+
+    def __init__(
+        self,
+        first_config: LlamaConfig | dict[str, Any] | None = None,
+        last_config: LlamaConfig | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        first, last = (
+            config if isinstance(config, LlamaConfig) else LlamaConfig(**(config or {}))
+            for config in (first_config, last_config)
+        )
+        if first.vocab_size != last.vocab_size:
+            raise ValueError(
+                f"the two models must share a tokenizer: vocab_size is {first.vocab_size} and {last.vocab_size}"
+            )
+        self.first_config, self.last_config = first, last
+        # What code written for one-trunk models reads: totals, and the widths of the trunk that ends in the head.
+        self.num_hidden_layers = first.num_hidden_layers + last.num_hidden_layers
+        self.vocab_size = last.vocab_size
+        self.hidden_size = last.hidden_size
+        self.intermediate_size = last.intermediate_size
+        self.num_attention_heads = last.num_attention_heads
+        self.num_key_value_heads = last.num_key_value_heads
+        self.head_dim = last.head_dim
+        self.max_position_embeddings = min(first.max_position_embeddings, last.max_position_embeddings)
+        self.initializer_range = last.initializer_range
+        self.use_cache = last.use_cache
+        derived = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        tokens = {name: getattr(last, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        kwargs = {name: value for name, value in kwargs.items() if name not in derived}
+        super().__init__(**{**tokens, "tie_word_embeddings": False, **kwargs})
+
+
+class SplitLlamaAttention(llama.LlamaAttention):
+    """Transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        prefix_grouper: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, T, hidden size) to the same and, without a grouper, transformers' attention weights."""
+        if prefix_grouper is None:
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            project(hidden_states).view(by_head).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = llama.apply_rotary_pos_emb(query, key, *position_embeddings)
+        out, _ = grouped_attention_forward(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            prefix_grouper,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+        return self.o_proj(out.flatten(2)), None
+
+
+class SplitLlamaDecoderLayer(llama.LlamaDecoderLayer):
+    """A Llama layer whose attention takes ``prefix_grouper``; ``layer_idx`` counts through both trunks."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.self_attn = SplitLlamaAttention(config, layer_idx)
+
+
+class SplitLlamaPreTrainedModel(PreTrainedModel):
+    """Capabilities that transformers and FSDP ask a model for."""
+
+    config_class = SplitLlamaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SplitLlamaDecoderLayer"]  # noqa: RUF012 (transformers' annotation)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+
+class Trunk(nn.Module):
+    """Consecutive layers of one Llama with its rotary embedding."""
+
+    def __init__(self, config: LlamaConfig, first_layer_idx: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            SplitLlamaDecoderLayer(config, first_layer_idx + i) for i in range(config.num_hidden_layers)
+        )
+        self.rotary_emb = llama.LlamaRotaryEmbedding(config=config)
+
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """(B, T, hidden size of this trunk) to the same."""
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, position_embeddings=position_embeddings, position_ids=position_ids, **kwargs
+            )
+        return hidden_states
+
+
+class SplitLlamaModel(SplitLlamaPreTrainedModel):
+    """Embedding, first trunk, adapter, last trunk and final norm."""
+
+    def __init__(self, config: SplitLlamaConfig) -> None:
+        super().__init__(config)
+        config._attn_implementation = config._attn_implementation  # the setter hands it on to the trunks' configs
+        first, last = config.first_config, config.last_config
+        self.embed_tokens = nn.Embedding(first.vocab_size, first.hidden_size, config.pad_token_id)
+        self.first = Trunk(first, first_layer_idx=0)
+        self.adapter = nn.Linear(first.hidden_size, last.hidden_size, bias=False)
+        self.last = Trunk(last, first_layer_idx=first.num_hidden_layers)
+        self.norm = llama.LlamaRMSNorm(last.hidden_size, eps=last.rms_norm_eps)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states (B, T, hidden size of the last trunk); arguments as in transformers' ``LlamaModel``.
+
+        Raises:
+            ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(seen, seen + hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+        if isinstance(attention_mask, dict):
+            mask = attention_mask["full_attention"]
+        else:
+            mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        rest = {"attention_mask": mask, "past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        hidden_states = self.first(hidden_states, position_ids, **rest)
+        hidden_states = self.last(self.adapter(hidden_states), position_ids, **rest)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+
+class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, GenerationMixin):
+    """The split trunk with a language-model head; ``forward`` is documented in ``PackedInputsMixin``."""
+
+    _auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, config: SplitLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = SplitLlamaModel(config)
+        self._init_head(config)
+        self.post_init()
+
+    def _init_head(self, config: SplitLlamaConfig) -> None:
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden size) to logits (B, T, vocabulary)."""
+        return self.lm_head(hidden_states)
+
+
+class SplitLlamaForValue(SplitLlamaForCausalLM):
+    """The split trunk with one value per token as ``logits``."""
+
+    _auto_class = "AutoModelForTokenClassification"
+
+    def _init_head(self, config: SplitLlamaConfig) -> None:
+        self.score = nn.Linear(config.hidden_size, 1)
+
+    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden size) to values (B, T, 1)."""
+        return self.score(hidden_states)

@@ -1,0 +1,135 @@
+"""``patch-model``: put ``modeling_qwen3.py`` into a Qwen3 checkpoint, and take it out again."""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from verl_pg_plugin.command import CommandError
+
+MODELING_FILE = "modeling_qwen3.py"
+BACKUP_FILE = "config.json.before_verl_pg_plugin"
+AUTO_MAP = {
+    "AutoModelForCausalLM": "modeling_qwen3.Qwen3ForCausalLM",
+    "AutoModelForTokenClassification": "modeling_qwen3.Qwen3ForValue",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``patch-model`` to the command line."""
+    parser = subparsers.add_parser(
+        "patch-model",
+        help="make a Qwen3 checkpoint load this plugin's model under trust_remote_code=True",
+        description=f"Copies {MODELING_FILE} into a Qwen3 checkpoint and sets auto_map in its config.json.",
+    )
+    parser.add_argument("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR")
+    parser.add_argument("--undo", action="store_true", help="restore the folder as it was before")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Patch or restore, and say what was done."""
+    try:
+        done = undo(args.checkpoint_dir) if args.undo else patch(args.checkpoint_dir)
+    except OSError as error:
+        raise CommandError(f"cannot change {args.checkpoint_dir}: {error}") from error
+    sys.stdout.write(f"{args.checkpoint_dir}: {done}\n")
+
+
+def patch(folder: Path) -> str:
+    """Copy the modeling file and set ``auto_map``; a patched folder is left as it is, or brought up to date.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CommandError: not a Qwen3 checkpoint, read-only, or it already brings code of its own; nothing is changed.
+        OSError: a file could not be written.
+    """
+    config = _read_config(folder / "config.json")
+    modeling, source, backup = folder / MODELING_FILE, _shipped_file(), folder / BACKUP_FILE
+    auto_map = config.get("auto_map") or {}
+    foreign = {name: auto_map[name] for name, ours in AUTO_MAP.items() if auto_map.get(name, ours) != ours}
+    if foreign:
+        raise CommandError(
+            f"auto_map in {folder / 'config.json'} already points to {', '.join(foreign.values())}; "
+            f"remove {' and '.join(foreign)} from it to use {MODELING_FILE}"
+        )
+    is_current = modeling.is_file() and modeling.read_bytes() == source.read_bytes()
+    is_mapped = all(name in auto_map for name in AUTO_MAP)
+    if is_current and is_mapped:
+        return "already patched, nothing to do"
+    if modeling.exists() and not backup.exists():
+        raise CommandError(f"{modeling} exists and was not put there by patch-model; move it away first")
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{folder} is read-only; make it writable or copy the checkpoint")
+
+    if not is_mapped:
+        config_path, new_config = folder / "config.json", folder / "config.json.new"
+        try:
+            new_config.write_text(_patched(config))
+            if not backup.exists():
+                # A link into a download cache stays a link: what it points to is not ours to change.
+                shutil.copy2(config_path, backup, follow_symlinks=False)
+            shutil.copyfile(source, modeling)
+            new_config.replace(config_path)
+        except OSError:
+            for path in (new_config, modeling, backup):
+                path.unlink(missing_ok=True)
+            raise
+    else:
+        shutil.copyfile(source, modeling)
+    return f"patched; load it with trust_remote_code=True (undo with --undo, {BACKUP_FILE} holds the old config)"
+
+
+def undo(folder: Path) -> str:
+    """Restore the folder byte for byte.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CommandError: the folder is not patched, or its config was edited since; nothing is changed.
+        OSError: a file could not be written.
+    """
+    config_path, backup = folder / "config.json", folder / BACKUP_FILE
+    if not backup.exists():
+        raise CommandError(f"{folder} was not patched by patch-model: there is no {BACKUP_FILE}")
+    if config_path.read_text() != _patched(_read_config(backup)):
+        raise CommandError(
+            f"{config_path} was edited after patch-model, undoing would lose that; "
+            f"remove auto_map and {MODELING_FILE} by hand, then {BACKUP_FILE}"
+        )
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{folder} is read-only; make it writable")
+    backup.replace(config_path)
+    (folder / MODELING_FILE).unlink(missing_ok=True)
+    return "restored"
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CommandError(f"{path} does not exist: {path.parent} is not a checkpoint folder")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise CommandError(f"{path} is not JSON: {error}") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type != "qwen3":
+        raise CommandError(
+            f"{path} is not a Qwen3 checkpoint: model_type is {model_type!r}; "
+            "other architectures need no patch in packed mode (model.use_remove_padding=True)"
+        )
+    return config
+
+
+def _patched(config: dict[str, Any]) -> str:
+    auto_map = {**(config.get("auto_map") or {}), **AUTO_MAP}
+    return json.dumps({**config, "auto_map": auto_map}, indent=2) + "\n"
+
+
+def _shipped_file() -> Path:
+    return Path(__file__).parent / "models" / "qwen3" / MODELING_FILE

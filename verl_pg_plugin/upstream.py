@@ -1,0 +1,106 @@
+"""Every patch of other people's code, and nothing else.
+
+Each function says what it changes, why, in which versions, and when it can go. A patch that no longer fits
+the code it was written for raises instead of half applying.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tensordict import TensorDict
+
+CutMicroBatches = Callable[[TensorDict, Any], tuple[list[TensorDict], list[list[int]]]]
+
+
+class UpstreamChangedError(RuntimeError):
+    """A patched function no longer looks as it did in the versions the patch names."""
+
+
+def use_single_gloo_backend() -> None:
+    """Let verl's workers start a process group on the platform ``cpu``.
+
+    What: the default of ``backend`` in ``verl.utils.distributed.initialize_global_process_group_ray`` becomes
+    ``"cpu:gloo"``. The default is set on the function object, so modules that imported it by name see it too.
+    Why: verl builds ``cpu:gloo,<device>:<backend>``; with device ``cpu`` that names one device twice, which
+    torch refuses.
+    Versions: verl 0.9.1, torch 2.11 to 2.13. Only called when ``VERL_PLATFORM=cpu``.
+    Remove when: verl leaves the second pair out for device ``cpu``.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(timeout_second=None, backend=None)``.
+    """
+    from verl.utils.distributed import initialize_global_process_group_ray as patched
+
+    defaults = {name: parameter.default for name, parameter in inspect.signature(patched).parameters.items()}
+    if defaults == {"timeout_second": None, "backend": "cpu:gloo"}:
+        return
+    if defaults != {"timeout_second": None, "backend": None}:
+        raise UpstreamChangedError(
+            f"verl.utils.distributed.initialize_global_process_group_ray now takes {defaults}; the cpu platform "
+            "needs verl>=0.9.1,<0.10"
+        )
+    patched.__defaults__ = (None, "cpu:gloo")
+
+
+def use_unpinned_offload() -> None:
+    """Let the FSDP2 reference model load where there is no accelerator to pin memory for.
+
+    What: ``CPUOffloadPolicy`` in ``verl.workers.engine.fsdp.transformer_impl`` builds a policy without pinning.
+    Why: verl gives forward-only FSDP2 models ``CPUOffloadPolicy(pin_memory=True)``; pinning asks for an
+    accelerator and fails with "Cannot access accelerator device when none is available".
+    Versions: verl 0.9.1, torch 2.11 to 2.13. Only called when ``VERL_PLATFORM=cpu``.
+    Remove when: verl leaves offloading, or pinning, out for device ``cpu``.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    def unpinned(pin_memory: bool = False) -> CPUOffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=False)
+
+    if not hasattr(transformer_impl, "CPUOffloadPolicy"):
+        raise UpstreamChangedError(
+            "verl.workers.engine.fsdp.transformer_impl no longer uses CPUOffloadPolicy; the cpu platform needs "
+            "verl>=0.9.1,<0.10"
+        )
+    transformer_impl.CPUOffloadPolicy = unpinned
+
+
+@contextmanager
+def micro_batches_cut_by(cut: CutMicroBatches) -> Iterator[None]:
+    """Within the block, the FSDP engine of this process cuts its mini-batch with ``cut``.
+
+    What: ``prepare_micro_batches`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it calls ``cut``, and
+    ``postprocess_batch_func`` restores the order of the rows whatever ``use_dynamic_bsz`` says (verl assumes that
+    a fixed micro-batch size never reorders them). Both are put back at the end of the block.
+    Why: ``FSDPEngine.forward_backward_batch`` calls the two as module functions and has no method to override;
+    copying its loop would fork gradient accumulation, loss scaling and profiling.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: cutting micro-batches is a method of verl's engine.
+
+    Args:
+        cut: takes the mini-batch and the data-parallel group; returns the micro-batches and the row indices of
+            each, as ``verl.workers.engine.utils.prepare_micro_batches`` does.
+    """
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.engine.fsdp import transformer_impl
+
+    prepare, postprocess = transformer_impl.prepare_micro_batches, transformer_impl.postprocess_batch_func
+
+    def prepare_by_cut(data: TensorDict, dp_group: Any = None, **_: Any) -> tuple[list[TensorDict], list[list[int]]]:
+        return cut(data, dp_group)
+
+    def postprocess_in_order(output_lst: list[Any], indices: list[list[int]], data: TensorDict) -> dict[str, Any]:
+        options = data.select("pad_mode", strict=False)
+        tu.assign_non_tensor(options, use_dynamic_bsz=True)
+        return postprocess(output_lst=output_lst, indices=indices, data=options)
+
+    transformer_impl.prepare_micro_batches = prepare_by_cut
+    transformer_impl.postprocess_batch_func = postprocess_in_order
+    try:
+        yield
+    finally:
+        transformer_impl.prepare_micro_batches, transformer_impl.postprocess_batch_func = prepare, postprocess
