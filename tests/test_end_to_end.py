@@ -1,0 +1,58 @@
+"""The main job on real parts: verl's V1 trainer, Ray, TransferQueue, FSDP2 and Hydra, for two steps."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_pg_plugin.config import Mode
+
+REPOSITORY = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def train(folder: Path, *overrides: str, **environment: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Run ``examples/run_qwen3_pg.sh``; its summary line and the metrics of each step."""
+    variables = {"WORK_DIR": str(folder), "TOTAL_STEPS": "2", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
+    result = subprocess.run(
+        ["bash", "examples/run_qwen3_pg.sh", *overrides],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    (summary,) = (line for line in result.stdout.splitlines() if line.startswith("run summary: "))
+    assert result.stdout.splitlines()[-1] == summary
+    (metrics,) = folder.glob("*/metrics.jsonl")
+    steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    return json.loads(summary.removeprefix("run summary: ")), steps
+
+
+def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None:
+    summary, steps = train(tmp_path)
+    assert summary["steps"] == 2
+    assert summary["mode"] == Mode.PACKED.value
+    assert summary["attention_backend"] == "sdpa"
+    assert summary["dedup_ratio"] > 8, "eight responses share each prompt, and all prompts one preamble"
+    for name in ("reward_first", "reward_last", "time_old_log_prob", "time_update_actor"):
+        assert summary[name] > 0
+    for step in steps:
+        logical, physical = (step[f"actor/prefix_grouper/{kind}_tokens"] for kind in ("logical", "physical"))
+        assert logical / physical > 8
+        assert step["prefix_grouper/balance/cut_groups"] == 0
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
+
+
+def test_two_workers_with_asynchronous_rollouts_keep_groups_whole(tmp_path: Path) -> None:
+    summary, steps = train(tmp_path, "trainer.v1.trainer_mode=colocate_async", NGPUS_PER_NODE="2")
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["prefix_grouper/balance/cut_groups"] == 0
+        assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
