@@ -94,7 +94,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PHASES = ("old_log_prob", "ref", "update_actor")
-PATHS = ("rmpad", "packed")
+PATHS = ("padded", "rmpad", "prefix_grouper", "packed")
+STOCK_PATHS = ("padded", "rmpad")
 
 
 @dataclass(frozen=True)
@@ -149,25 +150,27 @@ class Row:
     device: str
     driver: str
     versions: str
+    options: str
     commit: str
 
 
-def build_engine(model_path: str, args: argparse.Namespace, *, packed: bool) -> Any:
-    """verl's own class for rmpad, ours for packed; same options."""
+def build_engine(model_path: str, args: argparse.Namespace, path: str) -> Any:
+    """verl's own class for the stock paths, ours for the others; same options."""
     dtype = "bf16" if args.dtype == "bf16" else "fp32"
     on_gpu = get_device_name() == "cuda"
-    engine_cls = EngineRegistry.get_engine_cls("language_model", "fsdp2") if packed else FSDPEngineWithLMHead
+    stock = path in STOCK_PATHS
+    engine_cls = FSDPEngineWithLMHead if stock else EngineRegistry.get_engine_cls("language_model", "fsdp2")
     engine = engine_cls(
         model_config=HFModelConfig(
             path=model_path,
             load_tokenizer=False,
-            use_remove_padding=True,
+            use_remove_padding=path in ("rmpad", "packed"),
             enable_gradient_checkpointing=not args.no_gradient_checkpointing,
             override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
         ),
         engine_config=PrefixGrouperEngineConfig(
             strategy="fsdp2",
-            use_prefix_grouper=packed,
+            use_prefix_grouper=not stock,
             attention_kernel=args.kernel,
             model_dtype=dtype,
             mixed_precision={"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"},
@@ -180,31 +183,39 @@ def build_engine(model_path: str, args: argparse.Namespace, *, packed: bool) -> 
     return engine
 
 
-def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any) -> float:
-    """Seconds of one phase on this rank, from batch on the host to results on the host."""
+def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> tuple[float, float]:
+    """Seconds of one phase on this rank, from batch on the host to results on the host, and peak GiB.
+
+    The peak of an update is that of its forward and backward passes: what the optimizer allocates in its step is
+    the same on every path.
+    """
     data = tu.index_select_tensor_dict(batch, list(range(len(batch))))
-    tu.assign_non_tensor(data, calculate_entropy=phase == "old_log_prob")
-    context = engine.train_mode() if phase == "update_actor" else engine.eval_mode()
-    with context:
+    tu.assign_non_tensor(data, calculate_entropy=phase == "old_log_prob" or (phase == "update_actor" and entropy))
+    update = phase == "update_actor"
+    on_gpu = get_device_name() == "cuda"
+    with engine.train_mode() if update else engine.eval_mode():
         get_torch_device().synchronize()
         dist.barrier()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        if phase == "update_actor":
-            engine.train_batch(data, loss_function=loss)
+        if update:
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(data, loss, forward_only=False)
+            peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+            engine.optimizer_step()
         else:
             engine.infer_batch(data)
+            peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         get_torch_device().synchronize()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, peak / 2**30
 
 
-def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, repeats: int, warmup: int) -> dict[str, Any]:
-    for _ in range(warmup):
-        run_phase(engine, phase, batch, loss)
-    on_gpu = get_device_name() == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    mine = [run_phase(engine, phase, batch, loss) for _ in range(repeats)]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Median and spread over repeats, after warm-up."""
+    runs = [run_phase(engine, phase, batch, loss, args.entropy) for _ in range(args.warmup + args.repeats)]
+    mine = [seconds for seconds, _ in runs[args.warmup :]]
+    peak = max(gib for _, gib in runs[args.warmup :])
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (mine, peak))
     slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
@@ -252,12 +263,13 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", 8, 4)])
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=["rmpad", "packed"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--kernel", default="auto", help="attention kernel of packed mode")
     parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
     parser.add_argument("--no-gradient-checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
@@ -309,23 +321,31 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         flops = ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config))
     about = environment(args)
     measured: dict[tuple[str, str, str], dict[str, Any]] = {}
+    kernels: dict[str, str] = {}
     works: dict[str, Work] = {}
     for path in args.paths:
-        engine = build_engine(model_path, args, packed=path == "packed")
+        engine = build_engine(model_path, args, path)
         for case in args.cases:
             rng = np.random.default_rng(dist.get_rank())
             batch = make_batch(
                 case.samples(rng, config.vocab_size),
                 max_token_len_per_gpu=args.max_token_len,
+                use_remove_padding=path in ("rmpad", "packed"),
+                use_dynamic_bsz=path in ("rmpad", "packed"),
+                micro_batch_size_per_gpu=case.n,
                 global_batch_size=case.n * case.groups * dist.get_world_size(),
             )
             name = ",".join(str(value) for value in asdict(case).values())
             works[name] = Work.of(batch, flops, not args.no_gradient_checkpointing)
-            actor = FSDPActorConfig(strategy="fsdp2", rollout_n=case.n, ppo_micro_batch_size_per_gpu=1)
+            actor = FSDPActorConfig(
+                strategy="fsdp2",
+                rollout_n=case.n,
+                ppo_micro_batch_size_per_gpu=1,
+                entropy_coeff=0.01 if args.entropy else 0.0,
+            )
             for phase in args.phases:
-                measured[path, name, phase] = measure(
-                    engine, phase, batch, partial(ppo_loss, config=actor), args.repeats, args.warmup
-                )
+                measured[path, name, phase] = measure(engine, phase, batch, partial(ppo_loss, config=actor), args)
+                kernels[path] = engine.kernel.name if path == "packed" else "stock"
         del engine
         gc.collect()
         get_torch_device().empty_cache()
@@ -338,7 +358,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 model=args.model,
                 case=case_name,
                 path=path,
-                kernel=args.kernel if path == "packed" else "stock",
+                kernel=kernels[path],
                 phase=phase,
                 speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
                 flop_bound=work.alone[phase] / done,
@@ -365,8 +385,9 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({torch.get_num_threads()} threads)",
         "driver": driver,
-        "versions": " ".join(f"{name}={_version(name)}" for name in packages) + f" dtype={args.dtype} {args.optimizer}",
-        "commit": git.stdout.strip() or os.environ.get("BENCH_COMMIT", "unknown"),
+        "versions": " ".join(f"{name}={_version(name)}" for name in packages)
+        + f" dtype={args.dtype} {args.optimizer} entropy={args.entropy}",
+        "commit": os.environ.get("BENCH_COMMIT") or git.stdout.strip() or "unknown",
     }
 
 
@@ -390,7 +411,7 @@ def report(rows: list[Row], path: Path | None) -> None:
     for row in sorted(rows, key=lambda row: (row.case, row.phase, row.path != "rmpad")):
         table.add_row(
             row.case,
-            f"{row.path} {row.kernel}",
+            row.path if row.path in STOCK_PATHS else f"{row.path} {row.kernel}",
             row.phase,
             f"{row.seconds_median:.4f}",
             f"{row.seconds_min:.4f}..{row.seconds_max:.4f}",
@@ -404,7 +425,9 @@ def report(rows: list[Row], path: Path | None) -> None:
     console = Console(width=150)
     console.print(table)
     if rows:
-        console.print(f"{rows[0].device}, driver {rows[0].driver}, {rows[0].versions}, commit {rows[0].commit}")
+        console.print(
+            f"{rows[0].device}, driver {rows[0].driver}, {rows[0].versions}, {rows[0].options}, commit {rows[0].commit}"
+        )
 
 
 if __name__ == "__main__":
