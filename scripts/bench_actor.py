@@ -385,8 +385,8 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({torch.get_num_threads()} threads)",
         "driver": driver,
-        "versions": " ".join(f"{name}={_version(name)}" for name in packages)
-        + f" dtype={args.dtype} {args.optimizer} entropy={args.entropy}",
+        "versions": " ".join(f"{name}={_version(name)}" for name in packages),
+        "options": f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy}",
         "commit": os.environ.get("BENCH_COMMIT") or git.stdout.strip() or "unknown",
     }
 
@@ -425,8 +425,9 @@ def report(rows: list[Row], path: Path | None) -> None:
     console = Console(width=150)
     console.print(table)
     if rows:
+        about = rows[0]
         console.print(
-            f"{rows[0].device}, driver {rows[0].driver}, {rows[0].versions}, {rows[0].options}, commit {rows[0].commit}"
+            f"{about.device}, driver {about.driver}, {about.versions}, {about.options}, commit {about.commit}"
         )
 
 
