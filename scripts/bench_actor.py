@@ -425,10 +425,8 @@ def report(rows: list[Row], path: Path | None) -> None:
     console = Console(width=150)
     console.print(table)
     if rows:
-        about = rows[0]
-        console.print(
-            f"{about.device}, driver {about.driver}, {about.versions}, {about.options}, commit {about.commit}"
-        )
+        row = rows[0]
+        console.print(f"{row.device}, driver {row.driver}, {row.versions}, {row.options}, commit {row.commit}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import heapq
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -30,13 +31,22 @@ class Balance:
         return float(self.rank_cost.max() / self.rank_cost.mean())
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """A group, or the part of one that was cut, in one mini-batch of one rank."""
+
+    rows: IntArray
+    cost: int
+    whole: bool
+
+
 @dataclass
 class _Cell:
     """One mini-batch of one rank while it fills up."""
 
     room: int
     cost: int
-    members: list[int]
+    units: list[_Unit]
 
 
 def balance_groups(
@@ -45,7 +55,8 @@ def balance_groups(
     """Longest-processing-time-first over whole groups, with the same number of sequences in every mini-batch.
 
     A group costs its prompt once and each response with the attention to that prompt. Groups that fit nowhere
-    whole are dealt last, to the mini-batches with most room, and pay their prompt in each.
+    whole are dealt last, to the mini-batches with most room, and pay their prompt in each. Then groups of one size
+    change places while that makes the costliest mini-batch cheaper.
 
     Args:
         group: (B,) equal values mark sequences with one prompt.
@@ -66,15 +77,15 @@ def balance_groups(
     members = _members(group)
     costs = [int(prompt_cost[rows[0]] + response_cost[rows].sum()) for rows in members]
 
-    cells = [_Cell(room=len(group) // num_cells, cost=0, members=[]) for _ in range(num_cells)]
+    cells = [_Cell(room=len(group) // num_cells, cost=0, units=[]) for _ in range(num_cells)]
     # Cells by the room they have left, each a heap by cost: the cheapest cell that fits is the best of few tops.
     by_room: dict[int, list[tuple[int, int]]] = {cells[0].room: [(0, i) for i in range(num_cells)]}
 
-    def put(chosen: int, rows: IntArray, cost: int) -> None:
+    def put(chosen: int, unit: _Unit) -> None:
         cell = cells[chosen]
-        cell.room -= len(rows)
-        cell.cost += cost
-        cell.members.extend(rows.tolist())
+        cell.room -= len(unit.rows)
+        cell.cost += unit.cost
+        cell.units.append(unit)
         if cell.room:
             heapq.heappush(by_room.setdefault(cell.room, []), (cell.cost, chosen))
 
@@ -85,21 +96,43 @@ def balance_groups(
             leftover.append(g)
             continue
         _, room = min(tops)
-        put(heapq.heappop(by_room[room])[1], members[g], costs[g])
+        put(heapq.heappop(by_room[room])[1], _Unit(members[g], costs[g], whole=True))
     for g in leftover:
         rows = members[g]
         while len(rows):
             room = max(room for room, heap in by_room.items() if heap)
             part, rows = rows[:room], rows[room:]
             cost = int(prompt_cost[part[0]] + response_cost[part].sum())
-            put(heapq.heappop(by_room[room])[1], part, cost)
+            put(heapq.heappop(by_room[room])[1], _Unit(part, cost, whole=False))
 
+    _swap_groups(cells)
     cell_cost = np.array([cell.cost for cell in cells]).reshape(num_ranks, num_mini_batches)
     return Balance(
-        order=np.concatenate([np.sort(cell.members) for cell in cells]),
+        order=np.concatenate([np.sort(np.concatenate([unit.rows for unit in cell.units])) for cell in cells]),
         rank_cost=cell_cost.sum(axis=1),
         num_cut_groups=len(leftover),
     )
+
+
+def _swap_groups(cells: list[_Cell], candidates: int = 8) -> None:
+    """Exchange whole groups of one size between the costliest cell and a cheap one, the best exchange first."""
+    for _ in range(2 * len(cells)):
+        costliest = max(cells, key=lambda cell: cell.cost)
+        best: tuple[int, _Cell, _Unit, _Unit] | None = None
+        for other in heapq.nsmallest(candidates, cells, key=lambda cell: cell.cost):
+            for mine, theirs in product(costliest.units, other.units):
+                saved = mine.cost - theirs.cost
+                alike = mine.whole and theirs.whole and len(mine.rows) == len(theirs.rows)
+                if alike and 0 < saved < costliest.cost - other.cost:
+                    worse = max(costliest.cost - saved, other.cost + saved)
+                    if best is None or worse < best[0]:
+                        best = worse, other, mine, theirs
+        if best is None:
+            return
+        _, other, mine, theirs = best
+        for cell, leaves, enters in ((costliest, mine, theirs), (other, theirs, mine)):
+            cell.units = [enters if unit is leaves else unit for unit in cell.units]
+            cell.cost += enters.cost - leaves.cost
 
 
 def _members(group: IntArray) -> list[IntArray]:
