@@ -40,11 +40,13 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
+from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.engine.micro_batch_plan import layout_of
@@ -100,24 +102,33 @@ STOCK_PATHS = ("padded", "rmpad")
 
 @dataclass(frozen=True)
 class Case:
-    """Prompt tokens, response tokens (or log-normal mean), responses per prompt, prompts."""
+    """Prompt tokens, response tokens, responses per prompt, prompts per rank.
+
+    Responses may be ``ln:MEAN`` for log-normal lengths, and responses per prompt ``4-16`` for a uniform draw.
+    """
 
     prompt: int
     response: str
-    n: int
+    n: str
     groups: int
 
     @classmethod
     def parse(cls, text: str) -> "Case":
         prompt, response, n, groups = text.split(",")
-        return cls(int(prompt), response, int(n), int(groups))
+        return cls(int(prompt), response, n, int(groups))
 
-    def samples(self, rng: np.random.Generator, vocab_size: int) -> list[Sample]:
+    def samples(self, vocab_size: int, world_size: int) -> tuple[list[Sample], np.ndarray]:
+        """The samples of all ranks, a multiple of ``world_size``, and the group of each."""
+        rng = np.random.default_rng(0)
         samples: list[Sample] = []
-        for _ in range(self.groups):
-            lengths = [self._response_length(rng) for _ in range(self.n)]
-            samples += random_group(rng, vocab_size, self.prompt, lengths)
-        return samples
+        group: list[int] = []
+        low, high = (int(n) for n in self.n.split("-")) if "-" in self.n else (int(self.n), int(self.n))
+        for g in range(self.groups * world_size):
+            n = int(rng.integers(low, high + 1))
+            samples += random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
+            group += [g] * n
+        whole = len(samples) // world_size * world_size
+        return samples[:whole], np.array(group[:whole])
 
     def _response_length(self, rng: np.random.Generator) -> int:
         if self.response.startswith("ln:"):
@@ -126,9 +137,26 @@ class Case:
         return int(self.response)
 
 
+def rows_of_rank(samples: list[Sample], group: np.ndarray, path: str, rank: int, world_size: int) -> list[int]:
+    """What the trainer of that path would give the rank: verl's balance for stock, ours for the others."""
+    if world_size == 1:
+        return list(range(len(samples)))
+    prompts = np.array([len(sample.prompt) for sample in samples])
+    responses = np.array([len(sample.response) for sample in samples])
+    if path in STOCK_PATHS:
+        workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
+        return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)[rank]
+    order = balance_groups(group, prompts, responses, world_size).order
+    return np.split(order, world_size)[rank].tolist()
+
+
 @dataclass(frozen=True)
 class Row:
-    """One measurement; seconds are the slowest rank's, memory is the largest rank's."""
+    """One measurement; seconds are the slowest rank's, memory is the largest rank's.
+
+    ``slowest_over_mean`` compares the FLOPs of the ranks: their times are equal, since FSDP makes them wait for
+    each other in every layer.
+    """
 
     model: str
     case: str
@@ -219,22 +247,20 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (mine, peak))
     slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
-    medians = [statistics.median(times) for times, _ in ranks]
     return {
         "seconds_median": statistics.median(slowest),
         "seconds_min": min(slowest),
         "seconds_max": max(slowest),
         "peak_gib": max(peak for _, peak in ranks),
-        "slowest_over_mean": max(medians) / statistics.mean(medians),
     }
 
 
 @dataclass(frozen=True)
 class Work:
-    """Floating point operations and tokens of a batch, over all ranks."""
+    """FLOPs of each phase on each rank, every sequence alone and packed; tokens of all ranks."""
 
-    alone: dict[str, float]
-    packed: dict[str, float]
+    alone: dict[str, list[float]]
+    packed: dict[str, list[float]]
     logical_tokens: int
     physical_tokens: int
 
@@ -245,16 +271,25 @@ class Work:
         layout = layout_of(sequences, list(range(len(batch))))
         lengths = np.diff(sequences.offsets)
         alone = flops.trunk(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
-        alone_head = flops.per_head_row * int(lengths.sum())
         packed = flops.trunk(layout.num_rows, layout.num_attention_pairs)
-        packed_head = flops.per_head_row * len(layout.head_rows)
-        trunk_passes = {phase: (4 if checkpointing else 3) if phase == "update_actor" else 1 for phase in PHASES}
-        head_passes = {phase: 3 if phase == "update_actor" else 1 for phase in PHASES}
+        mine = {
+            "alone": (alone, flops.per_head_row * int(lengths.sum())),
+            "packed": (packed, flops.per_head_row * len(layout.head_rows)),
+            "tokens": (int(lengths.sum()), layout.num_rows),
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+
+        def passes(phase: str, trunk: float, head: float) -> float:
+            if phase != "update_actor":
+                return trunk + head
+            return (4 if checkpointing else 3) * trunk + 3 * head
+
         return cls(
-            alone={p: trunk_passes[p] * alone + head_passes[p] * alone_head for p in PHASES},
-            packed={p: trunk_passes[p] * packed + head_passes[p] * packed_head for p in PHASES},
-            logical_tokens=int(lengths.sum()),
-            physical_tokens=layout.num_rows,
+            alone={phase: [passes(phase, *rank["alone"]) for rank in ranks] for phase in PHASES},
+            packed={phase: [passes(phase, *rank["packed"]) for rank in ranks] for phase in PHASES},
+            logical_tokens=sum(rank["tokens"][0] for rank in ranks),
+            physical_tokens=sum(rank["tokens"][1] for rank in ranks),
         )
 
 
@@ -262,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
-    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", 8, 4)])
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", "8", 4)])
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["rmpad", "packed"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--kernel", default="auto", help="attention kernel of packed mode")
@@ -322,24 +357,26 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     about = environment(args)
     measured: dict[tuple[str, str, str], dict[str, Any]] = {}
     kernels: dict[str, str] = {}
-    works: dict[str, Work] = {}
+    works: dict[tuple[str, str], Work] = {}
     for path in args.paths:
         engine = build_engine(model_path, args, path)
         for case in args.cases:
-            rng = np.random.default_rng(dist.get_rank())
+            world_size = dist.get_world_size()
+            samples, group = case.samples(config.vocab_size, world_size)
+            mine = rows_of_rank(samples, group, path, dist.get_rank(), world_size)
             batch = make_batch(
-                case.samples(rng, config.vocab_size),
+                [samples[row] for row in mine],
                 max_token_len_per_gpu=args.max_token_len,
                 use_remove_padding=path in ("rmpad", "packed"),
                 use_dynamic_bsz=path in ("rmpad", "packed"),
-                micro_batch_size_per_gpu=case.n,
-                global_batch_size=case.n * case.groups * dist.get_world_size(),
+                micro_batch_size_per_gpu=int(case.n.split("-")[0]),
+                global_batch_size=len(samples),
             )
             name = ",".join(str(value) for value in asdict(case).values())
-            works[name] = Work.of(batch, flops, not args.no_gradient_checkpointing)
+            works[path, name] = Work.of(batch, flops, not args.no_gradient_checkpointing)
             actor = FSDPActorConfig(
                 strategy="fsdp2",
-                rollout_n=case.n,
+                rollout_n=1,
                 ppo_micro_batch_size_per_gpu=1,
                 entropy_coeff=0.01 if args.entropy else 0.0,
             )
@@ -351,8 +388,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         get_torch_device().empty_cache()
     rows = []
     for (path, case_name, phase), numbers in measured.items():
-        base, work = measured.get(("rmpad", case_name, phase)), works[case_name]
-        done = work.packed[phase] if path == "packed" else work.alone[phase]
+        base, work = measured.get(("rmpad", case_name, phase)), works[path, case_name]
+        done = work.packed if path == "packed" else work.alone
         rows.append(
             Row(
                 model=args.model,
@@ -361,11 +398,12 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 kernel=kernels[path],
                 phase=phase,
                 speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
-                flop_bound=work.alone[phase] / done,
+                flop_bound=sum(work.alone[phase]) / sum(done[phase]),
                 memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
                 logical_tokens=work.logical_tokens,
                 physical_tokens=work.physical_tokens if path == "packed" else work.logical_tokens,
-                physical_tflops_per_s=done / numbers["seconds_median"] / 1e12,
+                physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / 1e12,
+                slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
                 **numbers,
                 **about,
             )

@@ -1,0 +1,49 @@
+"""What every benchmark here records beside its figures, and how it writes them."""
+
+import csv
+import os
+import subprocess
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "verl", "transformers", "flash-attn", "flash-attn-4")
+
+
+def environment() -> dict[str, str]:
+    """Device, driver, versions of packages and commit (``BENCH_COMMIT`` where there is no git checkout)."""
+    cuda = torch.cuda.is_available()
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"cpu ({torch.get_num_threads()} threads)",
+        "driver": subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0] if cuda else "-",
+        "versions": " ".join(f"{name}={_version(name)}" for name in PACKAGES),
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
+
+
+def _commit() -> str:
+    if "BENCH_COMMIT" in os.environ:
+        return os.environ["BENCH_COMMIT"]
+    command = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return git.stdout.strip() or "unknown"
+
+
+def write_csv(rows: list[Any], path: Path) -> None:
+    """One line for each of ``rows``, dataclass instances of one type; replaces the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
