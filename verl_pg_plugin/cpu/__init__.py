@@ -10,22 +10,22 @@ ROLLOUT_NAME = "hf"
 
 
 def register() -> None:
-    """Enter rollout ``hf`` in verl's registries beside the platform ``cpu``; calling it again changes nothing.
+    """Where the platform ``cpu`` is selected, enter the rollout ``hf`` beside it; calling it again changes nothing.
 
-    Both entries are dormant until they are asked for by name (``VERL_PLATFORM=cpu`` and
-    ``actor_rollout_ref.rollout.name=hf``), so a machine with GPUs behaves as if they were not there. Only
-    names are entered: the rollout's own module, and transformers' model classes with it, load on first use.
+    A machine with GPUs behaves as if neither were there: without ``VERL_PLATFORM=cpu`` nothing is entered. Only
+    names are: the rollout's own module, and transformers' model classes with it, load on first use.
     """
+    if not selected():
+        return
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+    from verl_pg_plugin import upstream
+
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "verl_pg_plugin.cpu.rollout.ServerAdapter"
-    if selected():
-        from verl_pg_plugin import upstream
-
-        upstream.use_single_gloo_backend()
-        upstream.use_unpinned_offload()
+    upstream.use_single_gloo_backend()
+    upstream.use_unpinned_offload()
 
 
 def _load_replica() -> type:
