@@ -1,6 +1,5 @@
 """The ways of computing an attention problem that ``bench_attention.py`` compares."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from attention_cases import Outcome, Problem
 from verl_pg_plugin.attention import PackedAttention, VarlenKernel, packed_attention, select_kernel
 from verl_pg_plugin.attention.kernels import KERNEL_NAMES, kernel_obstacle
 
-PATHS = (*(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNEL_NAMES), "merged:flash_attn_2")
+PATHS = tuple(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNEL_NAMES)
 BASELINE = "replicated:flash_attn_2"
 
 
@@ -46,15 +45,9 @@ class Run:
 
 def path_obstacle(path: str, problem: Problem) -> str:
     """Why a path cannot run; empty if it can."""
-    route, name = path.split(":")
+    name = path.split(":")[1]
     obstacle = kernel_obstacle(name, problem.device.type)
-    if obstacle:
-        return f"{name} {obstacle}"
-    if name == "sdpa" and problem.device.type == "cuda":
-        return "far slower than the others on a GPU and never chosen there"
-    if route == "merged" and importlib.util.find_spec("triton") is None:
-        return "needs Triton"
-    return ""
+    return f"{name} {obstacle}" if obstacle else ""
 
 
 def build_path(path: str, problem: Problem) -> Run:
@@ -62,16 +55,9 @@ def build_path(path: str, problem: Problem) -> Run:
     kernel = select_kernel(name, problem.device.type)
     if route == "replicated":
         return _replicated(problem, kernel)
-    if route == "packed":
-        packed = PackedAttention.from_layout(problem.layout, kernel, problem.device)
-        return _over_packed_rows(
-            problem, lambda q, k, v: packed_attention(q, k, v, packed, softmax_scale=problem.softmax_scale)
-        )
-    from verl_pg_plugin.attention.merged import MergedPasses, merged_attention
-
-    passes = MergedPasses.from_layout(problem.layout, problem.device)
+    packed = PackedAttention.from_layout(problem.layout, kernel, problem.device)
     return _over_packed_rows(
-        problem, lambda q, k, v: merged_attention(q, k, v, passes, softmax_scale=problem.softmax_scale)
+        problem, lambda q, k, v: packed_attention(q, k, v, packed, softmax_scale=problem.softmax_scale)
     )
 
 

@@ -4,24 +4,22 @@
     torchrun --nproc-per-node 1 scripts/bench_actor.py --model qwen3-4b --cases 4096,1024,4,1 8192,1024,8,1
 
 Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
-responses per prompt, prompts. R may be ``ln:MEAN`` for log-normal lengths. Speed-up is against rmpad in the same run;
-the bound is the ratio of floating point operations, the head counted on every token for stock verl (it runs there)
-and on response rows for packed. Memory does not include optimizer state with ``--optimizer SGD``.
+responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform). Speed-up is
+against rmpad in the same run; the bound is the ratio of floating point operations, the head counted on every token for
+stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and backward passes; with
+``--optimizer SGD`` there is no optimizer state beside it.
 """
 
 import argparse
-import csv
 import gc
 import logging
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-import numpy as np
 import torch.distributed as dist
 import transformers
+from actor_cases import PATHS, PHASES, SHAPES, STOCK_PATHS, Case, Work, rows_of_rank
+from bench_common import environment, write_csv
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -40,114 +39,14 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine.flops import ModelFlops
-from verl_pg_plugin.engine.micro_batch_plan import layout_of
-from verl_pg_plugin.engine.sequences import read_sequences
-from verl_pg_plugin.synthetic import Sample, make_batch, random_group
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-4b": {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}
-PHASES = ("old_log_prob", "ref", "update_actor")
-PATHS = ("padded", "rmpad", "prefix_grouper", "packed")
-STOCK_PATHS = ("padded", "rmpad")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Prompt tokens, response tokens, responses per prompt, prompts per rank.
-
-    Responses may be ``ln:MEAN`` for log-normal lengths, and responses per prompt ``4-16`` for a uniform draw.
-    """
-
-    prompt: int
-    response: str
-    n: str
-    groups: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Case":
-        prompt, response, n, groups = text.split(",")
-        return cls(int(prompt), response, n, int(groups))
-
-    def samples(self, vocab_size: int, world_size: int) -> tuple[list[Sample], np.ndarray]:
-        """The samples of all ranks, a multiple of ``world_size``, and the group of each."""
-        rng = np.random.default_rng(0)
-        samples: list[Sample] = []
-        group: list[int] = []
-        low, high = (int(n) for n in self.n.split("-")) if "-" in self.n else (int(self.n), int(self.n))
-        for g in range(self.groups * world_size):
-            n = int(rng.integers(low, high + 1))
-            samples += random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
-            group += [g] * n
-        whole = len(samples) // world_size * world_size
-        return samples[:whole], np.array(group[:whole])
-
-    def _response_length(self, rng: np.random.Generator) -> int:
-        if self.response.startswith("ln:"):
-            mean = float(self.response[3:])
-            return int(np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8), 1, 8 * mean))
-        return int(self.response)
-
-
-def rows_of_rank(samples: list[Sample], group: np.ndarray, path: str, rank: int, world_size: int) -> list[int]:
-    """What the trainer of that path would give the rank: verl's balance for stock, ours for the others."""
-    if world_size == 1:
-        return list(range(len(samples)))
-    prompts = np.array([len(sample.prompt) for sample in samples])
-    responses = np.array([len(sample.response) for sample in samples])
-    if path in STOCK_PATHS:
-        workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
-        return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)[rank]
-    order = balance_groups(group, prompts, responses, world_size).order
-    return np.split(order, world_size)[rank].tolist()
+from verl_pg_plugin.synthetic import make_batch
 
 
 @dataclass(frozen=True)
@@ -203,6 +102,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: str) -> Any:
             model_dtype=dtype,
             mixed_precision={"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"},
             use_torch_compile=on_gpu,
+            use_dynamic_bsz=path in ("rmpad", "packed"),
         ),
         optimizer_config=FSDPOptimizerConfig(lr=1e-6, optimizer=args.optimizer, total_training_steps=100),
         checkpoint_config=CheckpointConfig(),
@@ -253,44 +153,6 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
         "seconds_max": max(slowest),
         "peak_gib": max(peak for _, peak in ranks),
     }
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of each phase on each rank, every sequence alone and packed; tokens of all ranks."""
-
-    alone: dict[str, list[float]]
-    packed: dict[str, list[float]]
-    logical_tokens: int
-    physical_tokens: int
-
-    @classmethod
-    def of(cls, batch: TensorDict, flops: ModelFlops, checkpointing: bool) -> "Work":
-        """A training step runs the trunk four times with gradient checkpointing (three without), the head three."""
-        sequences = read_sequences(batch)
-        layout = layout_of(sequences, list(range(len(batch))))
-        lengths = np.diff(sequences.offsets)
-        alone = flops.trunk(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
-        packed = flops.trunk(layout.num_rows, layout.num_attention_pairs)
-        mine = {
-            "alone": (alone, flops.per_head_row * int(lengths.sum())),
-            "packed": (packed, flops.per_head_row * len(layout.head_rows)),
-            "tokens": (int(lengths.sum()), layout.num_rows),
-        }
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-
-        def passes(phase: str, trunk: float, head: float) -> float:
-            if phase != "update_actor":
-                return trunk + head
-            return (4 if checkpointing else 3) * trunk + 3 * head
-
-        return cls(
-            alone={phase: [passes(phase, *rank["alone"]) for rank in ranks] for phase in PHASES},
-            packed={phase: [passes(phase, *rank["packed"]) for rank in ranks] for phase in PHASES},
-            logical_tokens=sum(rank["tokens"][0] for rank in ranks),
-            physical_tokens=sum(rank["tokens"][1] for rank in ranks),
-        )
 
 
 def main() -> int:
@@ -354,7 +216,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     config = transformers.AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
         flops = ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config))
-    about = environment(args)
+    options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy}"
+    about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[str, str, str], dict[str, Any]] = {}
     kernels: dict[str, str] = {}
     works: dict[tuple[str, str], Work] = {}
@@ -382,14 +245,14 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             )
             for phase in args.phases:
                 measured[path, name, phase] = measure(engine, phase, batch, partial(ppo_loss, config=actor), args)
-                kernels[path] = engine.kernel.name if path == "packed" else "stock"
+                kernels[path] = "stock" if path in STOCK_PATHS else engine.sharing.kernel.name
         del engine
         gc.collect()
         get_torch_device().empty_cache()
     rows = []
     for (path, case_name, phase), numbers in measured.items():
         base, work = measured.get(("rmpad", case_name, phase)), works[path, case_name]
-        done = work.packed if path == "packed" else work.alone
+        done = work.alone if path in STOCK_PATHS else work.packed
         rows.append(
             Row(
                 model=args.model,
@@ -411,38 +274,9 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     return rows
 
 
-def environment(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on."""
-    cuda = torch.cuda.is_available()
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0] if cuda else "-"
-    root = Path(__file__).parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=root)
-    packages = ("torch", "verl", "transformers", "flash-attn", "flash-attn-4")
-    return {
-        "world_size": dist.get_world_size(),
-        "device": torch.cuda.get_device_name() if cuda else f"cpu ({torch.get_num_threads()} threads)",
-        "driver": driver,
-        "versions": " ".join(f"{name}={_version(name)}" for name in packages),
-        "options": f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy}",
-        "commit": os.environ.get("BENCH_COMMIT") or git.stdout.strip() or "unknown",
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "-"
-
-
 def report(rows: list[Row], path: Path | None) -> None:
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        write_csv(rows, path)
     table = Table(
         "case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "TFLOP/s", "slow"
     )

@@ -4,10 +4,10 @@
     python scripts/bench_attention.py --cases 8192,1024,8 --paths replicated:flash_attn_2 packed:flash_attn_4
 
 A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts. Paths are ``replicated:KERNEL``
-(each sequence with its own copy of the prompt, as remove-padding runs it), ``packed:KERNEL`` (rows of shared prefixes
-gathered) and ``merged:flash_attn_2`` (two passes merged by log-sum-exp). Speed-up is against replicated:flash_attn_2 in
-the same run, or the first replicated path; the bound is the ratio of (query, key) pairs. Errors are norms against
-float32, divided by that baseline's own; the worst of out, dq, dk and dv is shown. Forward alone runs without autograd.
+(each sequence with its own copy of the prompt, as remove-padding runs it) and ``packed:KERNEL`` (rows of shared
+prefixes gathered). Speed-up is against replicated:flash_attn_2 in the same run, or the first replicated path; the bound
+is the ratio of (query, key) pairs. Errors are norms against float32, divided by that baseline's own; the worst of out,
+dq, dk and dv is shown. Forward alone runs without autograd.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from attention_cases import Case, Problem, float32_outcome, relative_errors
@@ -74,18 +75,22 @@ class Measurement:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(case) for case in DEFAULT_CASES])
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a GPU without sdpa")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20, help="calls timed, at most")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time fewer than that (at least 3) if they last longer")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="time fewer than that (at least 3) if they last longer"
+    )
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
     parser.add_argument("--profile", action="store_true", help="also list the GPU kernels of each path by time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
+    if args.paths is None:
+        args.paths = [path for path in PATHS if args.device == "cpu" or not path.endswith(":sdpa")]
     console, about, rows = Console(width=150), environment(), []
     for case in args.cases:
         rows += run_case(case, args, about, console)
@@ -95,7 +100,7 @@ def main() -> int:
     return 0
 
 
-def run_case(case: Case, args: argparse.Namespace, about: dict[str, str], console: Console) -> list[Row]:
+def run_case(case: Case, args: argparse.Namespace, about: dict[str, Any], console: Console) -> list[Row]:
     problem = Problem.random(case, args.heads, args.kv_heads, args.head_dim, getattr(torch, args.dtype), args.device)
     exact = None if args.no_check else float32_outcome(problem)
     measured: dict[str, Measurement] = {}
@@ -116,12 +121,18 @@ def run_case(case: Case, args: argparse.Namespace, about: dict[str, str], consol
     base_name = BASELINE if BASELINE in measured else next((p for p in measured if p.startswith("replicated")), None)
     base = measured.get(base_name) if base_name else None
     nan = float("nan")
-    shape = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "dtype": args.dtype}
+    shape: dict[str, Any] = {
+        "heads": args.heads,
+        "kv_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "dtype": args.dtype,
+    }
     rows = []
     for path in args.paths:
         found = measured.get(path)
         both = statistics.median(found.both) if found else nan
         errors = found.errors if found else {}
+        named_errors: dict[str, Any] = {f"error_{name}": errors.get(name, nan) for name in ("out", "dq", "dk", "dv")}
         rows.append(
             Row(
                 case=str(case),
@@ -137,7 +148,7 @@ def run_case(case: Case, args: argparse.Namespace, about: dict[str, str], consol
                 tflops_per_s=14 * found.pairs * args.heads * args.head_dim / both / 1e9 if found else nan,
                 peak_gib=found.peak_gib if found else nan,
                 error_ratio=max((errors[k] / base.errors[k] for k in errors), default=nan) if base else nan,
-                **{f"error_{name}": errors.get(name, nan) for name in ("out", "dq", "dk", "dv")},
+                **named_errors,
                 repeats=len(found.both) if found else 0,
                 **shape,
                 **about,

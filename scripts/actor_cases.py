@@ -1,0 +1,150 @@
+"""Models, batches and their FLOPs for ``bench_actor.py``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+from verl_pg_plugin.batching.balance import balance_groups
+from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.engine.micro_batch_plan import layout_of
+from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.synthetic import Sample, random_group
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+PHASES = ("old_log_prob", "ref", "update_actor")
+PATHS = ("padded", "rmpad", "prefix_grouper", "packed")
+STOCK_PATHS = ("padded", "rmpad")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompt tokens, response tokens, responses per prompt, prompts per rank.
+
+    Responses may be ``ln:MEAN`` for log-normal lengths, and responses per prompt ``4-16`` for a uniform draw.
+    """
+
+    prompt: int
+    response: str
+    n: str
+    groups: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        prompt, response, n, groups = text.split(",")
+        return cls(int(prompt), response, n, int(groups))
+
+    def samples(self, vocab_size: int, world_size: int) -> tuple[list[Sample], np.ndarray]:
+        """The samples of all ranks, a multiple of ``world_size``, and the group of each."""
+        rng = np.random.default_rng(0)
+        samples: list[Sample] = []
+        group: list[int] = []
+        low, high = (int(n) for n in self.n.split("-")) if "-" in self.n else (int(self.n), int(self.n))
+        for g in range(self.groups * world_size):
+            n = int(rng.integers(low, high + 1))
+            samples += random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
+            group += [g] * n
+        whole = len(samples) // world_size * world_size
+        return samples[:whole], np.array(group[:whole])
+
+    def _response_length(self, rng: np.random.Generator) -> int:
+        if self.response.startswith("ln:"):
+            mean = float(self.response[3:])
+            return int(np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8), 1, 8 * mean))
+        return int(self.response)
+
+
+def rows_of_rank(samples: list[Sample], group: np.ndarray, path: str, rank: int, world_size: int) -> list[int]:
+    """What the trainer of that path would give the rank: verl's balance for stock, ours for the others."""
+    if world_size == 1:
+        return list(range(len(samples)))
+    prompts = np.array([len(sample.prompt) for sample in samples])
+    responses = np.array([len(sample.response) for sample in samples])
+    if path in STOCK_PATHS:
+        workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
+        return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)[rank]
+    order = balance_groups(group, prompts, responses, world_size).order
+    return np.split(order, world_size)[rank].tolist()
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of each phase on each rank, every sequence alone and packed; tokens of all ranks."""
+
+    alone: dict[str, list[float]]
+    packed: dict[str, list[float]]
+    logical_tokens: int
+    physical_tokens: int
+
+    @classmethod
+    def of(cls, batch: TensorDict, flops: ModelFlops, checkpointing: bool) -> "Work":
+        """A training step runs the trunk four times with gradient checkpointing (three without), the head three."""
+        sequences = read_sequences(batch)
+        layout = layout_of(sequences, list(range(len(batch))))
+        lengths = np.diff(sequences.offsets)
+        alone = flops.trunk(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
+        packed = flops.trunk(layout.num_rows, layout.num_attention_pairs)
+        mine = {
+            "alone": (alone, flops.per_head_row * int(lengths.sum())),
+            "packed": (packed, flops.per_head_row * len(layout.head_rows)),
+            "tokens": (int(lengths.sum()), layout.num_rows),
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+
+        def passes(phase: str, trunk: float, head: float) -> float:
+            if phase != "update_actor":
+                return trunk + head
+            return (4 if checkpointing else 3) * trunk + 3 * head
+
+        return cls(
+            alone={phase: [passes(phase, *rank["alone"]) for rank in ranks] for phase in PHASES},
+            packed={phase: [passes(phase, *rank["packed"]) for rank in ranks] for phase in PHASES},
+            logical_tokens=sum(rank["tokens"][0] for rank in ranks),
+            physical_tokens=sum(rank["tokens"][1] for rank in ranks),
+        )
