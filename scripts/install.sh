@@ -21,6 +21,7 @@ if [ -z "$python" ] || ! "$python" -c "$supported"; then
   exit 1
 fi
 echo "installing verl-pg-plugin[$extras] into .venv (about two minutes)" >&2
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# A half-made environment (no ensurepip) has a python and no pip.
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
 .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[$extras]"
 echo "$stamp" > .venv/.installed

@@ -1,9 +1,9 @@
 """RL training in verl that computes every shared prompt once and never a padding token.
 
 verl imports this package in each of its processes (entry point group ``verl.plugins``). The import registers the
-engines, the ``cpu`` platform and the ``hf`` rollout with verl's registries; it starts no CUDA context and imports
-neither flash-attn nor vLLM. verl swallows an exception here, so ``PrefixGrouperEngineConfig`` and the engine check
-again that they are in force.
+engines, and on request the CPU default, with verl's registries; it starts no CUDA context and imports no attention
+kernels and no vLLM. verl swallows an exception here, so ``PrefixGrouperEngineConfig`` checks again that the engines are
+in force.
 """
 
 import logging

@@ -18,17 +18,18 @@ class Balance:
 
     Attributes:
         order: (B,) index of the sequence at each place; within a rank, equal consecutive chunks are mini-batches.
-        rank_cost: (num_ranks,) deduplicated cost of each rank's chunk.
+        cost: (num_ranks, num_mini_batches) deduplicated cost.
         num_cut_groups: groups that did not fit into one mini-batch of one rank.
     """
 
     order: IntArray
-    rank_cost: IntArray
+    cost: IntArray
     num_cut_groups: int
 
     @property
     def slowest_over_mean(self) -> float:
-        return float(self.rank_cost.max() / self.rank_cost.mean())
+        """Time over that of a perfect balance; ranks wait for the slowest at the end of every mini-batch."""
+        return float(self.cost.max(axis=0).sum() / self.cost.mean(axis=0).sum())
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,9 @@ def balance_groups(
             put(heapq.heappop(by_room[room])[1], _Unit(part, cost, whole=False))
 
     _swap_groups(cells)
-    cell_cost = np.array([cell.cost for cell in cells]).reshape(num_ranks, num_mini_batches)
     return Balance(
         order=np.concatenate([np.sort(np.concatenate([unit.rows for unit in cell.units])) for cell in cells]),
-        rank_cost=cell_cost.sum(axis=1),
+        cost=np.array([cell.cost for cell in cells]).reshape(num_ranks, num_mini_batches),
         num_cut_groups=len(leftover),
     )
 

@@ -209,7 +209,8 @@ class HFServer:
             except Exception as error:
                 # Every caller gets the error; the server stays able to answer the next request.
                 for pending in batch:
-                    pending.completion.set_exception(error)
+                    if not pending.completion.done():
+                        pending.completion.set_exception(error)
                 continue
             for pending, completion in zip(batch, completions, strict=True):
                 if not pending.completion.done():

@@ -46,7 +46,8 @@ class GroupBalanceMixin:
             prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
             response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
             num_ranks=num_ranks,
-            num_mini_batches=max(len(uids) // mini_batch_size, 1),
+            # While only the critic trains, the batch is a multiple of its mini-batches and not of the actor's.
+            num_mini_batches=1 if len(uids) % mini_batch_size else len(uids) // mini_batch_size,
         )
         lengths = [tag["seq_len"] for tag in batch.tags]
         batch.reorder(balance.order.tolist())
