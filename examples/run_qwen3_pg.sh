@@ -11,6 +11,14 @@
 #   MODEL_PATH=Qwen/Qwen3-4B TRAIN_FILES=~/data/gsm8k/train.parquet VAL_FILES=~/data/gsm8k/test.parquet \
 #       NGPUS_PER_NODE=8 bash examples/run_qwen3_pg.sh
 #
+# Transformers' own model classes need no patch. To train the patched Qwen3 file of this package instead, either
+#   A) install it in the checkpoint and trust it:
+#        python -m verl_pg_plugin patch-model CHECKPOINT_DIR
+#        MODEL_PATH=CHECKPOINT_DIR ... bash examples/run_qwen3_pg.sh actor_rollout_ref.model.trust_remote_code=True
+#   B) register its class in every worker, no file copied:
+#        bash examples/run_qwen3_pg.sh \
+#            actor_rollout_ref.model.external_lib=verl_pg_plugin.models.register_on_import
+#
 # USE_PREFIX_GROUPER=False selects rmpad, and USE_REMOVE_PADDING=False beside it padded. Overrides come last and win.
 set -xeuo pipefail
 

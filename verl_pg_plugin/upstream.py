@@ -104,3 +104,32 @@ def micro_batches_cut_by(cut: CutMicroBatches) -> Iterator[None]:
         yield
     finally:
         transformer_impl.prepare_micro_batches, transformer_impl.postprocess_batch_func = prepare, postprocess
+
+
+@contextmanager
+def value_models_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, verl's FSDP engine of this process loads its value model with ``load``.
+
+    What: ``verl.utils.model.load_valuehead_model``, which ``FSDPEngine._build_module`` imports when it is called;
+    put back at the end of the block.
+    Why: the function loads every value model with ``attn_implementation="flash_attention_2"``, whatever the model
+    config says, and has no argument for it.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl loads value models with the attention of their config.
+
+    Args:
+        load: takes ``local_path``, ``torch_dtype``, ``model_config`` and ``trust_remote_code``.
+    """
+    import verl.utils.model as patched
+
+    loader = patched.load_valuehead_model
+    if list(inspect.signature(loader).parameters) != ["local_path", "torch_dtype", "model_config", "trust_remote_code"]:
+        raise UpstreamChangedError(
+            f"verl.utils.model.load_valuehead_model now takes {inspect.signature(loader)}; value models need "
+            "verl>=0.9.0,<0.10"
+        )
+    patched.load_valuehead_model = load
+    try:
+        yield
+    finally:
+        patched.load_valuehead_model = loader

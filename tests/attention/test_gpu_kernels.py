@@ -1,6 +1,6 @@
-"""flash-attn on a GPU: packed attention in bf16 is as close to float32 as flash-attn on every sequence alone is."""
+"""Kernels on a GPU: packed attention in bf16 is as close to float32 as the kernel on every sequence alone is."""
 
-import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +11,29 @@ from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention import VarlenKernel, select_kernel
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
+from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn"),
 ]
+
+
+def gpu_kernels(*names: str) -> pytest.MarkDecorator:
+    """Parameter ``name``; a kernel that cannot run here is skipped with the reason."""
+    return pytest.mark.parametrize("name", [gpu_case(name) for name in names])
+
+
+def gpu_case(name: str, *values: Any, slow: bool = False) -> Any:
+    obstacle = kernel_obstacle(name, "cuda")
+    marks = [pytest.mark.skipif(bool(obstacle), reason=f"{name} {obstacle}")]
+    return pytest.param(name, *values, marks=[*marks, pytest.mark.slow] if slow else marks)
+
+
+NAMES = ("flash_attn_4", "flash_attn_2", "torch_varlen")
+SHAPES = ((128, (16, 4)), (128, (8, 8)), (64, (16, 4)), (64, (8, 8)))
+every_kernel = gpu_kernels(*NAMES)
 
 PROMPT = tuple(range(1000, 1700))
 TURN = (*PROMPT, *range(2000, 2150))
@@ -75,20 +91,41 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
 
 
 @pytest.mark.parametrize("window", [-1, 64, 800], ids=["full", "window in response", "window across fork"])
-@pytest.mark.parametrize("heads", [(8, 8), (16, 4)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_bf16_is_as_exact_as_flash_attn_on_every_sequence_alone(
-    head_dim: int, heads: tuple[int, int], window: int
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads"),
+    # flash-attn 4 compiles for a minute or more for every shape that it has not seen.
+    [gpu_case(name, *shape, slow=name == "flash_attn_4" and shape != SHAPES[0]) for name in NAMES for shape in SHAPES],
+)
+def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
+    name: str, head_dim: int, heads: tuple[int, int], window: int
 ) -> None:
-    layout, kernel = BATCH.layout(), select_kernel("flash_attn_2", "cuda")
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
     packed = packed_outcome(tensors, layout, window, kernel)
     assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
 
 
-def test_auto_takes_flash_attn_on_a_gpu() -> None:
-    assert select_kernel("auto", "cuda").name == "flash_attn_2"
+@gpu_kernels("flash_attn_4", "torch_varlen")
+@pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
+def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
+    layout = BATCH.layout()
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
+    stock = replicated_outcome(tensors, layout, BATCH, -1, select_kernel("flash_attn_2", "cuda"))
+    assert_as_close(packed_outcome(tensors, layout, kernel=select_kernel(name, "cuda")), stock, exact)
+
+
+def test_auto_takes_the_first_kernel_that_runs_here() -> None:
+    assert select_kernel("auto", "cuda").name == next(name for name in NAMES if not kernel_obstacle(name, "cuda"))
+
+
+def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
+    kernel = select_kernel("torch_varlen", "cuda")
+    q = torch.zeros(2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    bounds = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    with pytest.raises(NotImplementedError, match="no softcap"):
+        kernel.attend(q, q, q, bounds, bounds, 2, 2, softmax_scale=1.0, softcap=30.0)
 
 
 def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
@@ -98,9 +135,10 @@ def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
     assert_equal(packed_outcome(tensors, layout, 64), expected, tolerance=1e-5)
 
 
-def test_changing_one_response_leaves_its_siblings_bit_equal() -> None:
-    layout, kernel = BATCH.layout(), select_kernel("flash_attn_2", "cuda")
-    tensors = random_tensors(layout.num_rows, 8, 4, 64, seed=1, dtype=torch.bfloat16, device="cuda")
+@every_kernel
+def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
     before = packed_outcome(tensors, layout, kernel=kernel).out
     changed = sequence_rows(layout, BATCH.sequences[0])[len(PROMPT) - 1 :]
     for tensor in (tensors.q, tensors.k, tensors.v):
@@ -111,10 +149,11 @@ def test_changing_one_response_leaves_its_siblings_bit_equal() -> None:
     assert not torch.equal(after[changed], before[changed])
 
 
-def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients() -> None:
+@every_kernel
+def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(name: str) -> None:
     """Norms kept in float32 hand float32 to a kernel that has none."""
-    layout, kernel = BATCH.layout(), select_kernel("flash_attn_2", "cuda")
-    tensors = random_tensors(layout.num_rows, 8, 4, 64, seed=2, dtype=torch.bfloat16, device="cuda")
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
     expected = packed_outcome(tensors, layout, kernel=kernel)
     wide = Tensors(tensors.q.float(), tensors.k.float(), tensors.v.float(), tensors.grad_out)
     with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -16,6 +16,7 @@ from verl_pg_plugin.attention import (
     register_attention,
     select_kernel,
 )
+from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward
 from verl_pg_plugin.attention.interface import packed_attention_forward
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,))).layout()
@@ -90,4 +91,4 @@ def test_a_bidirectional_module_is_refused_even_if_nobody_says_is_causal() -> No
 def test_registering_twice_changes_nothing() -> None:
     register_attention()
     register_attention()
-    assert AttentionInterface()[ATTENTION_NAME] is packed_attention_forward
+    assert AttentionInterface()[ATTENTION_NAME] is grouped_attention_forward

@@ -1,15 +1,39 @@
-"""Kernels are chosen by name, once, and say why; what cannot run says what to do."""
+"""The kernel of a process: chosen by name or by device, with a reason, and never replaced behind the user's back."""
 
-import importlib.util
+import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
 from verl_pg_plugin.attention import select_kernel
-from verl_pg_plugin.attention.kernels import KERNEL_NAMES, attend_sdpa
+from verl_pg_plugin.attention.kernels import KERNEL_NAMES
+from verl_pg_plugin.attention.sdpa import attend as attend_sdpa
+from verl_pg_plugin.config import attention_kernel
+
+HAS_GPU = torch.cuda.is_available()
 
 
-def test_auto_takes_sdpa_on_a_cpu_and_says_why() -> None:
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the packages that the metadata lists in this test; empty at first."""
+    packages: set[str] = set()
+
+    def version(package: str) -> str:
+        if package not in packages:
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(attention_kernel, "version", version)
+    return packages
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_auto_on_a_cpu_is_sdpa_and_says_why() -> None:
     kernel = select_kernel("auto", "cpu")
     assert (kernel.name, kernel.attend) == ("sdpa", attend_sdpa)
     assert kernel.reason == "prefix_grouper.attention_kernel=auto on device cpu"
@@ -29,18 +53,75 @@ def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
         select_kernel("fa9", "cpu")
 
 
-def test_flash_attn_on_a_cpu_is_refused_with_the_override_that_works() -> None:
+@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_2", "torch_varlen"])
+def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str) -> None:
     with pytest.raises(
-        RuntimeError, match=r"needs a CUDA device, this is cpu; set prefix_grouper\.attention_kernel=auto"
+        RuntimeError, match=rf"{name} needs a cuda device, this is cpu; set prefix_grouper\.attention_kernel=auto"
     ):
-        select_kernel("flash_attn_2", "cpu")
+        select_kernel(name, "cpu")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-@pytest.mark.parametrize("name", ["auto", "flash_attn_2"])
-def test_missing_flash_attn_on_a_gpu_never_falls_back_but_names_the_install_command(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"not installed: pip install 'verl-pg-plugin\[gpu\]'"):
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("flash_attn_4", "pip install --pre flash-attn-4"), ("flash_attn_2", 'pip install "verl-pg-plugin[gpu]"')],
+)
+def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
+    name: str, command: str, installed: set[str]
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
         select_kernel(name, "cuda")
+    assert "not installed" in str(caught.value)
+    assert command in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "chosen", "because"),
+    [
+        ((9, 0), set(), "torch_varlen", 'flash_attn_2 needs flash-attn, which is not installed: pip install "verl'),
+        ((8, 0), {"flash-attn-4"}, "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this GPU has (8, 0)"),
+    ],
+)
+def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
+    capability: tuple[int, int],
+    packages: set[str],
+    chosen: str,
+    because: str,
+    installed: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    installed |= packages
+    kernel = select_kernel("auto", "cuda")
+    assert kernel.name == chosen
+    assert because in kernel.reason
+
+
+def test_auto_never_takes_the_slow_kernel_on_an_old_gpu_but_names_it(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, (7, 0))
+    with pytest.raises(RuntimeError, match=r"no attention kernel .* prefix_grouper\.attention_kernel=sdpa \(slow\)"):
+        select_kernel("auto", "cuda")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_cuda_without_a_gpu_names_the_platform_that_needs_none() -> None:
+    with pytest.raises(RuntimeError, match="VERL_PLATFORM=cpu"):
+        select_kernel("torch_varlen", "cuda")
+
+
+def test_a_broken_install_is_an_error_and_no_fallback(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, (9, 0))
+    installed |= {"flash-attn-4", "flash-attn"}
+    monkeypatch.setitem(sys.modules, "verl_pg_plugin.attention.flash_attn_4", None)
+    with pytest.raises(RuntimeError, match="flash_attn_4 is installed but cannot be imported"):
+        select_kernel("auto", "cuda")
+
+
+def test_choosing_one_kernel_imports_no_other() -> None:
+    before = set(sys.modules)
+    select_kernel("sdpa", "cuda")
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("flash_attn", "cutlass")}
 
 
 def test_queries_are_aligned_with_the_last_keys() -> None:

@@ -88,3 +88,10 @@ def test_softcap_on_sdpa_is_refused_and_not_ignored() -> None:
     tensors = random_tensors(layout.num_rows, 2, 1, 4, seed=5, dtype=torch.float32)
     with pytest.raises(NotImplementedError, match=r"softcap needs prefix_grouper\.attention_kernel=flash_attn_2"):
         packed_attention(tensors.q, tensors.k, tensors.v, packed, softmax_scale=1.0, softcap=30.0)
+
+
+def test_where_nothing_is_shared_no_key_is_copied() -> None:
+    layout = batch_of(((1, 2, 3), (4, 5)), ((6, 7), (8,))).layout()
+    packed = PackedAttention.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    assert packed.kv_index is None
+    assert PackedAttention.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").kv_index is not None

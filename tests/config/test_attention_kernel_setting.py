@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
-from verl_pg_plugin.config.attention_kernel import attention_kernel_violation, flash_attn_installed
+from verl_pg_plugin.config import attention_kernel
+from verl_pg_plugin.config.attention_kernel import attention_kernel_violation
 from verl_pg_plugin.config.validate import validate
 from verl_pg_plugin.config.violation import Setting
 
 KEY = "prefix_grouper.attention_kernel"
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Names of the packages that the metadata lists in this test; empty at first."""
+    packages = set()
+
+    def version(package):
+        if package not in packages:
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(attention_kernel, "version", version)
+    return packages
+
+
 @pytest.mark.parametrize(
-    ("kernel", "device_name", "has_flash_attn"),
+    ("kernel", "device_name", "packages"),
     [
-        ("auto", "cpu", False),
-        ("auto", "cpu", True),
-        ("sdpa", "cpu", False),
-        ("auto", "cuda", True),
-        ("flash_attn_2", "cuda", True),
-        ("sdpa", "cuda", False),
+        ("auto", "cpu", set()),
+        ("sdpa", "cpu", set()),
+        ("auto", "cuda", set()),
+        ("torch_varlen", "cuda", set()),
+        ("sdpa", "cuda", set()),
+        ("flash_attn_2", "cuda", {"flash-attn"}),
+        ("flash_attn_4", "cuda", {"flash-attn-4"}),
     ],
 )
-def test_kernels_that_can_run(kernel, device_name, has_flash_attn):
-    assert attention_kernel_violation(Setting(KEY, kernel), device_name, has_flash_attn) is None
+def test_kernels_that_can_run(kernel, device_name, packages, installed):
+    installed |= packages
+    assert attention_kernel_violation(Setting(KEY, kernel), device_name) is None
 
 
-@pytest.mark.parametrize("kernel", ["auto", "flash_attn_2"])
-def test_gpu_run_without_flash_attn_names_the_extra(kernel):
-    violation = attention_kernel_violation(Setting(KEY, kernel), "cuda", has_flash_attn=False)
-    assert 'pip install "verl-pg-plugin[gpu]"' in violation.fix
-
-
-def test_flash_attn_on_cpu():
-    violation = attention_kernel_violation(Setting(KEY, "flash_attn_2"), "cpu", has_flash_attn=True)
+@pytest.mark.parametrize(
+    ("kernel", "other", "command"),
+    [
+        ("flash_attn_2", "flash-attn-4", 'pip install "verl-pg-plugin[gpu]"'),
+        ("flash_attn_4", "flash-attn", "pip install --pre flash-attn-4"),
+    ],
+)
+def test_a_missing_kernel_on_a_gpu_names_the_command_that_installs_it(kernel, other, command, installed):
+    """Both packages bring a module flash_attn: one of them is no proof of the other."""
+    installed.add(other)
+    violation = attention_kernel_violation(Setting(KEY, kernel), "cuda")
+    assert command in violation.fix
     assert f"{KEY}=auto" in violation.fix
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "flash_attn_2", "torch_varlen"])
+def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_setting_that_works(kernel):
+    violation = attention_kernel_violation(Setting(KEY, kernel), "cpu")
+    assert violation.fix == f"{KEY}=auto"
 
 
 def test_unknown_kernel_lists_the_choices(make_config):
     (violation,) = validate(make_config(settings={KEY: "flash"}))
-    assert "auto, flash_attn_2, sdpa" in violation.why
-
-
-def test_installed_means_that_the_package_is_there():
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError:
-        assert not flash_attn_installed()
-    else:
-        assert flash_attn_installed()
+    assert "auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa" in violation.why

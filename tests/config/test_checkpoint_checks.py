@@ -161,3 +161,24 @@ def test_code_in_a_checkpoint_runs_only_when_the_user_says_so(violations_of, tmp
 
     assert violations_of(tmp_path, **{TRUST: True}) == []
     assert marker.exists()
+
+
+CRITIC = {"algorithm.adv_estimator": "gae"}
+
+
+def test_critic_checkpoint_that_does_not_exist_is_named(make_config):
+    (violation,) = checkpoint_violations(make_config(Mode.PACKED, {**CRITIC, "critic.model.path": "/none/critic"}))
+    assert str(violation).startswith("critic.model.path=/none/critic")
+
+
+def test_critic_of_an_architecture_without_token_classifier_is_refused(make_config, tmp_path):
+    path = save_checkpoint(tmp_path, transformers.Olmo2Config(**TINY))
+    config = make_config(Mode.PACKED, {**CRITIC, "critic.model.path": str(path)})
+    (violation,) = checkpoint_violations(config)
+    assert "no token classifier for 'olmo2'" in violation.why
+    assert checkpoint_violations(make_config(Mode.RMPAD, {**CRITIC, "critic.model.path": str(path)})) == []
+
+
+def test_a_checkpoint_that_actor_and_critic_share_is_reported_once(make_config):
+    paths = {PATH: "/none", "critic.model.path": f"${{{PATH}}}"}
+    assert len(checkpoint_violations(make_config(Mode.PACKED, {**CRITIC, **paths}))) == 1

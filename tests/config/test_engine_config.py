@@ -63,7 +63,7 @@ def test_both_roles_follow_the_actor_flag(runnable_overrides, mode, role, strate
 def test_the_default_run_is_stock_rmpad():
     config = compose_config("actor_rollout_ref.rollout.name=hf")
     assert mode_of(config) is Mode.RMPAD
-    assert config.critic.fsdp._target_ == "verl.workers.config.FSDPEngineConfig"
+    assert not config.critic.fsdp.use_prefix_grouper
 
 
 def test_every_other_setting_is_verls_own():
@@ -77,6 +77,9 @@ def test_every_other_setting_is_verls_own():
         own = {name: engine.pop(name) for name in ("use_prefix_grouper", "attention_kernel", "logits_chunk_size")}
         assert own == {"use_prefix_grouper": False, "attention_kernel": "auto", "logits_chunk_size": 4096}
         engine["_target_"] = "verl.workers.config.FSDPEngineConfig"
+    critic = ours["critic"]["fsdp"]
+    assert [critic.pop(name) for name in ("use_prefix_grouper", "attention_kernel")] == [False, "auto"]
+    critic["_target_"] = "verl.workers.config.FSDPEngineConfig"
     assert ours == stock
 
 
@@ -117,7 +120,7 @@ def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_o
 
 
 def test_unknown_attention_kernel_lists_the_choices():
-    with pytest.raises(ValueError, match="auto, flash_attn_2, sdpa"):
+    with pytest.raises(ValueError, match="auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa"):
         PrefixGrouperEngineConfig(attention_kernel="flash")
 
 

@@ -18,6 +18,7 @@ REF = "actor_rollout_ref.ref"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
+WITH_CRITIC = {"algorithm.adv_estimator": "gae", "critic.model.path": f"${{{MODEL}.path}}"}
 
 # Settings that break the rule of that name in every mode in which it holds, one entry per way to break it.
 BREAKING: dict[str, list[dict[str, Any]]] = {
@@ -34,12 +35,17 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {f"{ROLLOUT}.n": 5},
     ],
     "remove_padding_per_role": [{f"{ACTOR}.use_remove_padding": True, f"{REF}.use_remove_padding": False}],
-    "fused_kernels": [{f"{MODEL}.use_fused_kernels": True}, {f"{ACTOR}.use_fused_kernels": True}],
+    "fused_kernels": [
+        {f"{MODEL}.use_fused_kernels": True},
+        {f"{ACTOR}.use_fused_kernels": True},
+        {**WITH_CRITIC, "critic.model.use_fused_kernels": True},
+    ],
     "ulysses": [
         {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
         {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2},
         {f"{REF}.ulysses_sequence_parallel_size": 4},
         {f"{REF}.fsdp_config.ulysses_sequence_parallel_size": 2},
+        {**WITH_CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 2},
     ],
     "ring_attention": [
         {f"{ACTOR}.megatron.context_parallel_size": 2},
@@ -53,10 +59,11 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {f"{ACTOR}.strategy": name}
         for name in ("megatron", "veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
     ]
-    + [{f"{REF}.strategy": "megatron"}],
+    + [{f"{REF}.strategy": "megatron"}, {**WITH_CRITIC, "critic.strategy": "megatron"}],
     "engine_config_target": [
         {f"{ACTOR}.fsdp_config._target_": STOCK_ENGINE_CONFIG},
         {f"{REF}.fsdp_config._target_": STOCK_ENGINE_CONFIG},
+        {**WITH_CRITIC, "critic.fsdp._target_": STOCK_ENGINE_CONFIG},
     ],
     "engine_config_flag": [
         {f"{ACTOR}.fsdp_config.use_prefix_grouper": True, f"{REF}.fsdp_config.use_prefix_grouper": False}
@@ -70,7 +77,7 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {f"{REF}.fsdp_config.qat.enable": True},
     ],
     "pad_to_length": [{f"{ACTOR}.pad_to_length": True}, {f"{REF}.fsdp_config.pad_to_length": True}],
-    "padded_mode_missing": [{}],
+    "critic_padding": [{**WITH_CRITIC, "critic.model.use_remove_padding": False}],
 }
 CASES = [
     pytest.param(rule, mode, settings, id=f"{rule.name}-{mode.value}-{number}")
@@ -91,8 +98,8 @@ def test_every_rule_has_a_breaking_case():
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_supported_run_is_not_stopped(make_config, mode):
-    expected = ["padded_mode_missing"] if mode is Mode.PREFIX_GROUPER else []
-    assert names(validate(make_config(mode))) == expected
+    assert validate(make_config(mode)) == []
+    assert validate(make_config(mode, WITH_CRITIC)) == []
 
 
 @pytest.mark.parametrize(("rule", "mode", "settings"), CASES)
@@ -145,7 +152,6 @@ def test_all_limits_of_the_padded_mode_are_reported_in_one_error(make_config):
         "remove_padding_per_role",
         "fsdp_strategy",
         "micro_batch_holds_groups",
-        "padded_mode_missing",
     }
     message = str(caught.value)
     assert message.startswith(f"{len(found)} problems in the configuration, nothing was started:")
@@ -168,6 +174,13 @@ def test_the_reference_policy_counts_only_when_there_is_one(make_config):
     assert validate(make_config(Mode.PACKED, {**settings, f"{ACTOR}.use_kl_loss": False})) == []
 
 
+def test_the_critic_counts_only_when_there_is_one(make_config):
+    settings = {"critic.model.use_remove_padding": False}
+    assert validate(make_config(Mode.PACKED, settings)) == []
+    (violation,) = validate(make_config(Mode.PACKED, {**WITH_CRITIC, **settings}))
+    assert violation.fix == "critic.model.use_remove_padding=True"
+
+
 def test_micro_batch_fix_names_the_next_size_that_holds_whole_groups(make_config):
     config = make_config(Mode.PREFIX_GROUPER, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 6})
     (violation,) = [found for found in validate(config) if found.rule == "micro_batch_holds_groups"]
@@ -188,7 +201,7 @@ def test_micro_batch_fix_names_the_next_size_that_holds_whole_groups(make_config
         {f"{MODEL}.tiled_mlp.enabled": True},
         {f"{MODEL}.enable_activation_offload": True},
         {f"{MODEL}.override_config.attn_implementation": "sdpa"},
-        {"algorithm.adv_estimator": "gae"},
+        WITH_CRITIC,
     ],
     ids=lambda settings: next(iter(settings)),
 )

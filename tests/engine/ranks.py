@@ -18,7 +18,13 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
     results, received = context.SimpleQueue(), context.Event()
     store = f"tcp://127.0.0.1:{free_port()}"
     processes = mp.spawn(_run, (world_size, store, results, received, function, args), nprocs=world_size, join=False)
-    by_rank = dict(results.get() for _ in range(world_size))
+    by_rank: dict[int, Any] = {}
+    while len(by_rank) < world_size:
+        if results.empty():
+            processes.join(timeout=0.1)  # raises what ended a process before it could answer
+        else:
+            rank, result = results.get()
+            by_rank[rank] = result
     received.set()  # tensors travel in memory of their process, which must not end before
     processes.join()
     failures = [result.text for result in by_rank.values() if isinstance(result, Failure)]

@@ -220,7 +220,7 @@ def test_metrics_count_rows_that_were_computed(packed: Any) -> None:
     assert metrics["prefix_grouper/physical_tokens"] == [physical]
     assert metrics["prefix_grouper/dedup_ratio"] == [logical / physical]
     assert metrics["prefix_grouper/groups_per_micro_batch"] == [3 / 3]
-    assert metrics["prefix_grouper/mfu_physical"][0] > 0
+    assert 0 <= metrics["prefix_grouper/mfu_physical"][0] <= 1, "0 where verl does not know the device's peak"
     assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
 
 

@@ -107,7 +107,7 @@ def save_and_resume(rank: int, path: str, folder: str) -> list[dict[str, torch.T
     def step(engine: Any) -> dict[str, torch.Tensor]:
         with engine.train_mode():
             engine.train_batch(clone(batch), actor_loss())
-        return {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
+        return {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
 
     engine = make_engine(path, packed=True)
     step(engine)

@@ -8,7 +8,7 @@ from prefix_grouper import PrefixGrouper
 
 from tests.models.models import SAMPLES, layout_of, load, random_ids
 from verl_pg_plugin.attention import PackedAttention, select_kernel
-from verl_pg_plugin.models.grouped_attention import UnsharedSegments, grouped_attention_forward
+from verl_pg_plugin.attention.grouped_attention import UnsharedSegments, grouped_attention_forward
 
 IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)
@@ -39,7 +39,7 @@ PREPARED = PackedAttention.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cp
         ),
         ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_rows} rows, but input_ids is \(2, 6\)"),
         ({"input_ids": ROWS, "position_ids": ROWS[:, 1:], "prefix_grouper": LAYOUT}, "but position_ids is"),
-        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "packed rows have no padding"),
+        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which rows exist"),
         ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared rows need position_ids"),
         ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "use_cache": True}, "use_cache=True with a prefix_grouper"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "prefix_grouper": LAYOUT}, "needs input_ids"),

@@ -23,18 +23,29 @@ SAMPLES = [
 ]
 
 
-every_mode = pytest.mark.parametrize("mode", ["padded", "rmpad", "packed"])
+every_mode = pytest.mark.parametrize("mode", ["padded", "rmpad", "prefix_grouper", "packed"])
 
 
 def engine_of(path: str, mode: str, *, trust: bool = True) -> Any:
-    model = {"trust_remote_code": trust, "use_remove_padding": mode != "padded"}
-    return make_engine(path, packed=mode == "packed", model=model)
+    model = {"trust_remote_code": trust, "use_remove_padding": mode in ("rmpad", "packed")}
+    engine = {"use_dynamic_bsz": mode != "prefix_grouper"}
+    return make_engine(path, packed=mode in ("prefix_grouper", "packed"), model=model, engine=engine)
+
+
+def settings_of(mode: str) -> dict[str, Any]:
+    """Of the batch; only fixed micro-batches keep padded groups whole."""
+    limit = {"micro_batch_size_per_gpu": 4} if mode == "prefix_grouper" else {"max_token_len_per_gpu": 60}
+    return {
+        "use_remove_padding": mode in ("rmpad", "packed"),
+        "use_dynamic_bsz": mode != "prefix_grouper",
+        **limit,
+    }
 
 
 @every_mode
 @pytest.mark.parametrize("trust", [False, True])
 def test_qwen3_stock_and_patched_are_exact_in_every_mode(qwen3: str, mode: str, trust: bool) -> None:
-    batch = make_batch(SAMPLES, use_remove_padding=mode != "padded", max_token_len_per_gpu=60)
+    batch = make_batch(SAMPLES, **settings_of(mode))
     engine = engine_of(qwen3, mode, trust=trust)
     is_patched = any("transformers_modules" in base.__module__ for base in type(engine.module).__mro__)
     assert is_patched == trust
@@ -43,7 +54,7 @@ def test_qwen3_stock_and_patched_are_exact_in_every_mode(qwen3: str, mode: str, 
 
 @every_mode
 def test_split_llama_is_exact_and_its_gradient_reaches_adapter_and_both_trunks(split_llama: str, mode: str) -> None:
-    batch = make_batch(SAMPLES, use_remove_padding=mode != "padded")
+    batch = make_batch(SAMPLES, **settings_of(mode))
     engine = engine_of(split_llama, mode)
     result = run_engine(engine, batch, actor_loss())
     assert_same(result, run_reference(split_llama, batch, actor_loss(), trust_remote_code=True))

@@ -1,12 +1,12 @@
 """flash-attn 2 as a ``VarlenAttention``; imported only where flash-attn is installed."""
 
-import os
-
 import torch
 from flash_attn import flash_attn_varlen_func
 
+from verl_pg_plugin.attention.kernel_inputs import cast_under_autocast, deterministic_backward
 
-def attend_flash_attn_2(
+
+def attend(
     q_THD: torch.Tensor,
     k_KGD: torch.Tensor,
     v_KGD: torch.Tensor,
@@ -19,13 +19,8 @@ def attend_flash_attn_2(
     window_size: int = -1,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Deterministic backward when FLASH_ATTENTION_DETERMINISTIC=1, as transformers and verl read it.
-
-    float32 inputs under autocast (norms kept in float32) are cast to the autocast dtype, as transformers does.
-    """
-    if q_THD.dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        q_THD, k_KGD, v_KGD = q_THD.to(dtype), k_KGD.to(dtype), v_KGD.to(dtype)
+    """float16 and bfloat16; head dims that are multiples of 8 up to 256, as far as the build holds them."""
+    q_THD, k_KGD, v_KGD = cast_under_autocast(q_THD, k_KGD, v_KGD)
     return flash_attn_varlen_func(
         q_THD,
         k_KGD,
@@ -38,5 +33,5 @@ def attend_flash_attn_2(
         causal=True,
         window_size=(window_size, 0) if window_size >= 0 else (-1, -1),
         softcap=softcap,
-        deterministic=os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1",
+        deterministic=deterministic_backward(),
     )

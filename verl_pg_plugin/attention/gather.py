@@ -14,7 +14,7 @@ class GatherIndex:
     """Which rows to copy where; legend of ``PackedLayout``. All on one device.
 
     Attributes:
-        rows: (K,) int64 row of each copy.
+        rows: (K,) int32 row of each copy.
         row_segment, position_ids: (T,) int32 segment and position of each row.
         reader_bounds, reader_starts: for each segment, where the keys of the segments that read it begin.
     """
@@ -37,7 +37,7 @@ class GatherIndex:
                 ancestor = parents[ancestor]
         num_rows = np.diff(layout.cu_seqlens_q)
         return cls(
-            rows=to_device(layout.kv_rows, torch.int64, device),
+            rows=to_device(layout.kv_rows, torch.int32, device),
             row_segment=to_device(np.repeat(np.arange(len(parents)), num_rows), torch.int32, device),
             position_ids=to_device(layout.position_ids, torch.int32, device),
             reader_bounds=to_device(np.cumsum([0, *map(len, readers)]), torch.int32, device),

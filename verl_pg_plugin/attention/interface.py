@@ -1,4 +1,4 @@
-"""The packed attention op under a name in transformers' ``AttentionInterface``.
+"""Attention over shared prefixes under a name in transformers' ``AttentionInterface``.
 
 A model whose config names this implementation calls it in every layer and hands through the keyword arguments
 of its ``forward``; the layout travels as ``prefix_grouper``. No model file is patched.
@@ -80,4 +80,6 @@ def packed_attention_forward(
 
 def register_attention() -> None:
     """Make ``ATTENTION_NAME`` a valid ``attn_implementation``; calling it again changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, packed_attention_forward)
+    from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward  # it imports this module
+
+    AttentionInterface.register(ATTENTION_NAME, grouped_attention_forward)

@@ -25,7 +25,8 @@ class PackedAttention:
 
     Attributes:
         kernel: the varlen kernel to call.
-        kv_index: gathers the keys and values of every segment.
+        kv_index: gathers the keys and values of every segment; None where nothing is shared, so each row is a key
+            of its own segment alone and copying would change nothing.
         cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
         max_seqlen_q, max_seqlen_k: in rows.
         calls: counts the layers that went through ``packed_attention``; the engine compares it with the depth
@@ -33,7 +34,7 @@ class PackedAttention:
     """
 
     kernel: VarlenKernel
-    kv_index: GatherIndex
+    kv_index: GatherIndex | None
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
@@ -45,7 +46,7 @@ class PackedAttention:
         """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
         return cls(
             kernel=kernel,
-            kv_index=GatherIndex.from_layout(layout, device),
+            kv_index=GatherIndex.from_layout(layout, device) if len(layout.kv_rows) > layout.num_rows else None,
             cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32, device),
             cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
             max_seqlen_q=layout.max_seqlen_q,
@@ -78,10 +79,11 @@ def packed_attention(
         (T, H, D), dtype of ``q_THD``.
     """
     packed.calls.add()
+    shared = packed.kv_index
     return packed.kernel.attend(
         q_THD,
-        gather_rows(k_TGD, packed.kv_index),
-        gather_rows(v_TGD, packed.kv_index),
+        k_TGD if shared is None else gather_rows(k_TGD, shared),
+        v_TGD if shared is None else gather_rows(v_TGD, shared),
         packed.cu_seqlens_q,
         packed.cu_seqlens_k,
         packed.max_seqlen_q,

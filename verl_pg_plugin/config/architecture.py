@@ -1,4 +1,7 @@
-"""Which transformers architectures cannot compute attention over shared prefixes, and why."""
+"""Which transformers architectures cannot compute attention over shared prefixes, and why.
+
+Asked by the validators before Ray starts and by the engines when they have built a model.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-__all__ = ["Reason", "unsupported_reasons"]
+__all__ = ["REPLACED_ATTENTION", "Reason", "class_reasons", "config_reasons", "lm_head_reasons", "unsupported_reasons"]
+
+REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
+"""Attention implementations that attention over shared prefixes stands in for."""
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
@@ -26,19 +37,44 @@ class Reason:
     fix: str = ""
 
 
-def unsupported_reasons(hf_config: PretrainedConfig, trust_remote_code: bool) -> list[Reason]:
+def unsupported_reasons(
+    hf_config: PretrainedConfig, trust_remote_code: bool, value_model: bool = False
+) -> list[Reason]:
     """Every reason why ``hf_config`` cannot run with shared prefixes, empty when it can.
 
     Args:
         hf_config: config of the checkpoint with the user's overrides applied.
         trust_remote_code: the user's own flag; a model class that the checkpoint brings along is not
             looked at here, the engine examines it when it is built.
+        value_model: the checkpoint is loaded as a token classifier, not as a causal language model.
     """
-    reasons = [reason for check in _CHECKS if (reason := check(hf_config)) is not None]
-    brings_own_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
+    reasons = config_reasons(hf_config)
+    auto_class = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
+    brings_own_class = trust_remote_code and auto_class in (getattr(hf_config, "auto_map", None) or {})
     if not reasons and not brings_own_class:
-        reasons += _class_reasons(hf_config)
+        reasons += _value_model_reasons(hf_config) if value_model else _causal_lm_reasons(hf_config)
     return reasons
+
+
+def config_reasons(hf_config: PretrainedConfig) -> list[Reason]:
+    """What the config alone says against sharing prefixes."""
+    return [reason for check in _CHECKS if (reason := check(hf_config)) is not None]
+
+
+def class_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
+    """What a model class says against it: recurrent state, or attention that cannot be replaced."""
+    if getattr(model_class, "_is_stateful", False):
+        return [Reason(f"{model_class.__name__} carries recurrent state across tokens")]
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return [Reason(f"{model_class.__name__} does not go through transformers' attention interface")]
+    return []
+
+
+def lm_head_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
+    """What the class of a causal language model says against running its head on some rows only."""
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        return [Reason(f"{model_class.__name__} cannot run its LM head on response rows only (logits_to_keep)")]
+    return []
 
 
 def _encoder_decoder(hf_config: PretrainedConfig) -> Reason | None:
@@ -87,18 +123,18 @@ def _attention_dropout(hf_config: PretrainedConfig) -> Reason | None:
     return None
 
 
-def _class_reasons(hf_config: PretrainedConfig) -> list[Reason]:
+def _causal_lm_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return [Reason(f"transformers has no causal language model for {hf_config.model_type!r}")]
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     model_class = found[0] if isinstance(found, (tuple, list)) else found
-    if getattr(model_class, "_is_stateful", False):
-        return [Reason(f"{model_class.__name__} carries recurrent state across tokens")]
-    if not model_class._supports_attention_backend:
-        return [Reason(f"{model_class.__name__} does not go through transformers' attention interface")]
-    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
-        return [Reason(f"{model_class.__name__} cannot run its LM head on response rows only (logits_to_keep)")]
-    return []
+    return class_reasons(model_class) or lm_head_reasons(model_class)
+
+
+def _value_model_reasons(hf_config: PretrainedConfig) -> list[Reason]:
+    if type(hf_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        return [Reason(f"transformers has no token classifier for {hf_config.model_type!r}, which a critic needs")]
+    return class_reasons(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)])
 
 
 _CHECKS: tuple[Callable[[PretrainedConfig], Reason | None], ...] = (

@@ -1,4 +1,4 @@
-"""Is the checkpoint complete, and can its architecture share prefixes? Asked before Ray starts."""
+"""Are the checkpoints complete, and can their architectures share prefixes? Asked before Ray starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import update_model_config
 
@@ -16,7 +17,7 @@ from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, mode_of
 from verl_pg_plugin.config.violation import Setting, Violation
 
 MODEL = "actor_rollout_ref.model"
-MODEL_PATH = f"{MODEL}.path"
+CRITIC_MODEL = "critic.model"
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -31,27 +32,37 @@ VOCABULARY_FILES = (
 
 
 def checkpoint_violations(config: DictConfig) -> list[Violation]:
-    """Problems of the local checkpoint that ``config`` names.
+    """Problems of the local checkpoints that ``config`` names, the actor's and the critic's if there is one.
 
     Anything that is not a local folder (a hub id, an hdfs path) is left to the workers, which download it.
     The architecture is looked at only in the modes that share prefixes.
     """
-    path = str(OmegaConf.select(config, MODEL_PATH))
+    found = _violations_of(config, MODEL)
+    same = OmegaConf.select(config, f"{CRITIC_MODEL}.path") == OmegaConf.select(config, f"{MODEL}.path")
+    if need_critic(config) and not (same and found):
+        found += _violations_of(config, CRITIC_MODEL)
+    return found
+
+
+def _violations_of(config: DictConfig, section: str) -> list[Violation]:
+    """Problems of the checkpoint that one model section names."""
+    key = f"{section}.path"
+    path = str(OmegaConf.select(config, key))
     if not _is_local(path):
         return []
     if not Path(path).is_dir():
         expanded = Path(path).expanduser()
         fix = (
-            f"{MODEL_PATH}={expanded} (verl does not expand ~)"
+            f"{key}={expanded} (verl does not expand ~)"
             if path.startswith("~") and expanded.is_dir()
-            else f"{MODEL_PATH}=<folder written by save_pretrained, or a hub id>"
+            else f"{key}=<folder written by save_pretrained, or a hub id>"
         )
-        return [_violation("checkpoint_path", MODEL_PATH, path, "no such folder", fix)]
-    return [*_tokenizer(config, path), *_architecture(config, path)]
+        return [_violation("checkpoint_path", key, path, "no such folder", fix)]
+    return [*_tokenizer(config, section, path), *_architecture(config, section, path)]
 
 
-def _tokenizer(config: DictConfig, path: str) -> Iterator[Violation]:
-    key, folder = _folder(config, "tokenizer_path", path)
+def _tokenizer(config: DictConfig, section: str, path: str) -> Iterator[Violation]:
+    key, folder = _folder(config, section, "tokenizer_path", path)
     if not _is_local(folder) or any(any(Path(folder).glob(name)) for name in VOCABULARY_FILES):
         return
     yield _violation(
@@ -59,27 +70,27 @@ def _tokenizer(config: DictConfig, path: str) -> Iterator[Violation]:
         key,
         folder,
         "the folder has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)",
-        f"save one there with tokenizer.save_pretrained(...), or set {MODEL}.tokenizer_path=<folder or hub id>",
+        f"save one there with tokenizer.save_pretrained(...), or set {section}.tokenizer_path=<folder or hub id>",
     )
 
 
-def _architecture(config: DictConfig, path: str) -> Iterator[Violation]:
-    key, folder = _folder(config, "hf_config_path", path)
+def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Violation]:
+    key, folder = _folder(config, section, "hf_config_path", path)
     if not _is_local(folder):
         return
     if not Path(folder, "config.json").is_file():
-        fix = f"{MODEL_PATH}=<folder written by save_pretrained>"
+        fix = f"{section}.path=<folder written by save_pretrained>"
         yield _violation("checkpoint_config", key, folder, "the folder has no config.json", fix)
         return
     if not mode_of(config).shares_prefixes:
         return
-    trust_remote_code = bool(OmegaConf.select(config, f"{MODEL}.trust_remote_code", default=False))
-    import_external_libs(OmegaConf.select(config, f"{MODEL}.external_lib"))
+    trust_remote_code = bool(OmegaConf.select(config, f"{section}.trust_remote_code", default=False))
+    import_external_libs(OmegaConf.select(config, f"{section}.external_lib"))
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, KeyError) as error:
         why = f"transformers cannot read its config.json: {str(error).strip().splitlines()[0]}"
-        fix = f"repair {folder}/config.json, or {MODEL}.trust_remote_code=True if you trust the code in it"
+        fix = f"repair {folder}/config.json, or {section}.trust_remote_code=True if you trust the code in it"
         yield _violation("checkpoint_config", key, folder, why, fix)
         return
     if len(hf_config.architectures or ()) != 1:
@@ -87,23 +98,23 @@ def _architecture(config: DictConfig, path: str) -> Iterator[Violation]:
         fix = f'write "architectures": ["<its model class>"] into {folder}/config.json'
         yield _violation("checkpoint_config", key, folder, why, fix)
         return
-    update_model_config(hf_config, override_config_kwargs=_model_overrides(config))
-    for reason in unsupported_reasons(hf_config, trust_remote_code):
-        fix = reason.fix or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
+    update_model_config(hf_config, override_config_kwargs=_model_overrides(config, section))
+    for reason in unsupported_reasons(hf_config, trust_remote_code, value_model=section == CRITIC_MODEL):
+        fix = reason.fix.replace(MODEL, section) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
         yield _violation("architecture", key, folder, reason.why, fix)
 
 
-def _model_overrides(config: DictConfig) -> dict[str, Any]:
+def _model_overrides(config: DictConfig, section: str) -> dict[str, Any]:
     """``model.override_config`` as verl's HFModelConfig reads it."""
-    section = OmegaConf.select(config, f"{MODEL}.override_config")
-    overrides: dict[str, Any] = OmegaConf.to_container(section, resolve=True) if section else {}  # type: ignore[assignment]
+    entry = OmegaConf.select(config, f"{section}.override_config")
+    overrides: dict[str, Any] = OmegaConf.to_container(entry, resolve=True) if entry else {}  # type: ignore[assignment]
     return overrides.get("model_config", overrides)
 
 
-def _folder(config: DictConfig, name: str, path: str) -> tuple[str, str]:
+def _folder(config: DictConfig, section: str, name: str, path: str) -> tuple[str, str]:
     """Key and value of an optional path that defaults to the checkpoint's."""
-    own = OmegaConf.select(config, f"{MODEL}.{name}")
-    return (f"{MODEL}.{name}", str(own)) if own else (MODEL_PATH, path)
+    own = OmegaConf.select(config, f"{section}.{name}")
+    return (f"{section}.{name}", str(own)) if own else (f"{section}.path", path)
 
 
 def _is_local(path: str) -> bool:

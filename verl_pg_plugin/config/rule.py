@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from verl_pg_plugin.config.mode import USE_REMOVE_PADDING, Mode
 from verl_pg_plugin.config.violation import Setting, Violation
 
-__all__ = ["Fix", "Offends", "Rule", "add_as", "packed_or", "set_to"]
+__all__ = ["CRITIC", "REF", "Fix", "Offends", "Rule", "add_as", "packed_or", "set_to"]
 
 REF = "actor_rollout_ref.ref"
+CRITIC = "critic"
 
 Offends = Callable[[Any, DictConfig], bool]
 Fix = Callable[[tuple[Setting, ...], DictConfig], str]
@@ -27,7 +28,7 @@ class Rule:
     Args:
         name: stable name, shown nowhere but in tests and ``Violation.rule``.
         modes: modes in which the rule holds.
-        keys: config entries it looks at; those of the reference policy count only when there is one.
+        keys: config entries it looks at; those of the reference policy and the critic count only when there is one.
         offends: whether a value of such an entry (None when absent) breaks the rule.
         why: cause in one sentence, without a final full stop.
         fix: builds the override that fixes it from the offending settings.
@@ -47,7 +48,8 @@ class Rule:
         settings = tuple(
             Setting(key, value)
             for key in self.keys
-            if not key.startswith(REF) or need_reference_policy(config)
+            if not key.startswith(f"{REF}.") or need_reference_policy(config)
+            if not key.startswith(f"{CRITIC}.") or need_critic(config)
             if self.offends(value := OmegaConf.select(config, key), config)
         )
         if not settings:

@@ -11,9 +11,10 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from verl_pg_plugin.config.architecture import REPLACED_ATTENTION
 from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode
-from verl_pg_plugin.config.rule import REF, Rule, add_as, packed_or, set_to
+from verl_pg_plugin.config.rule import CRITIC, REF, Rule, add_as, packed_or, set_to
 from verl_pg_plugin.config.violation import Setting
 
 __all__ = ["RULES"]
@@ -28,7 +29,6 @@ PADDED = frozenset({Mode.PREFIX_GROUPER})
 SHARING = frozenset({Mode.PREFIX_GROUPER, Mode.PACKED})
 
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
-REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 
 # Predicates: (value, config) -> does it break the rule
 
@@ -93,6 +93,14 @@ def _in_both_roles(*names: str) -> tuple[str, ...]:
     return tuple(f"{role}.{name}" for role in (ACTOR, REF) for name in names)
 
 
+def _in_engine_configs(name: str) -> tuple[str, ...]:
+    return (*_in_both_roles(f"fsdp_config.{name}"), f"{CRITIC}.fsdp.{name}")
+
+
+def _in_models(name: str) -> tuple[str, ...]:
+    return (f"{MODEL}.{name}", f"{CRITIC}.model.{name}")
+
+
 RULES: tuple[Rule, ...] = (
     # The padded mode: a group must reach the model whole and in order.
     Rule(
@@ -135,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fused_kernels",
         SHARING,
-        (f"{MODEL}.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+        (*_in_models("use_fused_kernels"), f"{ACTOR}.use_fused_kernels"),
         is_on,
         "the LM head runs on response rows only and would bypass verl's fused one",
         set_to("False"),
@@ -143,7 +151,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ulysses",
         SHARING,
-        _in_both_roles("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"),
+        (
+            *_in_both_roles("ulysses_sequence_parallel_size"),
+            f"{CRITIC}.ulysses_sequence_parallel_size",
+            *_in_engine_configs("ulysses_sequence_parallel_size"),
+        ),
         above_one,
         "sequence parallelism would cut shared prefixes at shard edges",
         set_to("1"),
@@ -159,7 +171,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "attn_implementation",
         SHARING,
-        (f"{MODEL}.override_config.attn_implementation",),
+        _in_models("override_config.attn_implementation"),
         is_other_attention,
         f"attention over shared prefixes replaces {' and '.join(REPLACED_ATTENTION)}; another one would be ignored",
         set_to("sdpa"),
@@ -167,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fsdp_strategy",
         SHARING,
-        _in_both_roles("strategy"),
+        (*_in_both_roles("strategy"), f"{CRITIC}.strategy"),
         is_not_fsdp,
         "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only",
         lambda settings, config: f"model_engine=dp {set_to('fsdp2')(settings, config)}",
@@ -175,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "engine_config_target",
         SHARING,
-        _in_both_roles("fsdp_config._target_"),
+        _in_engine_configs("_target_"),
         is_stock_engine_config,
         f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}",
         add_as(ENGINE_CONFIG),
@@ -183,7 +195,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "engine_config_flag",
         ALL,
-        _in_both_roles("fsdp_config.use_prefix_grouper"),
+        _in_engine_configs("use_prefix_grouper"),
         differs_from_actor,
         f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths",
         follow_actor,
@@ -207,7 +219,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "multi_token_prediction",
         SHARING,
-        (f"{MODEL}.mtp.enable",),
+        _in_models("mtp.enable"),
         is_on,
         "multi-token prediction heads read several rows ahead, across the fork of a group",
         set_to("False"),
@@ -215,7 +227,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "quantization_aware_training",
         SHARING,
-        (f"{ACTOR}.qat.enable", *_in_both_roles("fsdp_config.qat.enable")),
+        (f"{ACTOR}.qat.enable", *_in_engine_configs("qat.enable")),
         is_on,
         "quantization-aware training has not been verified with shared prefixes",
         set_to("False"),
@@ -223,18 +235,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "pad_to_length",
         SHARING,
-        _in_both_roles("pad_to_length", "fsdp_config.pad_to_length"),
+        (*_in_both_roles("pad_to_length"), *_in_engine_configs("pad_to_length")),
         is_on,
-        "these modes hold no padding rows",
+        "the rows follow from the groups; no length can be asked for",
         set_to("False"),
     ),
-    # Delete this row with the engine of the padded mode.
     Rule(
-        "padded_mode_missing",
-        PADDED,
-        (USE_REMOVE_PADDING,),
+        "critic_padding",
+        SHARING,
+        (f"{CRITIC}.model.use_remove_padding",),
         is_off,
-        "the padded prefix_grouper mode is not part of this version",
-        lambda settings, config: f"{USE_REMOVE_PADDING}=True (selects packed mode)",
+        "verl's V1 trainer cuts the critic's micro-batches by tokens, which padded groups do not support",
+        set_to("True"),
     ),
 )

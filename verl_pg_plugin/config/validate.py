@@ -5,11 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.config.attention_kernel import (
-    ATTENTION_KERNEL,
-    attention_kernel_violation,
-    flash_attn_installed,
-)
+from verl_pg_plugin.config.attention_kernel import ATTENTION_KERNEL, attention_kernel_violation
 from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.rules import RULES
@@ -31,7 +27,7 @@ def validate(config: DictConfig) -> list[Violation]:
     found = [rule.violation(config, mode) for rule in RULES]
     if mode.shares_prefixes:
         kernel = Setting(ATTENTION_KERNEL, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"))
-        found.append(attention_kernel_violation(kernel, get_device_name(), flash_attn_installed()))
+        found.append(attention_kernel_violation(kernel, get_device_name()))
     return [violation for violation in found if violation is not None] + checkpoint_violations(config)
 
 

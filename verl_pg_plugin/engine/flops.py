@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.engine.layout_forward import Layout
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ModelFlops:
             per_pair=4 * head_dim * config.num_attention_heads * config.num_hidden_layers,
         )
 
-    def forward(self, layouts: Sequence[PackedLayout]) -> float:
-        """FLOPs of one packed forward over all layouts."""
+    def forward(self, layouts: Sequence[Layout]) -> float:
+        """FLOPs of one forward over all layouts."""
         return sum(
             self.trunk(layout.num_rows, layout.num_attention_pairs) + self.per_head_row * len(layout.head_rows)
             for layout in layouts

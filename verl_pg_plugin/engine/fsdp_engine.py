@@ -1,11 +1,5 @@
-"""verl's FSDP engines with packed mode; with the mode off they are the stock engines.
+"""verl's FSDP engines with shared prefixes: language-model head and value head."""
 
-Three seams of ``verl.workers.engine.fsdp.transformer_impl`` are overridden: model inputs, model outputs, and how
-a mini-batch is cut into micro-batches. Model building, sharding, optimizer, checkpoints and losses are verl's.
-"""
-
-import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,87 +9,36 @@ from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.flops_counter import get_device_flops
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.attention import ATTENTION_NAME, register_attention, select_kernel
-from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
 from verl_pg_plugin.engine.lm_head import ChunkedHead, HeadJob
-from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, layout_of, plan_micro_batches
-from verl_pg_plugin.engine.packed_forward import PackedForward
-from verl_pg_plugin.engine.ranks import over_ranks
-from verl_pg_plugin.engine.requirements import check_model, check_options
-from verl_pg_plugin.engine.sequences import read_sequences
-from verl_pg_plugin.layout import PackedLayout
-
-logger = logging.getLogger(__name__)
+from verl_pg_plugin.engine.requirements import check_lm_head
+from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
+from verl_pg_plugin.engine.value_model import load_value_model
 
 
-class PrefixGrouperFSDPEngineWithLMHead(FSDPEngineWithLMHead):
-    """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of packed rows.
-
-    Packed mode is on when the engine config is a ``PrefixGrouperEngineConfig`` with ``use_prefix_grouper=True``
-    and the model config has ``use_remove_padding=True``.
-
-    Raises:
-        ValueError: an option that packed mode does not support, or a model it cannot run.
-        RuntimeError: the attention kernel is missing.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.packed = bool(getattr(self.engine_config, "use_prefix_grouper", False))
-        if not self.packed:
-            return
-        check_options(self.engine_config, self.model_config)
-        self.kernel = select_kernel(self.engine_config.attention_kernel, get_device_name())
-        if self.rank == 0:
-            logger.info("packed mode: attention kernel %s (%s)", self.kernel.name, self.kernel.reason)
+class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead):
+    """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the rows in front of responses."""
 
     def _build_module(self) -> nn.Module:
-        if not self.packed:
-            return super()._build_module()
-        register_attention()
-        self.model_config.hf_config._attn_implementation = ATTENTION_NAME
         module = super()._build_module()
-        check_model(module)
-        self.num_attention_layers = module.config.get_text_config().num_hidden_layers
-        self.model_flops = ModelFlops.of(module)
-        self.chunked_head = ChunkedHead.install(module, self.engine_config.logits_chunk_size)
+        if self.sharing is not None:
+            check_lm_head(module)
+            self.chunked_head = ChunkedHead.install(module, self.engine_config.logits_chunk_size, self._is_lora)
         return module
 
-    def forward_backward_batch(
-        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
-    ) -> dict[str, Any]:
-        if not self.packed:
-            return super().forward_backward_batch(data, loss_function, forward_only=forward_only)
-        plans: list[MicroBatchPlan] = []
-
-        def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
-            plans.append(plan_micro_batches(data, dp_group, self.ulysses_sequence_parallel_size))
-            return plans[0].micro_batches, plans[0].indices
-
-        start = time.perf_counter()
-        with upstream.micro_batches_cut_by(cut):
-            output = super().forward_backward_batch(data, loss_function, forward_only=forward_only)
-        output["metrics"].update(self._plan_metrics(plans[0], time.perf_counter() - start, forward_only))
-        return output
-
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
-        if not self.packed:
+        if self.sharing is None:
             return super().prepare_model_inputs(micro_batch)
-        layout = tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
-        if layout is None:
-            sequences = read_sequences(micro_batch)
-            layout = layout_of(sequences, list(range(len(sequences.prompt_lengths))))
-        device = micro_batch["input_ids"].device
-        forward = PackedForward.from_layout(layout, self.kernel, device)
+        layout, forward = self.lay_out(micro_batch)
         job = self._head_job(forward, layout, micro_batch)
-        chunked = self.chunked_head is not None and self.chunked_head.takes(job)
-        return {**forward.model_inputs(), "logits_to_keep": forward.head_rows}, (forward, job, chunked)
+        # The chunked head takes the rows it is given, so they must be the head rows.
+        chunked = self.chunked_head is not None and forward.head_index is None and self.chunked_head.takes(job)
+        return {**forward.model_inputs(), "logits_to_keep": forward.head_columns}, (forward, job, chunked)
 
-    def _head_job(self, forward: PackedForward, layout: PackedLayout, micro_batch: TensorDict) -> HeadJob:
+    def _head_job(self, forward: LayoutForward, layout: Layout, micro_batch: TensorDict) -> HeadJob:
         temperature, rows = micro_batch["temperature"], None
         if isinstance(temperature, torch.Tensor):
             head_sequence = torch.from_numpy(layout.head_sequence).to(forward.labels.device)
@@ -119,46 +62,43 @@ class PrefixGrouperFSDPEngineWithLMHead(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
-        if not self.packed:
+        if self.sharing is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         forward, job, chunked = output_args
-        self._check_every_layer_attended(forward)
-        columns_NF = output.logits.squeeze(0) if chunked else job.outputs(output.logits.squeeze(0))
-        offsets = micro_batch["input_ids"].offsets()
-        return {name: forward.to_jagged(columns_NF[:, i], offsets) for i, name in enumerate(job.names)}
-
-    def _check_every_layer_attended(self, forward: PackedForward) -> None:
-        calls = forward.attention.calls.value
-        if calls != self.num_attention_layers:
+        self.check_every_layer_attended(forward)
+        rows_NV = forward.at_head_rows(output.logits)
+        if chunked and rows_NV.shape[-1] != len(job.names):
             raise RuntimeError(
-                f"packed attention ran in {calls} of {self.num_attention_layers} layers of "
-                f"{self.model_config.architectures}: its other layers mix tokens in a way that is not supported; "
-                "set actor_rollout_ref.actor.use_prefix_grouper=False"
+                "the model's logits are not what its head returned; set prefix_grouper.logits_chunk_size=0"
             )
-
-    def _plan_metrics(self, plan: MicroBatchPlan, seconds: float, forward_only: bool) -> dict[str, list[float]]:
-        """Totals over all data-parallel ranks, so every rank reports the same figures."""
-        local = {
-            "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
-            "physical_tokens": sum(layout.num_rows for layout in plan.layouts),
-            "groups": sum(layout.num_roots for layout in plan.layouts),
-            "micro_batches": len(plan.layouts),
-            "flops": self.model_flops.forward(plan.layouts) * (1 if forward_only else 3),
-            "seconds": seconds,
-        }
-        ranks = over_ranks(local, self.get_data_parallel_group())
-        total = {name: sum(rank[name] for rank in ranks) for name in local}
-        num_devices = len(ranks) * self.ulysses_sequence_parallel_size
-        peak = get_device_flops("B") * 1e9 * num_devices * max(rank["seconds"] for rank in ranks)
-        return {
-            "prefix_grouper/logical_tokens": [float(total["logical_tokens"])],
-            "prefix_grouper/physical_tokens": [float(total["physical_tokens"])],
-            "prefix_grouper/dedup_ratio": [total["logical_tokens"] / total["physical_tokens"]],
-            "prefix_grouper/groups_per_micro_batch": [total["groups"] / total["micro_batches"]],
-            "prefix_grouper/mfu_physical": [total["flops"] / peak],
-            f"prefix_grouper/attention_backend/{self.kernel.name}": [1.0],
-        }
+        return self.jagged_outputs(forward, job.names, rows_NV if chunked else job.outputs(rows_NV), micro_batch)
 
 
-class PrefixGrouperFSDPEngineWithValueHead(FSDPEngineWithValueHead):
-    """Value-model engine; packed mode is rejected by name until it is supported."""
+class PrefixGrouperFSDPEngineWithValueHead(SharedPrefixMixin, FSDPEngineWithValueHead):
+    """Value-model engine: ``values`` of the rows in front of responses, which verl's critic reads.
+
+    The model is the checkpoint's token classifier with one label: transformers' own or the checkpoint's.
+    """
+
+    def _build_module(self) -> nn.Module:
+        # verl loads value models for flash-attn only, which neither shared prefixes nor a CPU can use.
+        if self.sharing is None and get_device_name() != "cpu":
+            return super()._build_module()
+        with upstream.value_models_loaded_by(load_value_model):
+            return super()._build_module()
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        if self.sharing is None:
+            return super().prepare_model_inputs(micro_batch)
+        _, forward = self.lay_out(micro_batch)
+        return forward.model_inputs(), forward
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
+    ) -> dict[str, torch.Tensor]:
+        if self.sharing is None:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        forward = output_args
+        self.check_every_layer_attended(forward)
+        values_N1 = forward.at_head_rows(output.logits.index_select(1, forward.head_columns))
+        return self.jagged_outputs(forward, ["values"], values_N1, micro_batch)

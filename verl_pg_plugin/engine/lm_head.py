@@ -3,9 +3,11 @@
 A transformers decoder ends with ``logits = lm_head(hidden_states)``. For many response rows times a vocabulary of
 150k that tensor and its gradient are larger than everything else, so the head is given a job before the forward:
 compute log-probs (and entropy) chunk by chunk inside the model, where FSDP has gathered the weight, and return
-those instead. The backward recomputes the logits of one chunk at a time.
+those instead. The backward recomputes the logits of one chunk at a time and adds the weight's gradient in float32, so
+that cutting rounds no more than the one product it replaces.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import torch_functional as verl_F
 
-HEAD_COMES_LAST = frozenset(
-    {"llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
-)
-"""Model types whose logits are the head's output as it is; others scale or cap them, so they are not chunked."""
+logger = logging.getLogger(__name__)
+
+HEAD_COMES_LAST = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types tested to return the head's output as it is; others may scale or cap it, so they are not chunked."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,27 @@ class ChunkedHead:
         self.job: HeadJob | None = None
 
     @classmethod
-    def install(cls, module: Any, chunk_size: int) -> "ChunkedHead | None":
-        """Put a chunked head into a transformers model; None where its logits are not the head's output."""
+    def install(cls, module: Any, chunk_size: int, is_lora: bool = False) -> "ChunkedHead | None":
+        """Put a chunked head into a transformers model; None, with a warning, where it could change the numbers.
+
+        Args:
+            module: an unwrapped causal LM.
+            chunk_size: rows of logits held at once; 0 for all of them.
+            is_lora: PEFT will wrap the model, and may copy the head or add to its output.
+        """
+        if chunk_size <= 0:
+            return None
         head = module.get_output_embeddings()
-        if chunk_size <= 0 or type(head) is not nn.Linear or module.config.model_type not in HEAD_COMES_LAST:
+        obstacles = {
+            f"model type {module.config.model_type} is not known to return the head's output": (
+                module.config.model_type not in HEAD_COMES_LAST
+            ),
+            f"the head is a {type(head).__name__}": type(head) is not nn.Linear,
+            "adapters may be attached to the head": is_lora,
+        }
+        reasons = [reason for reason, applies in obstacles.items() if applies]
+        if reasons:
+            logger.warning("logits of all response rows are held at once: %s", "; ".join(reasons))
             return None
         chunked = cls(head, chunk_size)
         head.forward = chunked.forward
@@ -98,17 +117,59 @@ class ChunkedHead:
         if self.job is None:
             return F.linear(hidden_1NE, self.head.weight, self.head.bias)
         job, self.job = self.job, None
-        hidden_NE = hidden_1NE.squeeze(0)
-        chunks = []
-        for start in range(0, len(hidden_NE), self.chunk_size):
-            rows = slice(start, start + self.chunk_size)
-            chunks.append(
-                checkpoint(_chunk, hidden_NE[rows], self.head.weight, self.head.bias, job, rows, use_reentrant=False)
-            )
-        return torch.cat(chunks).unsqueeze(0)
+        outputs = _ChunkedOutputs.apply(hidden_1NE.squeeze(0), self.head.weight, self.head.bias, job, self.chunk_size)
+        return outputs.unsqueeze(0)
 
 
-def _chunk(
-    hidden_NE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, job: HeadJob, rows: slice
-) -> torch.Tensor:
-    return job.outputs(F.linear(hidden_NE, weight_VE, bias_V), rows)
+class _ChunkedOutputs(torch.autograd.Function):
+    """``job.outputs(linear(hidden, weight, bias))`` with the logits of one chunk of rows at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: torch.Tensor,
+        weight_VE: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        job: HeadJob,
+        chunk_size: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V)
+        ctx.job, ctx.chunk_size = job, chunk_size
+        device = hidden_NE.device.type
+        ctx.autocast = {
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+        }
+        starts = range(0, len(hidden_NE), chunk_size)
+        chunks = [slice(start, start + chunk_size) for start in starts]
+        return torch.cat([job.outputs(F.linear(hidden_NE[rows], weight_VE, bias_V), rows) for rows in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_NC,) = grad_outputs
+        hidden_NE, weight_VE, bias_V = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden_NE)
+        wide = torch.promote_types(weight_VE.dtype, torch.float32)
+        grad_weight = torch.zeros(weight_VE.shape, dtype=wide, device=weight_VE.device)
+        grad_bias = None if bias_V is None else torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device)
+        for start in range(0, len(hidden_NE), ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                logits = F.linear(hidden_NE[rows], weight_VE.detach(), None if bias_V is None else bias_V.detach())
+                logits = logits.detach().requires_grad_()
+                outputs = ctx.job.outputs(logits, rows)
+            (grad_logits,) = torch.autograd.grad(outputs, logits, grad_NC[rows])
+            grad_hidden[rows] = grad_logits.to(weight_VE.dtype) @ weight_VE
+            grad_weight += _product(grad_logits.t(), hidden_NE[rows].to(grad_logits.dtype), wide)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=wide)
+        bias_gradient = None if grad_bias is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, grad_weight.to(weight_VE.dtype), bias_gradient, None, None
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b`` in ``dtype``, without rounding to theirs first."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)

@@ -1,5 +1,6 @@
 """Plan the micro-batches of a mini-batch on every rank, together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,13 +9,15 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.engine.layout_forward import Layout
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
 from verl_pg_plugin.engine.row_selection import select_rows
 from verl_pg_plugin.engine.sequences import BatchError, Sequences, read_sequences
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
+from verl_pg_plugin.engine.sharing_modes import lay_out_packed
+from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_prefix_order
 
 LAYOUT_KEY = "prefix_grouper_layout"
-"""Non-tensor field of a micro-batch that carries its ``PackedLayout`` from the plan to the forward."""
+"""Non-tensor field of a micro-batch that carries its layout from the plan to the forward."""
 
 
 @dataclass(frozen=True)
@@ -29,41 +32,52 @@ class MicroBatchPlan:
 
     micro_batches: list[TensorDict]
     indices: list[list[int]]
-    layouts: list[PackedLayout]
+    layouts: list[Layout]
 
 
-def plan_micro_batches(data: TensorDict, dp_group: dist.ProcessGroup | None, sp_size: int = 1) -> MicroBatchPlan:
+def plan_micro_batches(
+    data: TensorDict,
+    dp_group: dist.ProcessGroup | None,
+    sp_size: int = 1,
+    lay_out: Callable[[Sequences], Layout] = lay_out_packed,
+) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         dp_group: ranks that must run the same number of micro-batches; None for this rank alone.
         sp_size: ranks that share one sequence; multiplies the token budget as in verl.
+        lay_out: makes the rows of one micro-batch.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
         RankError: another rank has; every rank raises one of the two.
     """
     limits = _limits(data, sp_size)
-    sequences = on_every_rank(partial(read_sequences, data), dp_group)
-    order = on_every_rank(
-        partial(build_prefix_order, sequences.tokens, sequences.offsets, sequences.classes), dp_group
-    )
+
+    def sort() -> tuple[Sequences, PrefixOrder]:
+        sequences = read_sequences(data)
+        return sequences, build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
+
+    sequences, order = on_every_rank(sort, dp_group)
     wanted, indices = 1, on_every_rank(partial(cut_micro_batches, order, limits), dp_group)
     while (counts := set(over_ranks(len(indices), dp_group))) != {wanted}:
         wanted = max(counts)
         indices = on_every_rank(partial(cut_micro_batches, order, limits, at_least=wanted), dp_group)
-    layouts = [layout_of(sequences, rows) for rows in indices]
-    micro_batches = select_rows(data, indices)
-    for micro_batch, layout in zip(micro_batches, layouts, strict=True):
-        tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
-    return MicroBatchPlan(micro_batches=micro_batches, indices=indices, layouts=layouts)
+
+    def finish() -> MicroBatchPlan:
+        layouts = [lay_out(sequences.select(rows)) for rows in indices]
+        micro_batches = select_rows(data, indices)
+        for micro_batch, layout in zip(micro_batches, layouts, strict=True):
+            tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
+        return MicroBatchPlan(micro_batches=micro_batches, indices=indices, layouts=layouts)
+
+    return on_every_rank(finish, dp_group)
 
 
 def layout_of(sequences: Sequences, rows: list[int]) -> PackedLayout:
-    """Layout of some of the sequences, in the order of ``rows``."""
-    chosen = sequences.select(rows)
-    return build_packed_layout(chosen.tokens, chosen.offsets, chosen.prompt_lengths, chosen.classes)
+    """Packed layout of some of the sequences, in the order of ``rows``."""
+    return lay_out_packed(sequences.select(rows))
 
 
 def _limits(data: TensorDict, sp_size: int) -> MicroBatchLimits:

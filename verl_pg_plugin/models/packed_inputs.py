@@ -20,9 +20,9 @@ from verl.utils.ulysses import (
 )
 
 from verl_pg_plugin.attention import ATTENTION_NAME, PackedAttention, VarlenKernel, select_kernel
+from verl_pg_plugin.attention.grouped_attention import Grouping, PaddedGroups, UnsharedSegments
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.models.grouped_attention import Grouping, PaddedGroups, UnsharedSegments
 
 if TYPE_CHECKING:
     from prefix_grouper import PrefixGrouper

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from verl_pg_plugin.attention import PackedAttention
+from verl_pg_plugin.attention.grouped_attention import PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.models.packed_inputs import NO_MASK, TrunkInputs, pack_padded, use_layout, use_padded_groups
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from prefix_grouper import PrefixGrouper
 
-    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | PackedAttention | UlyssesAttention
+    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | PackedAttention | UlyssesAttention | PaddedGroups
 
 
 class PackedInputsMixin:
@@ -61,8 +62,9 @@ class PackedInputsMixin:
             use_cache: None asks for no cache when the batch is packed.
             logits_to_keep: as in transformers: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
-                groups. ``PackedLayout``: packed rows. ``PackedAttention`` or ``UlyssesAttention``: packed rows (or
-                this rank's slice of them) that the caller prepared; they are run as they are.
+                groups. ``PackedLayout``: packed rows. ``PackedAttention``, ``UlyssesAttention`` or
+                ``PaddedGroups``: rows (or this rank's slice of them) that the caller prepared; they are run as
+                they are.
 
         Returns:
             ``logits`` (B, S, V) on the caller's positions, zero at padding; (1, T, V) for packed rows.
@@ -119,11 +121,12 @@ class PackedInputsMixin:
         position_ids: torch.Tensor | None,
         prefix_grouper: PrefixGrouperLike,
     ) -> TrunkInputs:
-        if isinstance(prefix_grouper, PackedLayout | PackedAttention | UlyssesAttention) and attention_mask is not None:
-            raise ValueError("packed rows have no padding: pass attention_mask=None with this prefix_grouper")
+        prepared = isinstance(prefix_grouper, PackedAttention | UlyssesAttention | PaddedGroups)
+        if (prepared or isinstance(prefix_grouper, PackedLayout)) and attention_mask is not None:
+            raise ValueError("this prefix_grouper says which rows exist: pass attention_mask=None with it")
         if isinstance(prefix_grouper, PackedLayout):
             return use_layout(self.config, input_ids, position_ids, prefix_grouper)
-        if isinstance(prefix_grouper, PackedAttention | UlyssesAttention):
+        if prepared:
             if position_ids is None or position_ids.shape != input_ids.shape:
                 raise ValueError("prepared rows need position_ids of the shape of input_ids")
             return TrunkInputs(input_ids, position_ids, NO_MASK, prefix_grouper)
@@ -131,8 +134,8 @@ class PackedInputsMixin:
 
         if not isinstance(prefix_grouper, PrefixGrouper):
             raise TypeError(
-                "prefix_grouper must be a PrefixGrouper, PackedLayout, PackedAttention or UlyssesAttention, "
-                f"not {type(prefix_grouper).__qualname__}"
+                "prefix_grouper must be a PrefixGrouper, PackedLayout, PackedAttention, UlyssesAttention or "
+                f"PaddedGroups, not {type(prefix_grouper).__qualname__}"
             )
         return use_padded_groups(self.config, input_ids, attention_mask, position_ids, prefix_grouper)
 

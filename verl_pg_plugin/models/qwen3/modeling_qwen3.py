@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from verl_pg_plugin.models.grouped_attention import grouped_attention_forward
+from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward
 from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
 
 __all__ = ["Qwen3ForCausalLM", "Qwen3ForValue"]

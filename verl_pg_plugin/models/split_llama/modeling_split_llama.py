@@ -18,7 +18,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
-from verl_pg_plugin.models.grouped_attention import grouped_attention_forward
+from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward
 from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
 
 __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]

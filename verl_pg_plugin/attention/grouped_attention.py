@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 from verl.utils.attention_utils import pad_input, unpad_input
 
-from verl_pg_plugin.attention import PackedAttention, VarlenKernel
 from verl_pg_plugin.attention.interface import _WITHOUT_EFFECT, packed_attention_forward
+from verl_pg_plugin.attention.kernels import VarlenKernel
+from verl_pg_plugin.attention.packed_attention import CallCounter, PackedAttention
 from verl_pg_plugin.attention.ulysses import UlyssesAttention, ulysses_attention_forward
 
 if TYPE_CHECKING:
@@ -24,10 +25,12 @@ class PaddedGroups:
     Attributes:
         grouper: ``prefix_grouper.PrefixGrouper`` of rows ``[prompt | response 1 | response 2 | ... | padding]``.
         kernel: the varlen kernel to call.
+        calls: counts the layers that attended, see ``PackedAttention``.
     """
 
     grouper: PrefixGrouper
     kernel: VarlenKernel
+    calls: CallCounter = field(default_factory=CallCounter)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def grouped_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    prefix_grouper: Grouping,
+    prefix_grouper: Grouping | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed or grouped rows, with the signature of transformers' attention functions.
@@ -70,9 +73,10 @@ def grouped_attention_forward(
 
     Raises:
         TypeError: ``prefix_grouper`` is of another type.
-        RuntimeError: an attention mask, or something that the kernels do not compute, such as dropout or sinks.
+        RuntimeError: no ``prefix_grouper``, an attention mask, or something that the kernels do not compute, such as
+            dropout or sinks.
     """
-    if isinstance(prefix_grouper, PackedAttention):
+    if prefix_grouper is None or isinstance(prefix_grouper, PackedAttention):
         return packed_attention_forward(
             module, query, key, value, attention_mask, prefix_grouper=prefix_grouper, **kwargs
         )
@@ -98,6 +102,7 @@ def _kernel_options(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Keywords of a ``VarlenAttention`` from those of transformers, or an error that names what it cannot do."""
@@ -106,6 +111,8 @@ def _kernel_options(
         unsupported.append("attention_mask")
     if dropout:
         unsupported.append(f"attention dropout {dropout}")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        unsupported.append("bidirectional attention")
     if unsupported:
         raise RuntimeError(
             f"{type(module).__name__} asks for {', '.join(sorted(unsupported))}, which attention over packed rows does "
@@ -130,6 +137,7 @@ def _padded_groups(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: PaddedGroups, options: dict[str, Any]
 ) -> torch.Tensor:
     """Upstream's two passes: prefixes among themselves, then each response over its prefix and itself."""
+    groups.calls.add()
 
     def attend(q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_BK: torch.Tensor) -> torch.Tensor:
         # Upstream puts the queries at the end of their keys.
@@ -137,6 +145,10 @@ def _padded_groups(
         q_THD, rows, cu_seqlens_q, max_seqlen_q, *_ = unpad_input(q_BHQD.transpose(1, 2), mask_BK[:, -num_q:])
         k_TGD, _, cu_seqlens_k, max_seqlen_k, *_ = unpad_input(k_BGKD.transpose(1, 2), mask_BK)
         v_TGD, *_ = unpad_input(v_BGKD.transpose(1, 2), mask_BK)
+        if not len(q_THD):  # no group of the batch has a prefix
+            return q_BHQD.transpose(1, 2)
+        # A group without a prefix is no segment; every suffix has rows.
+        cu_seqlens_q, cu_seqlens_k = (torch.unique_consecutive(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
         out_THD = groups.kernel.attend(
             q_THD, k_TGD, v_TGD, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
         )

@@ -1,0 +1,84 @@
+"""An option or model that a mode does not support is refused when the engine is built, with the way out."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.support import make_engine, save_tiny_model
+from verl_pg_plugin.engine.requirements import check_model
+from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+PADDED = {"use_remove_padding": False}
+FIXED = {"use_dynamic_bsz": False}
+
+
+@pytest.mark.parametrize(
+    ("remove_padding", "sharing", "mode"),
+    [(True, True, PackedMode), (False, True, PaddedGroupsMode), (True, False, type(None)), (False, False, type(None))],
+)
+def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool, mode: type) -> None:
+    engine = make_engine(qwen3, packed=sharing, engine=FIXED, model={"use_remove_padding": remove_padding})
+    assert type(engine.sharing) is mode
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "message"),
+    [
+        ({}, PADDED, r"padded prefix_grouper mode does not support use_dynamic_bsz=True.*use_remove_padding=True"),
+        (FIXED, {**PADDED, "use_fused_kernels": True}, "use_fused_kernels=False"),
+        ({}, {"use_fused_kernels": True}, "use_fused_kernels=False"),
+        ({"pad_to_length": True}, {}, "pad_to_length=True"),
+        (
+            FIXED,
+            {**PADDED, "override_config": {"attn_implementation": "eager"}},
+            r"attn_implementation=eager would be ignored.*attn_implementation=sdpa",
+        ),
+    ],
+)
+def test_unsupported_option_names_its_override(qwen3: str, engine: dict, model: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(qwen3, packed=True, engine=engine, model=model)
+
+
+def test_all_unsupported_options_are_named_at_once(qwen3: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"use_fused_kernels.*pad_to_length.*use_dynamic_bsz.*use_prefix_grouper=False"
+    ):
+        make_engine(qwen3, packed=True, engine={"pad_to_length": True}, model={**PADDED, "use_fused_kernels": True})
+
+
+def test_sequence_parallelism_needs_packed_rows(qwen3: str) -> None:
+    with pytest.raises(ValueError, match="use_remove_padding"):
+        make_engine(qwen3, packed=True, engine={"ulysses_sequence_parallel_size": 2, **FIXED}, model=PADDED)
+
+
+def test_missing_prefix_grouper_library_names_the_install_command(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name))
+    with pytest.raises(RuntimeError, match="pip install prefix_grouper"):
+        make_engine(qwen3, packed=True, engine=FIXED, model=PADDED)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_dropout_is_refused_in_every_mode_that_shares(tmp_path: Path, padded: bool) -> None:
+    path = save_tiny_model(tmp_path, attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0"):
+        make_engine(path, packed=True, engine=FIXED, model={"use_remove_padding": not padded})
+
+
+def test_architecture_outside_the_attention_interface_is_named() -> None:
+    with torch.device("meta"):
+        module = transformers.BloomForCausalLM(transformers.BloomConfig(attention_dropout=0.0))
+    with pytest.raises(ValueError, match=r"BloomForCausalLM does not go through.*use_prefix_grouper=False"):
+        check_model(module)

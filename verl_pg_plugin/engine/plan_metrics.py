@@ -1,0 +1,46 @@
+"""What a mini-batch cost, next to what it would have cost without sharing."""
+
+import torch.distributed as dist
+from verl.utils.flops_counter import get_device_flops
+
+from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.engine.micro_batch_plan import MicroBatchPlan
+from verl_pg_plugin.engine.ranks import over_ranks
+
+
+def plan_metrics(
+    plan: MicroBatchPlan,
+    flops: ModelFlops,
+    seconds: float,
+    forward_only: bool,
+    dp_group: dist.ProcessGroup | None,
+    sp_size: int,
+) -> dict[str, list[float]]:
+    """Totals over all data-parallel ranks, so every rank reports the same figures.
+
+    Args:
+        plan: this rank's micro-batches.
+        flops: of the model.
+        seconds: this rank took for the mini-batch.
+        forward_only: there was no backward.
+        dp_group: ranks to sum over; None for this one alone.
+        sp_size: devices that share one sequence.
+    """
+    local = {
+        "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
+        "physical_tokens": sum(layout.num_rows for layout in plan.layouts),
+        "groups": sum(layout.num_roots for layout in plan.layouts),
+        "micro_batches": len(plan.layouts),
+        "flops": flops.forward(plan.layouts) * (1 if forward_only else 3),
+        "seconds": seconds,
+    }
+    ranks = over_ranks(local, dp_group)
+    total = {name: sum(rank[name] for rank in ranks) for name in local}
+    peak = get_device_flops("T") * 1e12 * len(ranks) * sp_size * max(rank["seconds"] for rank in ranks)
+    return {
+        "prefix_grouper/logical_tokens": [float(total["logical_tokens"])],
+        "prefix_grouper/physical_tokens": [float(total["physical_tokens"])],
+        "prefix_grouper/dedup_ratio": [total["logical_tokens"] / total["physical_tokens"]],
+        "prefix_grouper/groups_per_micro_batch": [total["groups"] / total["micro_batches"]],
+        "prefix_grouper/mfu_physical": [total["flops"] / peak],
+    }

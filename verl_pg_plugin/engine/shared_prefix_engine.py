@@ -1,0 +1,126 @@
+"""What verl's FSDP engines with shared prefixes have in common; without the mode they are the stock engines.
+
+Three seams of ``verl.workers.engine.fsdp.transformer_impl`` are overridden: how a mini-batch is cut into
+micro-batches here, model inputs and model outputs in ``fsdp_engine``. Sharding, optimizer, checkpoints and losses
+are verl's.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name, get_torch_device
+
+from verl_pg_plugin import upstream
+from verl_pg_plugin.attention import ATTENTION_NAME, register_attention, select_kernel
+from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
+from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.engine.plan_metrics import plan_metrics
+from verl_pg_plugin.engine.requirements import OFF, check_model, check_options
+from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
+
+logger = logging.getLogger(__name__)
+
+
+class SharedPrefixMixin:
+    """Put in front of one of verl's FSDP engines.
+
+    Prefixes are shared when the engine config is a ``PrefixGrouperEngineConfig`` with ``use_prefix_grouper=True``:
+    in packed rows if the model config has ``use_remove_padding=True``, else in upstream's padded groups.
+
+    Attributes:
+        sharing: the mode, or None for the stock engine.
+
+    Raises:
+        ValueError: an option that the mode does not support, or a model it cannot run.
+        RuntimeError: the attention kernel, or upstream's library for the padded mode, is missing.
+    """
+
+    engine_config: Any
+    model_config: Any
+    rank: int
+    ulysses_sequence_parallel_size: int
+    get_data_parallel_group: Callable[[], Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sharing: SharingMode | None = None
+        if not getattr(self.engine_config, "use_prefix_grouper", False):
+            return
+        check_options(self.engine_config, self.model_config)
+        kernel = select_kernel(self.engine_config.attention_kernel, get_device_name())
+        self.sharing = PackedMode(kernel) if self.model_config.use_remove_padding else PaddedGroupsMode(kernel)
+        if self.rank == 0:
+            # A warning, because verl's workers hide everything below and the choice decides the speed of the run.
+            logger.warning("%s mode: attention kernel %s (%s)", self.sharing.name, kernel.name, kernel.reason)
+
+    def _build_module(self) -> nn.Module:
+        if self.sharing is None:
+            return super()._build_module()  # type: ignore[misc]
+        register_attention()
+        self.model_config.hf_config._attn_implementation = ATTENTION_NAME
+        module: Any = super()._build_module()  # type: ignore[misc]
+        check_model(module)
+        self.num_attention_layers = module.config.get_text_config().num_hidden_layers
+        self.model_flops = ModelFlops.of(module)
+        return module
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        run = super().forward_backward_batch  # type: ignore[misc]
+        if self.sharing is None:
+            return run(data, loss_function, forward_only=forward_only)
+        mode = self.sharing
+        mode.check_batch(data)
+        plans: list[MicroBatchPlan] = []
+
+        def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
+            plans.append(plan_micro_batches(data, dp_group, self.ulysses_sequence_parallel_size, mode.lay_out))
+            return plans[0].micro_batches, plans[0].indices
+
+        start = time.perf_counter()
+        with upstream.micro_batches_cut_by(cut):
+            output = run(data, loss_function, forward_only=forward_only)
+        get_torch_device().synchronize()  # the last backward is still running, and the clock below must see its end
+        metrics = plan_metrics(
+            plans[0],
+            self.model_flops,
+            time.perf_counter() - start,
+            forward_only,
+            self.get_data_parallel_group(),
+            self.ulysses_sequence_parallel_size,
+        )
+        output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
+        return output
+
+    def lay_out(self, micro_batch: TensorDict) -> tuple[Layout, LayoutForward]:
+        """The micro-batch's layout, planned or made now, on its device."""
+        assert self.sharing is not None
+        layout = tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
+        if layout is None:
+            layout = self.sharing.lay_out(read_sequences(micro_batch))
+        return layout, self.sharing.forward(layout, micro_batch["input_ids"].device)
+
+    def check_every_layer_attended(self, forward: LayoutForward) -> None:
+        """Raise RuntimeError if the model has layers that mix tokens by other means."""
+        calls = forward.attention.calls.value
+        if calls != self.num_attention_layers:
+            raise RuntimeError(
+                f"attention over shared prefixes ran in {calls} of {self.num_attention_layers} layers of "
+                f"{self.model_config.architectures}: its other layers mix tokens in a way that is not supported; {OFF}"
+            )
+
+    def jagged_outputs(
+        self, forward: LayoutForward, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict
+    ) -> dict[str, torch.Tensor]:
+        """C named outputs of the head rows, as the jagged tensors that verl's losses read."""
+        offsets = micro_batch["input_ids"].offsets()
+        return {name: forward.to_jagged(columns_NC[:, i], offsets) for i, name in enumerate(names)}
