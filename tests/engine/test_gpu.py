@@ -1,0 +1,84 @@
+"""The engine on a GPU in bf16: as close to float32 as stock verl is, parameter by parameter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from tests.support import Result, actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+
+BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
+SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 3}
+POOLED = 1024
+"""Parameters with fewer elements are compared together: the error of a few dozen numbers is a matter of luck."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
+
+
+def errors(result: Result, reference: Result) -> dict[str, float]:
+    """Norm of the difference from float32, of each output and each parameter's gradient."""
+    found = {
+        name: torch.cat([a.cpu().float() - b for a, b in zip(rows, reference.outputs[name], strict=True)]).norm().item()
+        for name, rows in result.outputs.items()
+    }
+    small = []
+    for name, want in reference.gradients.items():
+        difference = (result.gradients[name].cpu().float() - want).flatten()
+        if len(difference) < POOLED:
+            small.append(difference / want.norm())
+        else:
+            found[name] = difference.norm().item()
+    return {**found, "small parameters": torch.cat(small).norm().item()}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+@pytest.mark.parametrize("chunk", [0, 16], ids=["whole head", "head in chunks"])
+def test_bf16_error_is_at_most_that_of_stock_rmpad(qwen3: str, strategy: str, chunk: int) -> None:
+    flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=1200)
+    reference = run_reference(qwen3, batch, actor_loss())
+    stock = make_engine(
+        qwen3, packed=False, strategy=strategy, engine=BF16, model=flash, engine_cls=FSDPEngineWithLMHead
+    )
+    baseline = errors(run_engine(stock, batch, actor_loss()), reference)
+    packed = make_engine(
+        qwen3, packed=True, strategy=strategy, engine={**BF16, "logits_chunk_size": chunk}, model=flash
+    )
+    for name, error in errors(run_engine(packed, batch, actor_loss()), reference).items():
+        assert error <= 1.1 * baseline[name], f"{name}: {error / baseline[name]:.3f} times the error of stock rmpad"
+
+
+def test_mfu_of_the_rows_that_are_computed_is_between_nothing_and_one(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine=BF16)
+    with engine.train_mode():
+        metrics = engine.forward_backward_batch(clone(make_batch(SAMPLES)), actor_loss())["metrics"]
+    assert 1e-6 < metrics["prefix_grouper/mfu_physical"][0] < 1
+
+
+def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, **SIZES, vocab_size=60_000)
+    engine = make_engine(path, packed=True, engine={**BF16, "logits_chunk_size": 256})
+
+    def peak(responses: int) -> float:
+        batch = make_batch(group(64, [256] * responses, 1))
+        with engine.train_mode():
+            engine.forward_backward_batch(clone(batch), actor_loss())
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            engine.forward_backward_batch(clone(batch), actor_loss())
+        return torch.cuda.max_memory_allocated() - before
+
+    logits_of_28_more = 28 * 256 * 60_000 * 2
+    assert peak(32) - peak(4) < 0.2 * logits_of_28_more
