@@ -131,7 +131,10 @@ def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(clone(batch), loss)
         gradients = {
-            name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
+            # FSDP1 keeps the names of parameters (use_orig_params), with its own in between.
+            name.replace("_fsdp_wrapped_module.", ""): (
+                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
+            )
             for name, p in engine.module.named_parameters()
             if p.grad is not None
         }

@@ -13,7 +13,8 @@ def test_it_times_what_runs_here_compares_it_with_float32_and_lists_what_was_ski
     command = [sys.executable, ROOT / "scripts/bench_attention.py", "--device", "cpu", "--dtype", "float32"]
     command += ["--cases", "48,16,4,2", "16,8,1", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
     command += ["--repeats", "3", "--csv", tmp_path / "attention.csv"]
-    env = os.environ | {"BENCH_COMMIT": "abc1234", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    env = os.environ | {"BENCH_COMMIT": "abc1234", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "VERL_PLATFORM": "cpu"}
     subprocess.run(command, check=True, capture_output=True, env=env, cwd=tmp_path)
     with (tmp_path / "attention.csv").open() as file:
         rows = {(row["case"], row["path"]): row for row in csv.DictReader(file)}

@@ -15,7 +15,10 @@ pytestmark = [
     pytest.mark.usefixtures("process_group"),
 ]
 
-BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+BF16 = {
+    "use_orig_params": True,
+    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+}
 SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 3}
 POOLED = 1024
