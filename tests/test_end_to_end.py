@@ -15,11 +15,13 @@ REPOSITORY = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(600)
 
 
-def train(folder: Path, *overrides: str, **environment: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Run ``examples/run_qwen3_pg.sh``; its summary line and the metrics of each step."""
+def train(
+    folder: Path, *overrides: str, script: str = "run_qwen3_pg.sh", **environment: str
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Run a script of ``examples/``; its summary line and the metrics of each step."""
     variables = {"WORK_DIR": str(folder), "TOTAL_STEPS": "2", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
     result = subprocess.run(
-        ["bash", "examples/run_qwen3_pg.sh", *overrides],
+        ["bash", f"examples/{script}", *overrides],
         cwd=REPOSITORY,
         env={**os.environ, **variables, **environment},
         capture_output=True,
@@ -56,3 +58,17 @@ def test_two_workers_with_asynchronous_rollouts_keep_groups_whole(tmp_path: Path
         assert step["prefix_grouper/balance/cut_groups"] == 0
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
+
+
+def test_padded_prefix_grouper_script_trains_through_upstreams_library(tmp_path: Path) -> None:
+    summary, steps = train(tmp_path, script="run_qwen3_prefix_grouper.sh")
+    assert summary["mode"] == Mode.PREFIX_GROUPER.value
+    assert all(step["actor/prefix_grouper/dedup_ratio"] > 4 for step in steps)
+
+
+def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -> None:
+    summary, steps = train(tmp_path, script="run_qwen3_ppo_pg.sh")
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["critic/prefix_grouper/dedup_ratio"] > 8
+        assert step["critic/grad_norm"] > 0
