@@ -40,6 +40,9 @@ def test_sliding_window_is_accepted(violations_of, tmp_path):
     assert violations_of(save_checkpoint(tmp_path, hf_config)) == []
 
 
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
 @pytest.mark.parametrize(
     ("hf_config", "why"),
     [
@@ -55,6 +58,7 @@ def test_sliding_window_is_accepted(violations_of, tmp_path):
         (transformers.BloomConfig(), "attention interface"),
         (transformers.BertConfig(), "attention_probs_dropout_prob=0.1"),
         (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
+        (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
         (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
     ],
     ids=lambda value: getattr(value, "model_type", None),

@@ -247,3 +247,20 @@ def test_mode_off_is_the_stock_engine_bit_for_bit(qwen3: str, train_once: Callab
     mine, theirs = train_once(ours, batch), train_once(stock, batch)
     for name, weight in mine.items():
         assert torch.equal(weight, theirs[name]), name
+
+
+def test_lora_adapters_train_as_under_stock_rmpad(qwen3: str) -> None:
+    """With adapters that change the output; their weights are those of the other engine."""
+    lora = {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
+    batch = make_batch(MIXED)
+    stock = make_engine(qwen3, packed=False, **lora)
+    ours = make_engine(qwen3, packed=True, engine={"logits_chunk_size": 3}, **lora)
+    with torch.no_grad():
+        for theirs, mine in zip(stock.module.parameters(), ours.module.parameters(), strict=True):
+            if theirs.requires_grad:
+                theirs.normal_(0, 0.1)
+            mine.copy_(theirs)
+    expected = run_engine(stock, batch, actor_loss())
+    result = run_engine(ours, batch, actor_loss())
+    assert all("lora" in name for name in result.gradients)
+    assert_same(result, expected)

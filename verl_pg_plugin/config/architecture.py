@@ -26,6 +26,7 @@ SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
 SINK_MODEL_TYPES = frozenset({"gpt_oss", "deepseek_v4", "openai_privacy_filter"})
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -93,6 +94,16 @@ def _multimodal(hf_config: PretrainedConfig) -> Reason | None:
     return None
 
 
+def _length_dependent_rope(hf_config: PretrainedConfig) -> Reason | None:
+    rope: Any = getattr(hf_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        return Reason(
+            f"rope_type={rope['rope_type']} takes its frequencies from the longest sequence of a micro-batch, so a "
+            "sequence's log-probs would depend on its neighbours"
+        )
+    return None
+
+
 def _layer_types(hf_config: PretrainedConfig) -> Reason | None:
     other = sorted(set(getattr(hf_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
     if other:
@@ -140,6 +151,7 @@ def _value_model_reasons(hf_config: PretrainedConfig) -> list[Reason]:
 _CHECKS: tuple[Callable[[PretrainedConfig], Reason | None], ...] = (
     _encoder_decoder,
     _multimodal,
+    _length_dependent_rope,
     _layer_types,
     _attention_sinks,
     _sparse_indexer,
