@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from verl.utils.attention_utils import pad_input, unpad_input
 
-from verl_pg_plugin.attention.interface import _WITHOUT_EFFECT, packed_attention_forward
+from verl_pg_plugin.attention.interface import kernel_options, packed_attention_forward
 from verl_pg_plugin.attention.kernels import VarlenKernel
 from verl_pg_plugin.attention.packed_attention import CallCounter, PackedAttention
 from verl_pg_plugin.attention.ulysses import UlyssesAttention, ulysses_attention_forward
@@ -66,7 +66,7 @@ def grouped_attention_forward(
     Args:
         query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the rows are padded groups.
         attention_mask: must be None, ``prefix_grouper`` says what a row sees.
-        kwargs: see ``packed_attention_forward``.
+        kwargs: see ``kernel_options``.
 
     Returns:
         (B, T, H, D) and None for the attention weights.
@@ -84,7 +84,7 @@ def grouped_attention_forward(
         return ulysses_attention_forward(
             module, query, key, value, attention_mask, prefix_grouper, attend=grouped_attention_forward, **kwargs
         )
-    options = _kernel_options(module, attention_mask, **kwargs)
+    options = kernel_options(module, query, attention_mask, **kwargs)
     if isinstance(prefix_grouper, UnsharedSegments):
         return _unshared_segments(query, key, value, prefix_grouper, options), None
     if isinstance(prefix_grouper, PaddedGroups):
@@ -93,36 +93,6 @@ def grouped_attention_forward(
         f"attention cannot use a prefix_grouper of type {type(prefix_grouper).__qualname__}; pass a PrefixGrouper or "
         "a PackedLayout to the model's forward, or a PackedAttention whose rows are the input"
     )
-
-
-def _kernel_options(
-    module: nn.Module,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> dict[str, Any]:
-    """Keywords of a ``VarlenAttention`` from those of transformers, or an error that names what it cannot do."""
-    unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in _WITHOUT_EFFECT]
-    if attention_mask is not None:
-        unsupported.append("attention_mask")
-    if dropout:
-        unsupported.append(f"attention dropout {dropout}")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        unsupported.append("bidirectional attention")
-    if unsupported:
-        raise RuntimeError(
-            f"{type(module).__name__} asks for {', '.join(sorted(unsupported))}, which attention over packed rows does "
-            "not compute; switch it off in the model's config"
-        )
-    return {
-        "softmax_scale": scaling,
-        "window_size": -1 if sliding_window is None else sliding_window - 1,
-        "softcap": softcap or 0.0,
-    }
 
 
 def _unshared_segments(

@@ -19,41 +19,28 @@ ATTENTION_NAME = "prefix_grouper_packed"
 _WITHOUT_EFFECT = frozenset({"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"})
 
 
-def packed_attention_forward(
+def kernel_options(
     module: nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    prefix_grouper: PackedAttention | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """``packed_attention`` with the signature of transformers' attention functions.
+) -> dict[str, Any]:
+    """Keywords of a ``VarlenAttention`` from those of transformers' attention functions.
 
     Args:
-        query: (1, H, T, D); key, value: (1, G, T, D).
+        query: (B, H, T, D); its D gives the default scaling.
         attention_mask: must be None, the layout says what a row sees.
         sliding_window: tokens a query sees, itself included, as transformers counts them.
-        prefix_grouper: the state made by the engine for this forward.
-
-    Returns:
-        (1, T, H, D) and None for the attention weights.
 
     Raises:
-        RuntimeError: called without a layout, with an attention mask, or by a model that needs what packed
-            attention does not compute (dropout, sinks, biases, non-causal layers).
+        RuntimeError: the model needs what the kernels do not compute (a mask, dropout, sinks, biases, non-causal
+            layers).
     """
-    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
-    if prefix_grouper is None:
-        raise RuntimeError(
-            f"{where} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not pass "
-            "keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
     unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in _WITHOUT_EFFECT]
     if attention_mask is not None:
         unsupported.append("attention_mask")
@@ -63,19 +50,50 @@ def packed_attention_forward(
         unsupported.append("bidirectional attention")
     if unsupported:
         raise RuntimeError(
-            f"{where} asks for {', '.join(sorted(unsupported))}, which packed attention does not compute; "
+            f"{_where(module)} asks for {', '.join(sorted(unsupported))}, which packed attention does not compute; "
             "set actor_rollout_ref.actor.use_prefix_grouper=False"
         )
-    out_THD = packed_attention(
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        prefix_grouper,
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window_size=-1 if sliding_window is None else sliding_window - 1,
-        softcap=softcap or 0.0,
-    )
-    return out_THD.unsqueeze(0), None
+    return {
+        "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window_size": -1 if sliding_window is None else sliding_window - 1,
+        "softcap": softcap or 0.0,
+    }
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prefix_grouper: PackedAttention | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """``packed_attention`` with the signature of transformers' attention functions.
+
+    Args:
+        query: (1, H, T, D); key, value: (1, G, T, D).
+        prefix_grouper: the state made by the engine for this forward.
+        kwargs: see ``kernel_options``.
+
+    Returns:
+        (1, T, H, D) and None for the attention weights.
+
+    Raises:
+        RuntimeError: called without a layout, or see ``kernel_options``.
+    """
+    if prefix_grouper is None:
+        raise RuntimeError(
+            f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
+            "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
+    options = kernel_options(module, query, attention_mask, **kwargs)
+    q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed_attention(q_THD, k_TGD, v_TGD, prefix_grouper, **options).unsqueeze(0), None
+
+
+def _where(module: nn.Module) -> str:
+    return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
 
 
 def register_attention() -> None:
