@@ -76,7 +76,7 @@ def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> No
 def test_sinks_and_softcap_are_rejected_or_computed_but_never_dropped() -> None:
     segments = UnsharedSegments(select_kernel("sdpa", "cpu"), torch.tensor([0, 3], dtype=torch.int32), 3)
     query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(RuntimeError, match="Linear .*asks for s_aux"):
+    with pytest.raises(RuntimeError, match=r"Linear .*asks for s_aux"):
         grouped_attention_forward(
             torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, s_aux=torch.ones(2)
         )

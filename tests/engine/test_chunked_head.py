@@ -1,0 +1,58 @@
+"""The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from verl.utils import tensordict_utils as tu
+
+from tests.engine.ranks import on_ranks
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    group,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.engine.lm_head import ChunkedHead
+from verl_pg_plugin.synthetic import make_batch
+
+SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
+SETTINGS = {"temperature": 0.7, "calculate_sum_pi_squared": True}
+
+
+def run_on_rank(rank: int, path: str) -> Result:
+    engine = make_engine(path, packed=True, engine={"logits_chunk_size": 4})
+    batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **SETTINGS), [2 * rank, 2 * rank + 1])
+    return run_engine(engine, batch, actor_loss())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_two_ranks_with_temperature_and_all_outputs(tmp_path: Path, tied: bool) -> None:
+    path = save_tiny_model(tmp_path, tie_word_embeddings=tied)
+    reference = run_reference(path, make_batch(SAMPLES, **SETTINGS), actor_loss())
+    for rank, result in enumerate(on_ranks(2, run_on_rank, path)):
+        outputs = {name: rows[2 * rank : 2 * rank + 2] for name, rows in reference.outputs.items()}
+        assert_same(result, Result(outputs, reference.gradients))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"is_lora": True}, "adapters may be attached"), ({}, "model type gemma is not known")],
+    ids=["adapters", "unknown model"],
+)
+def test_it_steps_aside_with_a_warning_where_logits_may_not_be_its_output(
+    change: dict, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Model:
+        config = type("Config", (), {"model_type": "qwen3" if change else "gemma"})
+        head = torch.nn.Linear(2, 3, bias=False)
+
+        def get_output_embeddings(self) -> torch.nn.Linear:
+            return self.head
+
+    assert ChunkedHead.install(Model(), 4, **change) is None
+    assert reason in caplog.text
