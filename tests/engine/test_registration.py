@@ -5,11 +5,12 @@ import subprocess
 import sys
 import textwrap
 from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
 
 import pytest
 from verl.workers.engine import EngineRegistry
 
+from tests.support import make_engine, save_tiny_model
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine import registration
 from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
@@ -102,10 +103,11 @@ def test_selecting_the_mode_registers_even_where_verl_was_told_to_load_no_plugin
     assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead"], result.stderr
 
 
-def test_engine_checks_at_init_that_it_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(*_: Any) -> type:
-        return object
-
-    monkeypatch.setattr(EngineRegistry, "get_engine_cls", other)
+def test_engine_checks_at_init_that_it_is_in_force(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, process_group: None
+) -> None:
+    path = save_tiny_model(tmp_path)
+    monkeypatch.setattr(PrefixGrouperEngineConfig, "__post_init__", lambda config: None)
+    monkeypatch.setattr(EngineRegistry, "get_engine_cls", lambda *_: object)
     with pytest.raises(RuntimeError, match="silently share nothing"):
-        registration.assert_in_force("fsdp2")
+        make_engine(path, packed=True, engine_cls=PrefixGrouperFSDPEngineWithLMHead)

@@ -40,7 +40,8 @@ class SharedPrefixMixin:
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
-        RuntimeError: the attention kernel, or upstream's library for the padded mode, is missing.
+        RuntimeError: verl's registry holds another engine, or the attention kernel, or upstream's library for the
+            padded mode, is missing.
     """
 
     engine_config: Any
@@ -54,6 +55,9 @@ class SharedPrefixMixin:
         self.sharing: SharingMode | None = None
         if not getattr(self.engine_config, "use_prefix_grouper", False):
             return
+        from verl_pg_plugin.engine.registration import assert_in_force  # it imports the engines
+
+        assert_in_force(self.engine_config.strategy, self.model_config.model_type)
         check_options(self.engine_config, self.model_config)
         kernel = select_kernel(self.engine_config.attention_kernel, get_device_name())
         self.sharing = PackedMode(kernel) if self.model_config.use_remove_padding else PaddedGroupsMode(kernel)
