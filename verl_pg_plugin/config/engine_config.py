@@ -1,4 +1,4 @@
-"""Engine config of the shared-prefix engine: verl's FSDP config plus two fields."""
+"""Engine config of the shared-prefix engine: verl's FSDP config plus the switches of this plugin."""
 
 from __future__ import annotations
 
