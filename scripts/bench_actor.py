@@ -44,7 +44,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.config import PrefixGrouperEngineConfig
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
@@ -98,7 +98,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: str) -> Any:
         engine_config=PrefixGrouperEngineConfig(
             strategy="fsdp2",
             use_prefix_grouper=not stock,
-            attention_kernel=args.kernel,
+            prefix_grouper=PrefixGrouperOptions(attention_kernel=args.kernel),
             model_dtype=dtype,
             mixed_precision={"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"},
             use_torch_compile=on_gpu,

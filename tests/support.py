@@ -17,7 +17,7 @@ from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelCon
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.config import PrefixGrouperEngineConfig
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.synthetic import Sample, random_group
 
 VOCAB = 97
@@ -60,15 +60,21 @@ def make_engine(
     model: dict | None = None,
     engine_cls: type | None = None,
 ) -> Any:
-    """verl's engine for this machine, initialised; ``packed`` switches the plugin's mode."""
+    """verl's engine for this machine, initialised; ``packed`` switches the plugin's mode.
+
+    ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too.
+    """
+    engine = engine or {}
+    options = {name: engine[name] for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
     engine_config = PrefixGrouperEngineConfig(
+        prefix_grouper=PrefixGrouperOptions(**options),
         **{
             "strategy": strategy,
             "use_prefix_grouper": packed,
             "use_torch_compile": False,
             "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-            **(engine or {}),
-        }
+            **{name: value for name, value in engine.items() if name not in options},
+        },
     )
     model_config = HFModelConfig(
         **{

@@ -6,11 +6,12 @@ import pytest
 from config_support import FLAGS, compose_config
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
-from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, mode_of
+from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
 from verl_pg_plugin.config.validate import validate
 
 ACTOR = "actor_rollout_ref.actor"
@@ -54,8 +55,8 @@ def test_both_roles_follow_the_actor_flag(runnable_overrides, mode, role, strate
     assert mode_of(config) is mode
     assert isinstance(engine_config, PrefixGrouperEngineConfig)
     assert engine_config.use_prefix_grouper is use_prefix_grouper
-    assert engine_config.attention_kernel == "sdpa"
-    assert engine_config.logits_chunk_size == 7
+    assert engine_config.prefix_grouper.attention_kernel == "sdpa"
+    assert engine_config.prefix_grouper.logits_chunk_size == 7
     assert engine_config.strategy == strategy
     assert engine_config.forward_only is (role == "ref")
 
@@ -69,16 +70,16 @@ def test_the_default_run_is_stock_rmpad():
 def test_every_other_setting_is_verls_own():
     ours = OmegaConf.to_container(compose_config("actor_rollout_ref.rollout.name=hf"), resolve=True)
     stock = OmegaConf.to_container(compose_stock("actor_rollout_ref.rollout.name=hf"), resolve=True)
-    del ours["prefix_grouper"]
+    options = ours.pop("prefix_grouper")
+    assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"
     for mode in ("sync", "colocate_async", "separate_async"):
         assert ours["trainer"]["v1"].pop(f"pg_{mode}") == stock["trainer"]["v1"][mode]
     for role in ("actor", "ref"):
         engine = ours["actor_rollout_ref"][role]["fsdp_config"]
-        own = {name: engine.pop(name) for name in ("use_prefix_grouper", "attention_kernel", "logits_chunk_size")}
-        assert own == {"use_prefix_grouper": False, "attention_kernel": "auto", "logits_chunk_size": 4096}
+        assert [engine.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
         engine["_target_"] = "verl.workers.config.FSDPEngineConfig"
     critic = ours["critic"]["fsdp"]
-    assert [critic.pop(name) for name in ("use_prefix_grouper", "attention_kernel")] == [False, "auto"]
+    assert [critic.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
     critic["_target_"] = "verl.workers.config.FSDPEngineConfig"
     assert ours == stock
 
@@ -119,9 +120,23 @@ def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_o
     assert f"++{ACTOR}.fsdp_config._target_={TARGET}" in found["engine_config_target"].fix
 
 
-def test_unknown_attention_kernel_lists_the_choices():
-    with pytest.raises(ValueError, match="auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa"):
-        PrefixGrouperEngineConfig(attention_kernel="flash")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"attention_kernel": "flash"}, "auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa"),
+        ({"verify": "always"}, "prefix_grouper.verify='always' is unknown; choose one of off, first, every_n"),
+        ({"on_mismatch": "ignore"}, "choose one of raise, rmpad"),
+        ({"logits_chunk_size": -1}, "prefix_grouper.logits_chunk_size=-1 is below 0"),
+        ({"min_dedup_ratio": 0.5}, "prefix_grouper.min_dedup_ratio=0.5 is below 1"),
+        ({"verify_every": 0}, "is below 1"),
+        ({"verify_rows": 0}, "is below 1"),
+        ({"verify_tolerance": 0.0}, "set it above 0, or to null"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_range_is_named_with_its_choices(option, message):
+    with pytest.raises(ValueError, match=message):
+        PrefixGrouperOptions(**option)
 
 
 def test_flags_cannot_change_after_construction():

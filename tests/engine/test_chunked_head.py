@@ -1,6 +1,7 @@
 """The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.engine.lm_head import ChunkedHead
+from verl_pg_plugin.engine.chunked_head import ChunkedHead
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
@@ -40,19 +41,16 @@ def test_two_ranks_with_temperature_and_all_outputs(tmp_path: Path, tied: bool) 
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"is_lora": True}, "adapters may be attached"), ({}, "model type gemma is not known")],
-    ids=["adapters", "unknown model"],
+    ("model_type", "head", "reason"),
+    [
+        ("qwen3", torch.nn.Sequential(torch.nn.Linear(2, 3)), "the head is a torch.nn.modules.container.Sequential"),
+        ("gemma", torch.nn.Linear(2, 3), "model type gemma is not known"),
+    ],
+    ids=["adapters on the head", "unknown model"],
 )
 def test_it_steps_aside_with_a_warning_where_logits_may_not_be_its_output(
-    change: dict, reason: str, caplog: pytest.LogCaptureFixture
+    model_type: str, head: torch.nn.Module, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Model:
-        config = type("Config", (), {"model_type": "qwen3" if change else "gemma"})
-        head = torch.nn.Linear(2, 3, bias=False)
-
-        def get_output_embeddings(self) -> torch.nn.Linear:
-            return self.head
-
-    assert ChunkedHead.install(Model(), 4, **change) is None
+    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type), get_output_embeddings=lambda: head)
+    assert ChunkedHead.install(model, 4) is None
     assert reason in caplog.text

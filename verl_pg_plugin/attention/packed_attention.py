@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, to_device
 from verl_pg_plugin.attention.kernels import VarlenKernel
@@ -25,6 +26,7 @@ class PackedAttention:
 
     Attributes:
         kernel: the varlen kernel to call.
+        num_rows: T; rows after them are padding, which attends to nothing.
         kv_index: gathers the keys and values of every segment; None where nothing is shared, so each row is a key
             of its own segment alone and copying would change nothing.
         cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
@@ -34,6 +36,7 @@ class PackedAttention:
     """
 
     kernel: VarlenKernel
+    num_rows: int
     kv_index: GatherIndex | None
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -46,6 +49,7 @@ class PackedAttention:
         """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
         return cls(
             kernel=kernel,
+            num_rows=layout.num_rows,
             kv_index=GatherIndex.from_layout(layout, device) if len(layout.kv_rows) > layout.num_rows else None,
             cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32, device),
             cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
@@ -70,17 +74,20 @@ def packed_attention(
     positions, so the causal mask, sliding windows and softcap of an ordinary varlen kernel stay exact.
 
     Args:
-        q_THD: (T, H, D) queries, rotary embedding applied.
+        q_THD: (T, H, D) queries, rotary embedding applied; rows after ``packed.num_rows`` are padding.
         k_TGD, v_TGD: (T, G, D) keys and values of the same rows.
         packed: index maps and kernel.
         softmax_scale, window_size, softcap: see ``VarlenAttention``.
 
     Returns:
-        (T, H, D), dtype of ``q_THD``.
+        (T, H, D), dtype of ``q_THD``; zero at padding rows.
     """
     packed.calls.add()
     shared = packed.kv_index
-    return packed.kernel.attend(
+    num_padding = len(q_THD) - packed.num_rows
+    if num_padding:
+        q_THD, k_TGD, v_TGD = (x[: packed.num_rows] for x in (q_THD, k_TGD, v_TGD))
+    out_THD = packed.kernel.attend(
         q_THD,
         k_TGD if shared is None else gather_rows(k_TGD, shared),
         v_TGD if shared is None else gather_rows(v_TGD, shared),
@@ -92,3 +99,4 @@ def packed_attention(
         window_size=window_size,
         softcap=softcap,
     )
+    return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD

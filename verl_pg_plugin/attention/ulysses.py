@@ -15,6 +15,7 @@ from torch import nn
 from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
 from verl_pg_plugin.attention.interface import packed_attention_forward
+from verl_pg_plugin.attention.packed_attention import CallCounter
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class UlyssesAttention:
     over_all_rows: Any
     num_rows: int
     group: dist.ProcessGroup
+
+    @property
+    def calls(self) -> CallCounter:
+        """Counts the layers that attended, see ``PackedAttention``."""
+        return self.over_all_rows.calls
 
 
 def ulysses_attention_forward(

@@ -2,17 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig
 
 from verl_pg_plugin.config.attention_kernel import ATTENTION_KERNELS
 
-__all__ = ["PrefixGrouperEngineConfig"]
+__all__ = ["PrefixGrouperEngineConfig", "PrefixGrouperOptions"]
 
 # FSDPActorConfig writes its own strategy into the engine config after this class is constructed,
 # so which of the two keys the worker will look up is not known yet.
 _FSDP_STRATEGIES = ("fsdp", "fsdp2")
+
+
+@dataclass
+class PrefixGrouperOptions(BaseConfig):
+    """The section ``prefix_grouper`` of the trainer's config; every engine gets the same.
+
+    Args:
+        attention_kernel: kernel of packed mode, one of :data:`ATTENTION_KERNELS`.
+        logits_chunk_size: rows of logits held at once by the head of packed mode; 0 for all of them.
+        static_rows: pad every micro-batch of packed mode to its token budget, so that compiled code sees one shape.
+        compile_layers: ``torch.compile`` every decoder layer, around attention.
+        min_dedup_ratio: a micro-batch of packed mode that would share less than this (logical over physical tokens)
+            runs as plain rmpad; 1 lets all of them share.
+        verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
+        verify_every: n of ``verify=every_n``, in micro-batches.
+        verify_rows: samples to recompute in each.
+        verify_tolerance: largest difference per token; None for one that fits the dtype.
+        on_mismatch: raise, or go on as rmpad.
+
+    Raises:
+        ValueError: for a value outside these.
+    """
+
+    attention_kernel: str = "auto"
+    logits_chunk_size: int = 4096
+    static_rows: bool = False
+    compile_layers: bool = False
+    min_dedup_ratio: float = 1.0
+    verify: str = "off"
+    verify_every: int = 100
+    verify_rows: int = 2
+    verify_tolerance: float | None = None
+    on_mismatch: str = "raise"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "attention_kernel": ATTENTION_KERNELS,
+            "verify": ("off", "first", "every_n"),
+            "on_mismatch": ("raise", "rmpad"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"prefix_grouper.{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}"
+                )
+        at_least = {"logits_chunk_size": 0, "min_dedup_ratio": 1, "verify_every": 1, "verify_rows": 1}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"prefix_grouper.{name}={getattr(self, name)} is below {least}; set it to at least that"
+                )
+        if self.verify_tolerance is not None and self.verify_tolerance <= 0:
+            raise ValueError(
+                f"prefix_grouper.verify_tolerance={self.verify_tolerance} lets nothing pass; set it above 0, or to null"
+            )
 
 
 @dataclass
@@ -21,24 +77,17 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     Args:
         use_prefix_grouper: store and compute every shared prefix once; off runs the stock engine.
-        attention_kernel: kernel of packed mode, one of :data:`ATTENTION_KERNELS`.
-        logits_chunk_size: rows of logits held at once by the head of packed mode; 0 for all of them.
+        prefix_grouper: how.
 
     Raises:
-        ValueError: for an unknown ``attention_kernel``.
         RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
     """
 
     use_prefix_grouper: bool = False
-    attention_kernel: str = "auto"
-    logits_chunk_size: int = 4096
+    prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.attention_kernel not in ATTENTION_KERNELS:
-            raise ValueError(
-                f"attention_kernel={self.attention_kernel!r} is unknown; choose one of {', '.join(ATTENTION_KERNELS)}"
-            )
         if self.use_prefix_grouper:
             from verl_pg_plugin.engine.registration import assert_in_force
 

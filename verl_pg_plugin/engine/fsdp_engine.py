@@ -12,8 +12,10 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
-from verl_pg_plugin.engine.lm_head import ChunkedHead, HeadJob
+from verl_pg_plugin.engine.chunked_head import ChunkedHead
+from verl_pg_plugin.engine.fused_head import FusedHead, check_fused_batch
+from verl_pg_plugin.engine.layout_forward import LayoutForward
+from verl_pg_plugin.engine.lm_head import HeadJob, JobHead
 from verl_pg_plugin.engine.requirements import check_lm_head
 from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
 from verl_pg_plugin.engine.value_model import load_value_model
@@ -26,25 +28,42 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
         module = super()._build_module()
         if self.sharing is not None:
             check_lm_head(module)
-            self.chunked_head = ChunkedHead.install(module, self.engine_config.logits_chunk_size, self._is_lora)
+            if not self._is_lora:
+                self.job_head = self._install_head(module)
         return module
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        module = super()._build_lora_module(module)
+        if self.sharing is not None:
+            self.job_head = self._install_head(module.get_base_model())
+        return module
+
+    def _install_head(self, module: nn.Module) -> JobHead | None:
+        if self.model_config.use_fused_kernels:
+            return FusedHead.install(module, self.model_config.fused_kernel_options.get("impl_backend"))
+        return ChunkedHead.install(module, self.engine_config.prefix_grouper.logits_chunk_size)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        if self.sharing is not None and self.model_config.use_fused_kernels:
+            check_fused_batch(data)
+        return super().forward_backward_batch(data, loss_function, forward_only=forward_only)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         if self.sharing is None:
             return super().prepare_model_inputs(micro_batch)
-        layout, forward = self.lay_out(micro_batch)
-        job = self._head_job(forward, layout, micro_batch)
-        # The chunked head takes the rows it is given, so they must be the head rows.
-        chunked = self.chunked_head is not None and forward.head_index is None and self.chunked_head.takes(job)
-        return {**forward.model_inputs(), "logits_to_keep": forward.head_columns}, (forward, job, chunked)
+        forward = self.lay_out(micro_batch)
+        job = self._head_job(forward, micro_batch)
+        # A head with a job takes the rows it is given, so they must be the head rows.
+        in_head = self.job_head is not None and forward.head_index is None and self.job_head.takes(job)
+        return {**forward.model_inputs(), "logits_to_keep": forward.head_columns}, (forward, job, in_head)
 
-    def _head_job(self, forward: LayoutForward, layout: Layout, micro_batch: TensorDict) -> HeadJob:
-        temperature, rows = micro_batch["temperature"], None
+    def _head_job(self, forward: LayoutForward, micro_batch: TensorDict) -> HeadJob:
+        temperature = micro_batch["temperature"]
         if isinstance(temperature, torch.Tensor):
-            head_sequence = torch.from_numpy(layout.head_sequence).to(forward.labels.device)
-            rows = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))[head_sequence]
-        elif float(temperature) != 1.0:
-            rows = torch.full((len(forward.labels),), float(temperature), device=forward.labels.device)
+            per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
+            temperature = per_sample.index_select(0, forward.head_sequence)
         entropy_from_logits = self.compute_entropy_from_logits
         if self.engine_config.entropy_from_logits_with_chunking:
             entropy_from_logits = partial(
@@ -52,7 +71,7 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
             )
         return HeadJob(
             labels=forward.labels,
-            temperature=rows,
+            temperature=temperature if isinstance(temperature, torch.Tensor) else float(temperature),
             with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
             with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
             entropy_from_logits=entropy_from_logits,
@@ -64,14 +83,15 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
     ) -> dict[str, torch.Tensor]:
         if self.sharing is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        forward, job, chunked = output_args
+        forward, job, in_head = output_args
         self.check_every_layer_attended(forward)
         rows_NV = forward.at_head_rows(output.logits)
-        if chunked and rows_NV.shape[-1] != len(job.names):
+        if in_head and rows_NV.shape[-1] != len(job.names):
             raise RuntimeError(
-                "the model's logits are not what its head returned; set prefix_grouper.logits_chunk_size=0"
+                "the model's logits are not what its head returned; set prefix_grouper.logits_chunk_size=0 and "
+                "actor_rollout_ref.model.use_fused_kernels=False"
             )
-        return self.jagged_outputs(forward, job.names, rows_NV if chunked else job.outputs(rows_NV), micro_batch)
+        return self.jagged_outputs(forward, job.names, rows_NV if in_head else job.outputs(rows_NV), micro_batch)
 
 
 class PrefixGrouperFSDPEngineWithValueHead(SharedPrefixMixin, FSDPEngineWithValueHead):
@@ -90,7 +110,7 @@ class PrefixGrouperFSDPEngineWithValueHead(SharedPrefixMixin, FSDPEngineWithValu
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         if self.sharing is None:
             return super().prepare_model_inputs(micro_batch)
-        _, forward = self.lay_out(micro_batch)
+        forward = self.lay_out(micro_batch)
         return forward.model_inputs(), forward
 
     def prepare_model_outputs(

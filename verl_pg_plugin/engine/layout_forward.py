@@ -9,17 +9,21 @@ import torch
 from verl_pg_plugin.attention import PackedAttention
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.attention.grouped_attention import PaddedGroups
+from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.engine.padded_layout import PaddedLayout
+from verl_pg_plugin.engine.row_shard import RowShard
 from verl_pg_plugin.layout import PackedLayout
 
 Layout: TypeAlias = PackedLayout | PaddedLayout
+LayoutAttention: TypeAlias = PackedAttention | UlyssesAttention | PaddedGroups
 
 
 @dataclass(frozen=True)
 class LayoutForward:
     """A layout on the device, ready for the model.
 
-    Shape legend: G lines of S rows (packed: one line), N head rows, W columns that hold head rows, M response tokens.
+    Shape legend: G lines of S rows (packed: one line), N head rows of this rank, W columns that hold them, A head rows
+    of all ranks that share the rows, M response tokens.
 
     Attributes:
         attention: what the attention layers need.
@@ -27,43 +31,74 @@ class LayoutForward:
         head_columns: (W,) int64 columns the head runs on.
         head_index: (N,) int64 place of each head row in those columns of all lines; None if they are the head rows.
         labels: (N,) int64 label of each head row.
+        head_sequence: (N,) int64 a sequence that contains it.
+        shard: this rank's part of packed rows.
+        all_head_rows: (A,) int64 head rows of all ranks; None where this rank has them all.
         response_index, response_head: (M,) int64, see ``PackedLayout``.
         num_logical_tokens: length of verl's jagged values.
     """
 
-    attention: PackedAttention | PaddedGroups
+    attention: LayoutAttention
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     head_columns: torch.Tensor
     head_index: torch.Tensor | None
     labels: torch.Tensor
+    head_sequence: torch.Tensor
+    shard: RowShard
+    all_head_rows: torch.Tensor | None
     response_index: torch.Tensor
     response_head: torch.Tensor
     num_logical_tokens: int
 
     @classmethod
-    def from_layout(
-        cls, layout: Layout, attention: PackedAttention | PaddedGroups, device: torch.device | str
+    def from_packed(
+        cls, layout: PackedLayout, attention: LayoutAttention, shard: RowShard, device: torch.device | str
     ) -> "LayoutForward":
-        """Move what a forward needs to ``device``."""
+        """Move what a forward over this rank's packed rows needs to ``device``."""
 
         def move(array: np.ndarray) -> torch.Tensor:
             return to_device(array, torch.int64, device)
 
-        input_ids = np.atleast_2d(layout.input_ids)
-        num_lines, line_length = input_ids.shape
-        head_columns, head_index = layout.head_rows, None
-        if num_lines > 1:
-            line, column = np.divmod(layout.head_rows, line_length)
-            head_columns, place = np.unique(column, return_inverse=True)
-            head_index = move(line * len(head_columns) + place)
+        own = shard.own(layout.head_rows)
+        # A head never runs on nothing: a rank without head rows computes its first row, which nobody reads.
+        columns = layout.head_rows[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
         return cls(
             attention=attention,
-            input_ids=move(input_ids),
-            position_ids=move(np.atleast_2d(layout.position_ids)),
+            input_ids=move(shard.take(layout.input_ids)[None]),
+            position_ids=move(shard.take(layout.position_ids)[None]),
+            head_columns=move(columns),
+            head_index=None,
+            labels=move(shard.take(layout.labels)[columns]),
+            head_sequence=move(layout.head_sequence[own] if len(own) else np.zeros(1, dtype=np.int64)),
+            shard=shard,
+            all_head_rows=move(layout.head_rows) if shard.group else None,
+            response_index=move(layout.response_index),
+            response_head=move(layout.response_head),
+            num_logical_tokens=layout.num_logical_tokens,
+        )
+
+    @classmethod
+    def from_padded_groups(
+        cls, layout: PaddedLayout, attention: LayoutAttention, device: torch.device | str
+    ) -> "LayoutForward":
+        """Move what a forward over padded lines needs to ``device``."""
+
+        def move(array: np.ndarray) -> torch.Tensor:
+            return to_device(array, torch.int64, device)
+
+        line, column = np.divmod(layout.head_rows, layout.input_ids.shape[1])
+        head_columns, place = np.unique(column, return_inverse=True)
+        return cls(
+            attention=attention,
+            input_ids=move(layout.input_ids),
+            position_ids=move(layout.position_ids),
             head_columns=move(head_columns),
-            head_index=head_index,
+            head_index=move(line * len(head_columns) + place),
             labels=move(layout.labels.reshape(-1)[layout.head_rows]),
+            head_sequence=move(layout.head_sequence),
+            shard=RowShard(layout.num_rows),
+            all_head_rows=None,
             response_index=move(layout.response_index),
             response_head=move(layout.response_head),
             num_logical_tokens=layout.num_logical_tokens,
@@ -83,16 +118,23 @@ class LayoutForward:
         x_NV = x_GWV.flatten(0, 1)
         return x_NV if self.head_index is None else x_NV.index_select(0, self.head_index)
 
-    def to_jagged(self, values_N: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def of_all_ranks(self, x_NC: torch.Tensor) -> torch.Tensor:
+        """(A, C) values of the head rows of all ranks that share the rows; a collective of theirs."""
+        if self.all_head_rows is None:
+            return x_NC
+        x_LC = x_NC.new_zeros(self.shard.num_rows, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
+        return self.shard.gather(x_LC).index_select(0, self.all_head_rows)
+
+    def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Spread values of head rows over the sequences, as verl reads them.
 
         Args:
-            values_N: (N,) one value per head row.
+            values_A: (A,) one value per head row of all ranks.
             offsets: (B+1,) of verl's jagged ``input_ids``.
 
         Returns:
             Jagged (B, length); positions that verl never reads hold zero.
         """
-        flat = values_N.new_zeros(self.num_logical_tokens)
-        flat = flat.index_copy(0, self.response_index, values_N.index_select(0, self.response_head))
+        flat = values_A.new_zeros(self.num_logical_tokens)
+        flat = flat.index_copy(0, self.response_index, values_A.index_select(0, self.response_head))
         return torch.nested.nested_tensor_from_jagged(flat, offsets)

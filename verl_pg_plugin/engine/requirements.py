@@ -33,16 +33,21 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
     attention = (model_config.override_config or {}).get("attn_implementation")
     reasons = {
         f"strategy={engine_config.strategy} is not fsdp or fsdp2": engine_config.strategy not in ("fsdp", "fsdp2"),
-        "ulysses_sequence_parallel_size > 1 is not supported yet; set it to 1": (
-            engine_config.ulysses_sequence_parallel_size > 1
+        f"the padded prefix_grouper mode does not support ulysses_sequence_parallel_size > 1; {PACKED} or set it to 1": (
+            padded and engine_config.ulysses_sequence_parallel_size > 1
         ),
-        "use_fused_kernels=True is not supported yet; set model.use_fused_kernels=False": (
-            model_config.use_fused_kernels
+        f"the padded prefix_grouper mode does not support use_fused_kernels=True; {PACKED} or set it to False": (
+            padded and model_config.use_fused_kernels
         ),
         f"attn_implementation={attention} would be ignored; set override_config.attn_implementation=sdpa": (
             attention is not None and attention not in REPLACED_ATTENTION
         ),
-        "pad_to_length=True is not supported yet; set it to False": engine_config.pad_to_length,
+        f"the padded prefix_grouper mode does not support pad_to_length=True; {PACKED} or set it to False": (
+            padded and engine_config.pad_to_length
+        ),
+        f"the padded prefix_grouper mode does not support static_rows=True; {PACKED} or set it to False": (
+            padded and engine_config.prefix_grouper.static_rows
+        ),
         "qat.enable=True is not supported; set it to False": bool(qat and qat.enable),
         "mtp.enable=True is not supported; set it to False": bool(mtp and mtp.enable),
         f"the padded prefix_grouper mode does not support use_dynamic_bsz=True; {PACKED} or use_dynamic_bsz=False": (

@@ -5,21 +5,24 @@ micro-batches here, model inputs and model outputs in ``fsdp_engine``. Sharding,
 are verl's.
 """
 
+import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.attention import ATTENTION_NAME, register_attention, select_kernel
+from verl_pg_plugin.attention import ATTENTION_NAME, VarlenKernel, register_attention, select_kernel
 from verl_pg_plugin.engine.flops import ModelFlops
-from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
+from verl_pg_plugin.engine.layout_forward import LayoutForward
 from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.plan_metrics import plan_metrics
 from verl_pg_plugin.engine.requirements import OFF, check_model, check_options
@@ -48,6 +51,7 @@ class SharedPrefixMixin:
     model_config: Any
     rank: int
     ulysses_sequence_parallel_size: int
+    ulysses_parallel_group: dist.ProcessGroup | None
     get_data_parallel_group: Callable[[], Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,22 +63,43 @@ class SharedPrefixMixin:
 
         assert_in_force(self.engine_config.strategy, self.model_config.model_type)
         check_options(self.engine_config, self.model_config)
-        kernel = select_kernel(self.engine_config.attention_kernel, get_device_name())
-        self.sharing = PackedMode(kernel) if self.model_config.use_remove_padding else PaddedGroupsMode(kernel)
+        kernel = select_kernel(self.engine_config.prefix_grouper.attention_kernel, get_device_name())
+        self.sharing = self._packed_mode(kernel) if self.model_config.use_remove_padding else PaddedGroupsMode(kernel)
         if self.rank == 0:
             # A warning, because verl's workers hide everything below and the choice decides the speed of the run.
             logger.warning("%s mode: attention kernel %s (%s)", self.sharing.name, kernel.name, kernel.reason)
+
+    def _packed_mode(self, kernel: VarlenKernel) -> PackedMode:
+        config = self.engine_config
+        return PackedMode(
+            kernel,
+            row_multiple=config.pad_to_length_bucket if config.pad_to_length else 1,
+            static_rows=config.prefix_grouper.static_rows,
+            sp_group=self.ulysses_parallel_group,
+        )
 
     def _build_module(self) -> nn.Module:
         if self.sharing is None:
             return super()._build_module()  # type: ignore[misc]
         register_attention()
         self.model_config.hf_config._attn_implementation = ATTENTION_NAME
-        module: Any = super()._build_module()  # type: ignore[misc]
+        with self._stock_forward():
+            module: Any = super()._build_module()  # type: ignore[misc]
         check_model(module)
         self.num_attention_layers = module.config.get_text_config().num_hidden_layers
         self.model_flops = ModelFlops.of(module)
         return module
+
+    @contextmanager
+    def _stock_forward(self) -> Iterator[None]:
+        """Keep verl from replacing the model's forward for fused kernels: its own drops keywords, ours among them."""
+        asked = self.model_config
+        self.model_config = copy.copy(asked)
+        object.__setattr__(self.model_config, "use_fused_kernels", False)  # verl's configs are frozen
+        try:
+            yield
+        finally:
+            self.model_config = asked
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -105,13 +130,13 @@ class SharedPrefixMixin:
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
 
-    def lay_out(self, micro_batch: TensorDict) -> tuple[Layout, LayoutForward]:
+    def lay_out(self, micro_batch: TensorDict) -> LayoutForward:
         """The micro-batch's layout, planned or made now, on its device."""
         assert self.sharing is not None
         layout = tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
         if layout is None:
             layout = self.sharing.lay_out(read_sequences(micro_batch))
-        return layout, self.sharing.forward(layout, micro_batch["input_ids"].device)
+        return self.sharing.forward(layout, micro_batch)
 
     def check_every_layer_attended(self, forward: LayoutForward) -> None:
         """Raise RuntimeError if the model has layers that mix tokens by other means."""
@@ -126,5 +151,5 @@ class SharedPrefixMixin:
         self, forward: LayoutForward, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict
     ) -> dict[str, torch.Tensor]:
         """C named outputs of the head rows, as the jagged tensors that verl's losses read."""
-        offsets = micro_batch["input_ids"].offsets()
-        return {name: forward.to_jagged(columns_NC[:, i], offsets) for i, name in enumerate(names)}
+        offsets, columns_AC = micro_batch["input_ids"].offsets(), forward.of_all_ranks(columns_NC)
+        return {name: forward.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}

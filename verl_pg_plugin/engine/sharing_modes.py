@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention import PackedAttention, VarlenKernel
 from verl_pg_plugin.attention.grouped_attention import PaddedGroups
+from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
 from verl_pg_plugin.engine.padded_layout import PaddedLayout, build_padded_layout
+from verl_pg_plugin.engine.row_shard import RowShard
 from verl_pg_plugin.engine.sequences import BatchError, Sequences
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout
 
@@ -30,27 +32,61 @@ class SharingMode(Protocol):
     def lay_out(self, sequences: Sequences) -> Layout:
         """Rows of one micro-batch."""
 
-    def forward(self, layout: Layout, device: torch.device) -> LayoutForward:
-        """The layout on the device, with what the attention layers need."""
+    def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
+        """The layout on the micro-batch's device, with what the attention layers need."""
 
 
 @dataclass(frozen=True)
 class PackedMode:
-    """Every shared prefix once and no padding."""
+    """Every shared prefix once and no padding, unless one is asked for.
+
+    Attributes:
+        row_multiple: pad rows to a multiple of it (verl's ``pad_to_length_bucket``).
+        static_rows: pad rows to the token budget, so that all micro-batches have one shape.
+        sp_group: Ulysses group whose ranks share the rows; None for no sequence parallelism.
+    """
 
     name: ClassVar[str] = "packed"
     kernel: VarlenKernel
+    row_multiple: int = 1
+    static_rows: bool = False
+    sp_group: dist.ProcessGroup | None = None
 
     def check_batch(self, data: TensorDict) -> None:
-        """Nothing to object to."""
+        if self.static_rows and not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+            raise BatchError(
+                "prefix_grouper.static_rows=True pads to the token budget, and use_dynamic_bsz=False has none; set "
+                "use_dynamic_bsz=True, or prefix_grouper.static_rows=False"
+            )
 
     def lay_out(self, sequences: Sequences) -> PackedLayout:
         return lay_out_packed(sequences)
 
-    def forward(self, layout: Layout, device: torch.device) -> LayoutForward:
+    def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
         assert isinstance(layout, PackedLayout)
+        device = micro_batch["input_ids"].device
+        shard = RowShard(self._num_padded_rows(layout, micro_batch), self.sp_group)
         attention = PackedAttention.from_layout(layout, self.kernel, device)
-        return LayoutForward.from_layout(layout, attention, device)
+        return LayoutForward.from_packed(
+            layout,
+            attention if self.sp_group is None else UlyssesAttention(attention, shard.num_padded_rows, self.sp_group),
+            shard,
+            device,
+        )
+
+    def _num_padded_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
+        sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
+        num_rows = layout.num_rows
+        if self.static_rows:
+            num_rows = tu.get_non_tensor_data(micro_batch, "max_token_len_per_gpu", default=0) * sp_size
+            if num_rows < layout.num_rows:
+                raise BatchError(
+                    f"prefix_grouper.static_rows=True: {layout.num_rows} rows do not fit max_token_len_per_gpu="
+                    f"{num_rows // sp_size}; raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
+                )
+        for multiple in (self.row_multiple, sp_size):
+            num_rows = -(-num_rows // multiple) * multiple
+        return num_rows
 
 
 @dataclass(frozen=True)
@@ -70,12 +106,13 @@ class PaddedGroupsMode:
     def lay_out(self, sequences: Sequences) -> PaddedLayout:
         return build_padded_layout(sequences.tokens, sequences.offsets, sequences.prompt_lengths)
 
-    def forward(self, layout: Layout, device: torch.device) -> LayoutForward:
+    def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
         from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
         assert isinstance(layout, PaddedLayout)
+        device = micro_batch["input_ids"].device
         groups = PaddedGroups(PrefixGrouper(layout.group_info, device=device), self.kernel)
-        return LayoutForward.from_layout(layout, groups, device)
+        return LayoutForward.from_padded_groups(layout, groups, device)
 
 
 def lay_out_packed(sequences: Sequences) -> PackedLayout:

@@ -1,0 +1,100 @@
+"""The head in chunks of rows, so that logits never fill the memory.
+
+For many response rows times a vocabulary of 150k, the logits and their gradient are larger than everything else. The
+backward recomputes the logits of one chunk at a time and adds the weight's gradient in float32, so that cutting rounds
+no more than the one product it replaces.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from verl_pg_plugin.engine.lm_head import HeadJob, JobHead, head_obstacles
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkedHead(JobHead):
+    """Computes jobs of more than ``chunk_size`` rows chunk by chunk."""
+
+    def __init__(self, head: nn.Linear, chunk_size: int) -> None:
+        super().__init__(head)
+        self.chunk_size = chunk_size
+
+    @classmethod
+    def install(cls, module: Any, chunk_size: int) -> "ChunkedHead | None":
+        """Put a chunked head into a transformers model; None, with a warning, where it could change the numbers.
+
+        Args:
+            module: see ``head_obstacles``.
+            chunk_size: rows of logits held at once; 0 for all of them.
+        """
+        if chunk_size <= 0:
+            return None
+        if reasons := head_obstacles(module):
+            logger.warning("logits of all response rows are held at once: %s", "; ".join(reasons))
+            return None
+        return cls(module.get_output_embeddings(), chunk_size)
+
+    def wants(self, job: HeadJob) -> bool:
+        return len(job.labels) > self.chunk_size
+
+    def compute(self, hidden_NE: torch.Tensor, job: HeadJob) -> torch.Tensor:
+        return _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, job, self.chunk_size)
+
+
+class _ChunkedOutputs(torch.autograd.Function):
+    """``job.outputs(linear(hidden, weight, bias))`` with the logits of one chunk of rows at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: torch.Tensor,
+        weight_VE: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        job: HeadJob,
+        chunk_size: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V)
+        ctx.job, ctx.chunk_size = job, chunk_size
+        device = hidden_NE.device.type
+        ctx.autocast = {
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+        }
+        starts = range(0, len(hidden_NE), chunk_size)
+        chunks = [slice(start, start + chunk_size) for start in starts]
+        return torch.cat([job.outputs(F.linear(hidden_NE[rows], weight_VE, bias_V), rows) for rows in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_NC,) = grad_outputs
+        hidden_NE, weight_VE, bias_V = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden_NE)
+        wide = torch.promote_types(weight_VE.dtype, torch.float32)
+        grad_weight = torch.zeros(weight_VE.shape, dtype=wide, device=weight_VE.device)
+        grad_bias = None if bias_V is None else torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device)
+        for start in range(0, len(hidden_NE), ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                logits = F.linear(hidden_NE[rows], weight_VE.detach(), None if bias_V is None else bias_V.detach())
+                logits = logits.detach().requires_grad_()
+                outputs = ctx.job.outputs(logits, rows)
+            (grad_logits,) = torch.autograd.grad(outputs, logits, grad_NC[rows])
+            grad_hidden[rows] = grad_logits.to(weight_VE.dtype) @ weight_VE
+            grad_weight += _product(grad_logits.t(), hidden_NE[rows].to(grad_logits.dtype), wide)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=wide)
+        bias_gradient = None if grad_bias is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, grad_weight.to(weight_VE.dtype), bias_gradient, None, None
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b`` in ``dtype``, without rounding to theirs first."""
+    if a.dtype == dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)

@@ -1,0 +1,99 @@
+"""verl's fused linear cross entropy in place of the head (``model.use_fused_kernels``), on response rows only."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from verl.utils import tensordict_utils as tu
+
+from verl_pg_plugin.engine.lm_head import HeadJob, JobHead, head_obstacles
+from verl_pg_plugin.engine.sequences import BatchError
+
+OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
+FusedOutputs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class FusedHead(JobHead):
+    """Every job through verl's kernels, which never hold the logits of all rows."""
+
+    def __init__(self, head: nn.Linear, fused: FusedOutputs) -> None:
+        super().__init__(head)
+        self.fused = fused
+
+    @classmethod
+    def install(cls, module: Any, backend: str | None) -> "FusedHead":
+        """Put a fused head into a transformers model.
+
+        Args:
+            module: see ``head_obstacles``.
+            backend: verl's ``model.fused_kernel_options.impl_backend``.
+
+        Raises:
+            ValueError: the backend is unknown or cannot run here, or the model's head is not a plain matrix.
+        """
+        reasons = head_obstacles(module)
+        head = module.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            reasons.append("the head has a bias, which the fused kernels leave out")
+        if reasons:
+            raise ValueError(f"use_fused_kernels=True: {'; '.join(reasons)}; {OFF}")
+        return cls(head, fused_outputs(backend))
+
+    def wants(self, job: HeadJob) -> bool:
+        return True
+
+    def compute(self, hidden_NE: torch.Tensor, job: HeadJob) -> torch.Tensor:
+        assert isinstance(job.temperature, float)
+        log_probs, entropy = self.fused(hidden_NE, self.head.weight, job.labels, job.temperature)
+        columns = [entropy, log_probs] if job.with_entropy else [log_probs]
+        return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1)
+
+
+def fused_outputs(backend: str | None) -> FusedOutputs:
+    """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature.
+
+    Raises:
+        ValueError: the backend is unknown, or what it needs is missing.
+    """
+    if backend not in ("torch", "triton", "liger"):
+        raise ValueError(
+            f"use_fused_kernels=True: fused_kernel_options.impl_backend={backend} is unknown; set "
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch, triton or liger"
+        )
+    if backend != "torch" and not torch.cuda.is_available():
+        raise ValueError(
+            f"use_fused_kernels=True: impl_backend={backend} needs a GPU; set "
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
+        )
+    if backend == "triton":
+        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
+
+        return lambda hidden, weight, labels, temperature: linear_cross_entropy(
+            hidden, weight, labels, temperature, "none"
+        )
+    if backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError(
+            "use_fused_kernels=True: impl_backend=liger needs Liger, and verl would take torch instead: "
+            "pip install liger-kernel, or set actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
+        )
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return FusedLinearForPPO(impl_backend=backend)
+
+
+def check_fused_batch(data: TensorDict) -> None:
+    """Refuse what verl's fused kernels do not compute, as verl's own engine does.
+
+    Raises:
+        BatchError: temperatures per sample, or ``calculate_sum_pi_squared``.
+    """
+    if isinstance(data["temperature"], torch.Tensor):
+        raise BatchError(f"use_fused_kernels=True takes one temperature for all samples; {OFF}")
+    if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
+        raise BatchError(
+            "use_fused_kernels=True never has the probabilities that calculate_sum_pi_squared=True sums; set it to "
+            f"False, or {OFF}"
+        )
