@@ -34,13 +34,13 @@ def test_violations_are_listed_on_stderr(tmp_path, runnable_overrides):
         tmp_path,
         *runnable_overrides,
         f"{ACTOR}.use_prefix_grouper=True",
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
-        "actor_rollout_ref.model.use_fused_kernels=True",
+        f"{ACTOR}.qat.enable=True",
+        "actor_rollout_ref.model.mtp.enable=True",
     )
     assert_user_error(result)
     assert "2 problems in the configuration, nothing was started:" in result.stderr
-    assert f"fix: {ACTOR}.ulysses_sequence_parallel_size=1" in result.stderr
-    assert "fix: actor_rollout_ref.model.use_fused_kernels=False" in result.stderr
+    assert f"fix: {ACTOR}.qat.enable=False" in result.stderr
+    assert "fix: actor_rollout_ref.model.mtp.enable=False" in result.stderr
 
 
 def test_verls_own_objections_end_the_same_way(tmp_path, runnable_overrides):

@@ -38,14 +38,12 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
     "fused_kernels": [
         {f"{MODEL}.use_fused_kernels": True},
         {f"{ACTOR}.use_fused_kernels": True},
-        {**WITH_CRITIC, "critic.model.use_fused_kernels": True},
     ],
     "ulysses": [
         {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
         {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2},
         {f"{REF}.ulysses_sequence_parallel_size": 4},
         {f"{REF}.fsdp_config.ulysses_sequence_parallel_size": 2},
-        {**WITH_CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 2},
     ],
     "ring_attention": [
         {f"{ACTOR}.megatron.context_parallel_size": 2},
@@ -77,6 +75,14 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {f"{REF}.fsdp_config.qat.enable": True},
     ],
     "pad_to_length": [{f"{ACTOR}.pad_to_length": True}, {f"{REF}.fsdp_config.pad_to_length": True}],
+    "packed_options": [{"prefix_grouper.static_rows": True}, {"prefix_grouper.compile_layers": True}],
+    "dedup_gate": [{"prefix_grouper.min_dedup_ratio": 1.5}],
+    "static_rows_budget": [
+        {"prefix_grouper.static_rows": True, f"{ACTOR}.use_dynamic_bsz": False},
+        {"prefix_grouper.static_rows": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False},
+    ],
+    "static_rows_gate": [{"prefix_grouper.static_rows": True, "prefix_grouper.min_dedup_ratio": 1.5}],
+    "fused_kernels_sum_pi_squared": [{f"{MODEL}.use_fused_kernels": True, f"{ACTOR}.calculate_sum_pi_squared": True}],
     "critic_padding": [{**WITH_CRITIC, "critic.model.use_remove_padding": False}],
 }
 CASES = [

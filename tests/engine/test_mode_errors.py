@@ -21,6 +21,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 PADDED = {"use_remove_padding": False}
 FIXED = {"use_dynamic_bsz": False}
+FUSED_BY_TRITON = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "triton"}}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +36,15 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
 @pytest.mark.parametrize(
     ("engine", "model", "message"),
     [
-        ({}, PADDED, r"padded prefix_grouper mode does not support use_dynamic_bsz=True.*use_remove_padding=True"),
+        ({}, PADDED, r"padded prefix_grouper mode needs use_dynamic_bsz=False.*use_remove_padding=True"),
         (FIXED, {**PADDED, "use_fused_kernels": True}, "use_fused_kernels=False"),
-        ({}, {"use_fused_kernels": True}, "use_fused_kernels=False"),
-        ({"pad_to_length": True}, {}, "pad_to_length=True"),
+        ({**FIXED, "pad_to_length": True}, PADDED, "pad_to_length=False"),
+        ({**FIXED, "static_rows": True}, PADDED, "static_rows=False"),
+        ({**FIXED, "compile_layers": True}, PADDED, "compile_layers=False"),
+        ({**FIXED, "min_dedup_ratio": 2.0}, PADDED, "min_dedup_ratio=1"),
+        ({**FIXED, "static_rows": True}, {}, "static_rows=True needs use_dynamic_bsz=True"),
+        ({}, {"use_fused_kernels": True}, r"impl_backend=None is unknown.*impl_backend=torch"),
+        ({}, FUSED_BY_TRITON, r"impl_backend=triton needs a GPU.*impl_backend=torch"),
         (
             FIXED,
             {**PADDED, "override_config": {"attn_implementation": "eager"}},
@@ -53,7 +59,7 @@ def test_unsupported_option_names_its_override(qwen3: str, engine: dict, model: 
 
 def test_all_unsupported_options_are_named_at_once(qwen3: str) -> None:
     with pytest.raises(
-        ValueError, match=r"use_fused_kernels.*pad_to_length.*use_dynamic_bsz.*use_prefix_grouper=False"
+        ValueError, match=r"use_dynamic_bsz.*use_fused_kernels.*pad_to_length.*use_prefix_grouper=False"
     ):
         make_engine(qwen3, packed=True, engine={"pad_to_length": True}, model={**PADDED, "use_fused_kernels": True})
 

@@ -22,10 +22,12 @@ __all__ = ["RULES"]
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+OPTIONS = "prefix_grouper"
 ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 ALL = frozenset(Mode)
 PADDED = frozenset({Mode.PREFIX_GROUPER})
+PACKED = frozenset({Mode.PACKED})
 SHARING = frozenset({Mode.PREFIX_GROUPER, Mode.PACKED})
 
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
@@ -131,6 +133,71 @@ RULES: tuple[Rule, ...] = (
         "a micro-batch that is no multiple of actor_rollout_ref.rollout.n cuts a group in two",
         packed_or(next_multiple_of_n),
     ),
+    Rule(
+        "fused_kernels",
+        PADDED,
+        (f"{MODEL}.use_fused_kernels", f"{ACTOR}.use_fused_kernels"),
+        is_on,
+        "the LM head runs on columns of padded groups and would bypass verl's fused one",
+        packed_or(set_to("False")),
+    ),
+    Rule(
+        "ulysses",
+        PADDED,
+        _in_both_roles("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"),
+        above_one,
+        "sequence parallelism would cut padded groups at shard edges",
+        packed_or(set_to("1")),
+    ),
+    Rule(
+        "pad_to_length",
+        PADDED,
+        _in_both_roles("pad_to_length", "fsdp_config.pad_to_length"),
+        is_on,
+        "the length of padded groups follows from the longest one",
+        packed_or(set_to("False")),
+    ),
+    Rule(
+        "packed_options",
+        PADDED,
+        (f"{OPTIONS}.static_rows", f"{OPTIONS}.compile_layers"),
+        is_on,
+        "padded groups have no rows of one length",
+        packed_or(set_to("False")),
+    ),
+    Rule(
+        "dedup_gate",
+        PADDED,
+        (f"{OPTIONS}.min_dedup_ratio",),
+        above_one,
+        "padded groups cannot turn into plain rmpad",
+        packed_or(set_to("1")),
+    ),
+    # Packed mode.
+    Rule(
+        "static_rows_budget",
+        PACKED,
+        (f"{ACTOR}.use_dynamic_bsz", f"{REF}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz"),
+        lambda value, config: is_off(value, config) and bool(OmegaConf.select(config, f"{OPTIONS}.static_rows")),
+        f"{OPTIONS}.static_rows=True pads to the token budget, which fixed micro-batch sizes do not have",
+        set_to("True"),
+    ),
+    Rule(
+        "static_rows_gate",
+        PACKED,
+        (f"{OPTIONS}.min_dedup_ratio",),
+        lambda value, config: above_one(value, config) and bool(OmegaConf.select(config, f"{OPTIONS}.static_rows")),
+        f"a micro-batch that stops sharing needs more rows than {OPTIONS}.static_rows=True has",
+        set_to("1"),
+    ),
+    Rule(
+        "fused_kernels_sum_pi_squared",
+        PACKED,
+        (f"{ACTOR}.calculate_sum_pi_squared",),
+        lambda value, config: bool(value) and bool(OmegaConf.select(config, f"{MODEL}.use_fused_kernels")),
+        "verl's fused kernels never have the probabilities that it sums",
+        set_to("False"),
+    ),
     # Both modes that share prefixes.
     Rule(
         "remove_padding_per_role",
@@ -139,26 +206,6 @@ RULES: tuple[Rule, ...] = (
         differs_from_model,
         f"the mode follows from {USE_REMOVE_PADDING}; a role cannot leave it",
         follow_model,
-    ),
-    Rule(
-        "fused_kernels",
-        SHARING,
-        (*_in_models("use_fused_kernels"), f"{ACTOR}.use_fused_kernels"),
-        is_on,
-        "the LM head runs on response rows only and would bypass verl's fused one",
-        set_to("False"),
-    ),
-    Rule(
-        "ulysses",
-        SHARING,
-        (
-            *_in_both_roles("ulysses_sequence_parallel_size"),
-            f"{CRITIC}.ulysses_sequence_parallel_size",
-            *_in_engine_configs("ulysses_sequence_parallel_size"),
-        ),
-        above_one,
-        "sequence parallelism would cut shared prefixes at shard edges",
-        set_to("1"),
     ),
     Rule(
         "ring_attention",
@@ -230,14 +277,6 @@ RULES: tuple[Rule, ...] = (
         (f"{ACTOR}.qat.enable", *_in_engine_configs("qat.enable")),
         is_on,
         "quantization-aware training has not been verified with shared prefixes",
-        set_to("False"),
-    ),
-    Rule(
-        "pad_to_length",
-        SHARING,
-        (*_in_both_roles("pad_to_length"), *_in_engine_configs("pad_to_length")),
-        is_on,
-        "the rows follow from the groups; no length can be asked for",
         set_to("False"),
     ),
     Rule(

@@ -73,7 +73,7 @@ class JobHead(ABC):
     def __init__(self, head: nn.Linear) -> None:
         self.head = head
         self.job: HeadJob | None = None
-        head.forward = self.forward  # type: ignore[method-assign]
+        head.forward = self.forward
 
     @abstractmethod
     def wants(self, job: HeadJob) -> bool:

@@ -31,29 +31,28 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
     mtp = getattr(model_config, "mtp", None)
     padded = not model_config.use_remove_padding
     attention = (model_config.override_config or {}).get("attn_implementation")
+    options = engine_config.prefix_grouper
     reasons = {
         f"strategy={engine_config.strategy} is not fsdp or fsdp2": engine_config.strategy not in ("fsdp", "fsdp2"),
-        f"the padded prefix_grouper mode does not support ulysses_sequence_parallel_size > 1; {PACKED} or set it to 1": (
-            padded and engine_config.ulysses_sequence_parallel_size > 1
-        ),
-        f"the padded prefix_grouper mode does not support use_fused_kernels=True; {PACKED} or set it to False": (
-            padded and model_config.use_fused_kernels
-        ),
         f"attn_implementation={attention} would be ignored; set override_config.attn_implementation=sdpa": (
             attention is not None and attention not in REPLACED_ATTENTION
         ),
-        f"the padded prefix_grouper mode does not support pad_to_length=True; {PACKED} or set it to False": (
-            padded and engine_config.pad_to_length
-        ),
-        f"the padded prefix_grouper mode does not support static_rows=True; {PACKED} or set it to False": (
-            padded and engine_config.prefix_grouper.static_rows
-        ),
         "qat.enable=True is not supported; set it to False": bool(qat and qat.enable),
         "mtp.enable=True is not supported; set it to False": bool(mtp and mtp.enable),
-        f"the padded prefix_grouper mode does not support use_dynamic_bsz=True; {PACKED} or use_dynamic_bsz=False": (
-            padded and engine_config.use_dynamic_bsz
+        "static_rows=True needs use_dynamic_bsz=True, whose token budget it pads to": (
+            options.static_rows and not engine_config.use_dynamic_bsz
         ),
     }
+    only_packed = {
+        "use_dynamic_bsz=False": engine_config.use_dynamic_bsz,
+        "use_fused_kernels=False": model_config.use_fused_kernels,
+        "pad_to_length=False": engine_config.pad_to_length,
+        "static_rows=False": options.static_rows,
+        "compile_layers=False": options.compile_layers,
+        "min_dedup_ratio=1": options.min_dedup_ratio != 1,
+    }
+    for fix, applies in only_packed.items():
+        reasons[f"the padded prefix_grouper mode needs {fix}; or {PACKED}"] = padded and applies
     broken = [reason for reason, applies in reasons.items() if applies]
     if broken:
         raise ValueError("use_prefix_grouper=True: " + "; ".join(broken) + f"; or {OFF}")

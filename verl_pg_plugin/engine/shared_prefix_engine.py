@@ -21,6 +21,7 @@ from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.attention import ATTENTION_NAME, VarlenKernel, register_attention, select_kernel
+from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.engine.layout_forward import LayoutForward
 from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
@@ -86,6 +87,8 @@ class SharedPrefixMixin:
         with self._stock_forward():
             module: Any = super()._build_module()  # type: ignore[misc]
         check_model(module)
+        if self.engine_config.prefix_grouper.compile_layers:
+            compile_layers(module, dynamic=not self.engine_config.prefix_grouper.static_rows)
         self.num_attention_layers = module.config.get_text_config().num_hidden_layers
         self.model_flops = ModelFlops.of(module)
         return module

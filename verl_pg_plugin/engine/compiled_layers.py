@@ -1,0 +1,34 @@
+"""Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler."""
+
+from typing import Any
+
+from torch import nn
+
+
+def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
+    """Compile every decoder layer in place, when it first runs.
+
+    Layers are compiled one by one and not the model as a whole, so that FSDP can gather and free each one's weights
+    and gradient checkpointing can recompute it. Attention stays outside (see ``attention.register_attention``): its
+    index maps differ in every micro-batch.
+
+    Args:
+        module: an unwrapped transformers model.
+        dynamic: the number of rows differs between micro-batches.
+
+    Returns:
+        The layers.
+
+    Raises:
+        ValueError: the model does not say which of its modules are layers.
+    """
+    names = set(module._no_split_modules or ())
+    layers = [layer for layer in module.modules() if type(layer).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"{type(module).__name__} names no decoder layers in _no_split_modules; set "
+            "prefix_grouper.compile_layers=False"
+        )
+    for layer in layers:
+        layer.compile(dynamic=dynamic)
+    return layers
