@@ -58,8 +58,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PHASES = ("old_log_prob", "ref", "update_actor")
-PATHS = ("padded", "rmpad", "prefix_grouper", "packed")
-STOCK_PATHS = ("padded", "rmpad")
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,13 @@ class Case:
         return int(self.response)
 
 
-def rows_of_rank(samples: list[Sample], group: np.ndarray, path: str, rank: int, world_size: int) -> list[int]:
-    """What the trainer of that path would give the rank: verl's balance for stock, ours for the others."""
+def rows_of_rank(samples: list[Sample], group: np.ndarray, stock: bool, rank: int, world_size: int) -> list[int]:
+    """What the trainer would give the rank: verl's balance for the stock paths, ours for the others."""
     if world_size == 1:
         return list(range(len(samples)))
     prompts = np.array([len(sample.prompt) for sample in samples])
     responses = np.array([len(sample.response) for sample in samples])
-    if path in STOCK_PATHS:
+    if stock:
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
         return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)[rank]
     order = balance_groups(group, prompts, responses, world_size).order

@@ -30,21 +30,18 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from actor_cases import PATHS, PHASES, SHAPES, STOCK_PATHS, Case, Work, rows_of_rank
+from actor_cases import PHASES, SHAPES, Case, Work, rows_of_rank
+from actor_engines import EnginePath, build_engine, shared_model
 from bench_common import environment, write_csv
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
@@ -79,36 +76,6 @@ class Row:
     versions: str
     options: str
     commit: str
-
-
-def build_engine(model_path: str, args: argparse.Namespace, path: str) -> Any:
-    """verl's own class for the stock paths, ours for the others; same options."""
-    dtype = "bf16" if args.dtype == "bf16" else "fp32"
-    on_gpu = get_device_name() == "cuda"
-    stock = path in STOCK_PATHS
-    engine_cls = FSDPEngineWithLMHead if stock else EngineRegistry.get_engine_cls("language_model", "fsdp2")
-    engine = engine_cls(
-        model_config=HFModelConfig(
-            path=model_path,
-            load_tokenizer=False,
-            use_remove_padding=path in ("rmpad", "packed"),
-            enable_gradient_checkpointing=not args.no_gradient_checkpointing,
-            override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
-        ),
-        engine_config=PrefixGrouperEngineConfig(
-            strategy="fsdp2",
-            use_prefix_grouper=not stock,
-            prefix_grouper=PrefixGrouperOptions(attention_kernel=args.kernel),
-            model_dtype=dtype,
-            mixed_precision={"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"},
-            use_torch_compile=on_gpu,
-            use_dynamic_bsz=path in ("rmpad", "packed"),
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-6, optimizer=args.optimizer, total_training_steps=100),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
 
 
 def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> tuple[float, float]:
@@ -160,9 +127,9 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", "8", 4)])
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=["rmpad", "packed"])
+    default_paths = [EnginePath("rmpad"), EnginePath("packed")]
+    parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    parser.add_argument("--kernel", default="auto", help="attention kernel of packed mode")
     parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
@@ -187,51 +154,26 @@ def main() -> int:
     return 0
 
 
-def shared_model(args: argparse.Namespace, folder: str) -> str:
-    """Folder with random weights, written once by rank 0."""
-    names = [folder]
-    dist.broadcast_object_list(names, src=0)
-    if dist.get_rank() == 0:
-        if args.model in SHAPES:
-            config = transformers.AutoConfig.for_model("qwen3", max_position_embeddings=1 << 17, **SHAPES[args.model])
-        else:
-            config = transformers.AutoConfig.from_pretrained(args.model)
-        if args.layers:
-            config.num_hidden_layers = args.layers
-            config.layer_types = config.layer_types[: args.layers]
-        torch.manual_seed(0)
-        with torch.device(get_device_name()):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
-            )
-        model.save_pretrained(names[0])
-        del model
-        gc.collect()
-        get_torch_device().empty_cache()
-    dist.barrier()
-    return names[0]
-
-
 def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     config = transformers.AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
         flops = ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config))
     options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy}"
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
-    measured: dict[tuple[str, str, str], dict[str, Any]] = {}
-    kernels: dict[str, str] = {}
-    works: dict[tuple[str, str], Work] = {}
+    measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
+    kernels: dict[EnginePath, str] = {}
+    works: dict[tuple[EnginePath, str], Work] = {}
     for path in args.paths:
         engine = build_engine(model_path, args, path)
         for case in args.cases:
             world_size = dist.get_world_size()
             samples, group = case.samples(config.vocab_size, world_size)
-            mine = rows_of_rank(samples, group, path, dist.get_rank(), world_size)
+            mine = rows_of_rank(samples, group, path.stock, dist.get_rank(), world_size)
             batch = make_batch(
                 [samples[row] for row in mine],
                 max_token_len_per_gpu=args.max_token_len,
-                use_remove_padding=path in ("rmpad", "packed"),
-                use_dynamic_bsz=path in ("rmpad", "packed"),
+                use_remove_padding=path.unpadded,
+                use_dynamic_bsz=path.unpadded,
                 micro_batch_size_per_gpu=int(case.n.split("-")[0]),
                 global_batch_size=len(samples),
             )
@@ -245,26 +187,26 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             )
             for phase in args.phases:
                 measured[path, name, phase] = measure(engine, phase, batch, partial(ppo_loss, config=actor), args)
-                kernels[path] = "stock" if path in STOCK_PATHS else engine.sharing.kernel.name
+                kernels[path] = "stock" if path.stock else engine.sharing.kernel.name
         del engine
         gc.collect()
         get_torch_device().empty_cache()
     rows = []
     for (path, case_name, phase), numbers in measured.items():
-        base, work = measured.get(("rmpad", case_name, phase)), works[path, case_name]
-        done = work.alone if path in STOCK_PATHS else work.packed
+        base, work = measured.get((EnginePath("rmpad"), case_name, phase)), works[path, case_name]
+        done = work.alone if path.stock else work.packed
         rows.append(
             Row(
                 model=args.model,
                 case=case_name,
-                path=path,
+                path=str(path),
                 kernel=kernels[path],
                 phase=phase,
                 speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
                 flop_bound=sum(work.alone[phase]) / sum(done[phase]),
                 memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
                 logical_tokens=work.logical_tokens,
-                physical_tokens=work.physical_tokens if path == "packed" else work.logical_tokens,
+                physical_tokens=work.physical_tokens if path.mode == "packed" else work.logical_tokens,
                 physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / 1e12,
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
                 **numbers,
@@ -283,7 +225,7 @@ def report(rows: list[Row], path: Path | None) -> None:
     for row in sorted(rows, key=lambda row: (row.case, row.phase, row.path != "rmpad")):
         table.add_row(
             row.case,
-            row.path if row.path in STOCK_PATHS else f"{row.path} {row.kernel}",
+            row.path if row.kernel == "stock" else f"{row.path} {row.kernel}",
             row.phase,
             f"{row.seconds_median:.4f}",
             f"{row.seconds_min:.4f}..{row.seconds_max:.4f}",

@@ -131,6 +131,7 @@ def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_o
         ({"verify_every": 0}, "is below 1"),
         ({"verify_rows": 0}, "is below 1"),
         ({"verify_tolerance": 0.0}, "set it above 0, or to null"),
+        ({"static_rows": True, "on_mismatch": "rmpad"}, "set prefix_grouper.on_mismatch=raise"),
     ],
     ids=str,
 )

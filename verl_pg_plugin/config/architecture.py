@@ -17,7 +17,18 @@ from transformers import (
     PreTrainedModel,
 )
 
-__all__ = ["REPLACED_ATTENTION", "Reason", "class_reasons", "config_reasons", "lm_head_reasons", "unsupported_reasons"]
+__all__ = [
+    "HEAD_COMES_LAST",
+    "REPLACED_ATTENTION",
+    "Reason",
+    "class_reasons",
+    "config_reasons",
+    "lm_head_reasons",
+    "unsupported_reasons",
+]
+
+HEAD_COMES_LAST = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types tested to return the head's output as it is; others may scale or cap it."""
 
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 """Attention implementations that attention over shared prefixes stands in for."""

@@ -14,10 +14,10 @@ from verl.utils.model import update_model_config
 
 from verl_pg_plugin.config.architecture import unsupported_reasons
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, mode_of
+from verl_pg_plugin.config.model_fit import CRITIC_MODEL, unfit_options
 from verl_pg_plugin.config.violation import Setting, Violation
 
 MODEL = "actor_rollout_ref.model"
-CRITIC_MODEL = "critic.model"
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -99,9 +99,12 @@ def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Viola
         yield _violation("checkpoint_config", key, folder, why, fix)
         return
     update_model_config(hf_config, override_config_kwargs=_model_overrides(config, section))
-    for reason in unsupported_reasons(hf_config, trust_remote_code, value_model=section == CRITIC_MODEL):
+    reasons = unsupported_reasons(hf_config, trust_remote_code, value_model=section == CRITIC_MODEL)
+    for reason in reasons:
         fix = reason.fix.replace(MODEL, section) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
         yield _violation("architecture", key, folder, reason.why, fix)
+    if not reasons:
+        yield from unfit_options(config, section, hf_config)
 
 
 def _model_overrides(config: DictConfig, section: str) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class PrefixGrouperOptions(BaseConfig):
         logits_chunk_size: rows of logits held at once by the head of packed mode; 0 for all of them.
         static_rows: pad every micro-batch of packed mode to its token budget, so that compiled code sees one shape.
         compile_layers: ``torch.compile`` every decoder layer, around attention.
+        recompute_attention: gradient checkpointing runs the attention kernel again in the backward; False keeps its
+            output, which takes about as much memory as the hidden states that are kept anyway.
         min_dedup_ratio: a micro-batch of packed mode that would share less than this (logical over physical tokens)
             runs as plain rmpad; 1 lets all of them share.
         verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
@@ -41,6 +43,7 @@ class PrefixGrouperOptions(BaseConfig):
     logits_chunk_size: int = 4096
     static_rows: bool = False
     compile_layers: bool = False
+    recompute_attention: bool = False
     min_dedup_ratio: float = 1.0
     verify: str = "off"
     verify_every: int = 100
@@ -68,6 +71,11 @@ class PrefixGrouperOptions(BaseConfig):
         if self.verify_tolerance is not None and self.verify_tolerance <= 0:
             raise ValueError(
                 f"prefix_grouper.verify_tolerance={self.verify_tolerance} lets nothing pass; set it above 0, or to null"
+            )
+        if self.static_rows and self.on_mismatch == "rmpad":
+            raise ValueError(
+                "prefix_grouper.on_mismatch=rmpad needs more rows than prefix_grouper.static_rows=True has; set "
+                "prefix_grouper.on_mismatch=raise"
             )
 
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import torch_functional as verl_F
 
-HEAD_COMES_LAST = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types tested to return the head's output as it is; others may scale or cap it."""
+from verl_pg_plugin.config.architecture import HEAD_COMES_LAST
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+"""Random models and the engines that ``bench_actor.py`` compares."""
+
+import argparse
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from actor_cases import SHAPES
+from omegaconf import OmegaConf
+from verl.trainer.config import CheckpointConfig
+from verl.utils.device import get_device_name, get_torch_device
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+
+
+@dataclass(frozen=True)
+class EnginePath:
+    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:static_rows=True``."""
+
+    mode: str
+    options: str = ""
+
+    MODES = ("padded", "rmpad", "prefix_grouper", "packed")
+
+    @classmethod
+    def parse(cls, text: str) -> "EnginePath":
+        mode, _, options = text.partition(":")
+        path = cls(mode, options)
+        if mode not in cls.MODES or (path.stock and options):
+            raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(cls.MODES)}; only ours take :KEY=VALUE,...")
+        return path
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{self.options}" if self.options else self.mode
+
+    @property
+    def stock(self) -> bool:
+        return self.mode in ("padded", "rmpad")
+
+    @property
+    def unpadded(self) -> bool:
+        return self.mode in ("rmpad", "packed")
+
+    @property
+    def sharing(self) -> PrefixGrouperOptions:
+        return PrefixGrouperOptions(**OmegaConf.from_dotlist(self.options.split(",") if self.options else []))
+
+
+def shared_model(args: argparse.Namespace, folder: str) -> str:
+    """Folder with random weights, written once by rank 0."""
+    names = [folder]
+    dist.broadcast_object_list(names, src=0)
+    if dist.get_rank() == 0:
+        if args.model in SHAPES:
+            config = transformers.AutoConfig.for_model("qwen3", max_position_embeddings=1 << 17, **SHAPES[args.model])
+        else:
+            config = transformers.AutoConfig.from_pretrained(args.model)
+        if args.layers:
+            config.num_hidden_layers = args.layers
+            config.layer_types = config.layer_types[: args.layers]
+        torch.manual_seed(0)
+        with torch.device(get_device_name()):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
+            )
+        model.save_pretrained(names[0])
+        del model
+        gc.collect()
+        get_torch_device().empty_cache()
+    dist.barrier()
+    return names[0]
+
+
+def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
+    """verl's own class for the stock paths, ours for the others; same options."""
+    on_gpu = get_device_name() == "cuda"
+    engine_cls = FSDPEngineWithLMHead if path.stock else EngineRegistry.get_engine_cls("language_model", "fsdp2")
+    engine = engine_cls(
+        model_config=HFModelConfig(
+            path=model_path,
+            load_tokenizer=False,
+            use_remove_padding=path.unpadded,
+            enable_gradient_checkpointing=not args.no_gradient_checkpointing,
+            override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
+        ),
+        engine_config=PrefixGrouperEngineConfig(
+            strategy="fsdp2",
+            use_prefix_grouper=not path.stock,
+            prefix_grouper=path.sharing,
+            model_dtype=args.dtype,
+            mixed_precision={"param_dtype": args.dtype, "reduce_dtype": args.dtype, "buffer_dtype": "fp32"},
+            use_torch_compile=on_gpu,
+            use_dynamic_bsz=path.unpadded,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-6, optimizer=args.optimizer, total_training_steps=100),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine

@@ -1,0 +1,43 @@
+"""Gradient checkpointing recomputes attention when asked to, keeps it otherwise, and gives one gradient."""
+
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from verl_pg_plugin.engine.saved_attention import FORWARD_OPS
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LAYERS = 3
+SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=LAYERS)
+
+
+class CountForwards(TorchDispatchMode):
+    """Counts what reaches the kernel; an output that checkpointing kept does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.name() == FORWARD_OPS["sdpa"]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [(False, 1), (True, 2)])
+def test_attention_runs_as_often_as_asked(qwen3: str, recompute: bool, passes: int) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"recompute_attention": recompute})
+    segments = 2 + len(SAMPLES)  # a prefix per group, a segment per response
+    batch = make_batch(SAMPLES)
+    with engine.train_mode(), CountForwards() as kernel:
+        engine.forward_backward_batch(clone(batch), actor_loss())
+    assert kernel.calls == passes * LAYERS * segments
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
