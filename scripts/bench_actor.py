@@ -36,6 +36,7 @@ from bench_common import environment, write_csv
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
+from torch._dynamo.utils import counters
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
@@ -51,7 +52,7 @@ class Row:
     """One measurement; seconds are the slowest rank's, memory is the largest rank's.
 
     ``slowest_over_mean`` compares the FLOPs of the ranks: their times are equal, since FSDP makes them wait for
-    each other in every layer.
+    each other in every layer. ``graphs_compiled`` counts what the path has compiled up to and with this measurement.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Row:
     physical_tokens: int
     physical_tflops_per_s: float
     slowest_over_mean: float
+    graphs_compiled: int
     world_size: int
     device: str
     driver: str
@@ -78,8 +80,17 @@ class Row:
     commit: str
 
 
-def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> tuple[float, float]:
-    """Seconds of one phase on this rank, from batch on the host to results on the host, and peak GiB.
+@dataclass(frozen=True)
+class Timing:
+    """One phase on this rank: seconds from batch on the host to results on the host, peak GiB, rows of all ranks."""
+
+    seconds: float
+    peak_gib: float
+    physical_tokens: int
+
+
+def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> Timing:
+    """One run of a phase.
 
     The peak of an update is that of its forward and backward passes: what the optimizer allocates in its step is
     the same on every path.
@@ -96,21 +107,23 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
         start = time.perf_counter()
         if update:
             engine.optimizer_zero_grad()
-            engine.forward_backward_batch(data, loss, forward_only=False)
+            output = engine.forward_backward_batch(data, loss, forward_only=False)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             engine.optimizer_step()
         else:
-            engine.infer_batch(data)
+            output = engine.infer_batch(data)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         get_torch_device().synchronize()
-        return time.perf_counter() - start, peak / 2**30
+        seconds = time.perf_counter() - start
+    rows = output["metrics"].get("prefix_grouper/physical_tokens", [0])
+    return Timing(seconds, peak / 2**30, int(rows[0]))
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Median and spread over repeats, after warm-up."""
     runs = [run_phase(engine, phase, batch, loss, args.entropy) for _ in range(args.warmup + args.repeats)]
-    mine = [seconds for seconds, _ in runs[args.warmup :]]
-    peak = max(gib for _, gib in runs[args.warmup :])
+    mine = [run.seconds for run in runs[args.warmup :]]
+    peak = max(run.peak_gib for run in runs[args.warmup :])
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (mine, peak))
     slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
@@ -119,6 +132,8 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
         "seconds_min": min(slowest),
         "seconds_max": max(slowest),
         "peak_gib": max(peak for _, peak in ranks),
+        "physical_tokens": runs[-1].physical_tokens,
+        "graphs_compiled": counters["stats"]["unique_graphs"],
     }
 
 
@@ -164,6 +179,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     kernels: dict[EnginePath, str] = {}
     works: dict[tuple[EnginePath, str], Work] = {}
     for path in args.paths:
+        counters.clear()
         engine = build_engine(model_path, args, path)
         for case in args.cases:
             world_size = dist.get_world_size()
@@ -206,10 +222,9 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 flop_bound=sum(work.alone[phase]) / sum(done[phase]),
                 memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
                 logical_tokens=work.logical_tokens,
-                physical_tokens=work.physical_tokens if path.mode == "packed" else work.logical_tokens,
                 physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / 1e12,
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
-                **numbers,
+                **numbers | {"physical_tokens": numbers["physical_tokens"] or work.logical_tokens},
                 **about,
             )
         )

@@ -27,7 +27,7 @@ PHASES = ("old_log_prob", "ref", "update_actor")
 
 @dataclass(frozen=True)
 class Point:
-    """One measured case of packed mode: speed-up over rmpad, its spread, and the bound."""
+    """One measured case of packed mode, with its kernel and options: speed-up over rmpad, its spread, and the bound."""
 
     model: str
     kernel: str
@@ -47,10 +47,12 @@ class Point:
     @classmethod
     def from_row(cls, row: dict[str, str]) -> "Point":
         prompt, response, n, _groups = row["case"].split(",")
+        options = row["path"].partition(":")[2].split(",")
+        shown = [option for option in options if option and not option.startswith("attention_kernel=")]
         speedup, median = float(row["speedup"]), float(row["seconds_median"])
         return cls(
             model=row["model"],
-            kernel=row["kernel"],
+            kernel=" ".join([row["kernel"], *shown]),
             phase=row["phase"],
             prompt=int(prompt),
             response=float(response.removeprefix("ln:")),
@@ -72,8 +74,8 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
     points = []
     for path in paths:
         with path.open() as file:
-            rows = [row for row in csv.DictReader(file) if row["path"] == "packed" and row["speedup"] != "nan"]
-        points += [Point.from_row(row) for row in rows]
+            rows = [row for row in csv.DictReader(file) if row["path"].partition(":")[0] == "packed"]
+        points += [Point.from_row(row) for row in rows if row["speedup"] != "nan"]
     if not points:
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: no packed row with a speed-up; run bench_actor.py with --paths rmpad packed")

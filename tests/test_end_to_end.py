@@ -72,3 +72,69 @@ def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -
     for step in steps:
         assert step["critic/prefix_grouper/dedup_ratio"] > 8
         assert step["critic/grad_norm"] > 0
+
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+TOGETHER: dict[str, tuple[str, list[str]]] = {
+    "two sequence-parallel workers, fused kernels, bucketed rows": (
+        "2",
+        [
+            f"{ACTOR}.ulysses_sequence_parallel_size=2",
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+            f"{MODEL}.use_fused_kernels=True",
+            f"{ACTOR}.pad_to_length=True",
+            f"{ACTOR}.fsdp_config.pad_to_length_bucket=128",
+            f"{ACTOR}.entropy_coeff=0.01",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+        ],
+    ),
+    "compiled layers on static rows, verified": (
+        "1",
+        [
+            "prefix_grouper.static_rows=True",
+            "prefix_grouper.compile_layers=True",
+            "prefix_grouper.logits_chunk_size=64",
+            "prefix_grouper.verify=every_n",
+            "prefix_grouper.verify_every=1",
+            f"{MODEL}.enable_gradient_checkpointing=True",
+        ],
+    ),
+    "adapters, with the reference behind them": (
+        "1",
+        [
+            f"{MODEL}.lora_rank=4",
+            f"{MODEL}.lora_alpha=8",
+            f"{MODEL}.target_modules=all-linear",
+            f"{MODEL}.lora.merge=True",
+            f"{ACTOR}.entropy_coeff=0.01",
+            "prefix_grouper.min_dedup_ratio=2",
+        ],
+    ),
+    "offload on two workers, KL in the reward": (
+        "2",
+        [
+            f"{ACTOR}.fsdp_config.param_offload=True",
+            f"{ACTOR}.fsdp_config.optimizer_offload=True",
+            f"{ACTOR}.entropy_checkpointing=True",
+            f"{ACTOR}.entropy_from_logits_with_chunking=True",
+            f"{ACTOR}.entropy_coeff=0.01",
+            f"{ACTOR}.calculate_sum_pi_squared=True",
+            "algorithm.use_kl_in_reward=True",
+            f"{ACTOR}.use_kl_loss=False",
+        ],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOGETHER)
+def test_options_that_real_runs_switch_on_train_together(tmp_path: Path, name: str) -> None:
+    workers, overrides = TOGETHER[name]
+    summary, steps = train(tmp_path, *overrides, NGPUS_PER_NODE=workers, OMP_NUM_THREADS="1")
+    assert summary["mode"] == Mode.PACKED.value
+    # verl hands merged adapters to the rollout in bf16.
+    tolerance = 5e-3 if any("lora" in override for override in overrides) else 1e-4
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < tolerance
