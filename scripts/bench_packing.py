@@ -30,7 +30,7 @@ from verl_pg_plugin.packing import (
     pack_grpo_data,
     reference,
 )
-from verl_pg_plugin.packing.segment_sum import scatter_sum
+from verl_pg_plugin.packing.segment_sum_scatter import scatter_sum
 
 PAD_TOKEN_ID = 0
 
@@ -118,6 +118,8 @@ def cases(device: torch.device) -> Iterator[Case]:
                 partial(batch_unsorted_segment_sum, values, ids, num_segments),
                 inner,
             )
+            if device.type == "cpu" and inner == 1:
+                yield from limits(values, ids, num_segments, f"{bs} x {seq}, {num_segments} segments, {order} ids")
     host = device_name(torch.device("cpu"))
     for bs, seq, inner in ((32, 8192, 1), (2, 64, 20)):
         for lengths in ("full", "ragged"):
@@ -149,6 +151,16 @@ def cases(device: torch.device) -> Iterator[Case]:
                     partial(pack_each, partial(pack_grouped_data, **row), groups),
                     inner,
                 )
+
+
+def limits(values: torch.Tensor, ids: torch.Tensor, num_segments: int, setting: str) -> Iterator[Case]:
+    """What bounds the segment sum on a CPU, against the same loop: torch's additions alone, and reading the input."""
+    loop = partial(reference.segment_sum_by_row, values, ids, num_segments)
+    for operation, limit in (
+        ("limit: torch's scatter_add alone", partial(scatter_sum, values, ids, num_segments)),
+        ("limit: reading values and ids once", lambda: (values.sum(), ids.amax())),
+    ):
+        yield Case(operation, setting, device_name(values.device), "one segment sum a row", loop, limit)
 
 
 def pack_each(pack: Callable[[Any], Any], groups: list[Any]) -> list[Any]:

@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
-# Lint, format check, type check and tests; installs into .venv first if needed.
+# Lint, format check, type check and tests; installs into .venv first if needed. A short selection of the tests runs a
+# second time, on the lowest supported transformers: .venv has the highest.
 #
-#   bash scripts/run_tests.sh [--slow] [PYTEST_ARGS ...]      # e.g. bash scripts/run_tests.sh tests/layout -x
+#   bash scripts/run_tests.sh [--slow] [--skip-lowest] [PYTEST_ARGS ...]      # e.g. --skip-lowest tests/layout -x
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/install.sh
 
-selection=(-m "not slow")
-if [ "${1:-}" = "--slow" ]; then selection=(); shift; fi
+selection=(-m "not slow") lowest=yes
+while true; do
+  case ${1:-} in
+    --slow) selection=() ;;
+    --skip-lowest) lowest=no ;;
+    *) break ;;
+  esac
+  shift
+done
+bash scripts/install.sh
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
@@ -15,3 +23,5 @@ if [ "${1:-}" = "--slow" ]; then selection=(); shift; fi
 # One thread: on two cores, tiny models and two-process tests are slower when they fight over threads.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/python -m pytest "${selection[@]}" --durations=15 "$@"
+
+if [ "$lowest" = yes ]; then bash scripts/run_tests_lowest.sh; fi

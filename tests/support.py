@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from peft import PeftModel
 from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
@@ -117,10 +118,11 @@ def clone(batch: TensorDict) -> TensorDict:
 
 @dataclass(frozen=True)
 class Result:
-    """Per-sequence model outputs over the response tokens, and full gradients by parameter name."""
+    """Per-sequence model outputs over the response tokens, full gradients by parameter name, and the loss."""
 
     outputs: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor]
+    loss: float | None = None
 
 
 def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tensor]:
@@ -135,25 +137,37 @@ def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:
         inferred = engine.infer_batch(clone(batch))["model_output"]
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(clone(batch), loss)
+        losses = engine.forward_backward_batch(clone(batch), loss)["loss"]
+        scale = engine.scaler.get_scale() if engine.scaler else 1.0  # of the loss, under fp16
         gradients = {
             # FSDP1 keeps the names of parameters (use_orig_params), with its own in between.
             name.replace("_fsdp_wrapped_module.", ""): (
-                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
+                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach() / scale
             )
             for name, p in engine.module.named_parameters()
             if p.grad is not None
         }
-    return Result({name: response_values(v, batch) for name, v in inferred.items()}, gradients)
+    return Result({name: response_values(v, batch) for name, v in inferred.items()}, gradients, sum(losses))
 
 
 def run_reference(
-    model_path: str, batch: TensorDict, loss: Callable, dtype: torch.dtype = torch.float32, **model_options: Any
+    model_path: str,
+    batch: TensorDict,
+    loss: Callable,
+    dtype: torch.dtype = torch.float32,
+    adapter: str | None = None,
+    cut: Sequence[Sequence[int]] | None = None,
+    **model_options: Any,
 ) -> Result:
-    """Every sequence alone, unpadded, through the stock transformers model; the loss over all of them at once."""
+    """Every sequence alone, unpadded, through the stock transformers model; the loss over all of them at once.
+
+    ``adapter`` is the path of a LoRA adapter; ``cut`` the rows of each micro-batch, for losses that depend on them.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         model_path, dtype=dtype, attn_implementation="eager", **model_options
     )
+    if adapter:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     temperature = batch["temperature"]
     temperatures = torch.as_tensor(temperature, dtype=dtype).reshape(-1).expand(len(batch)).tolist()
     rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": [], "sum_pi_squared": []}
@@ -165,12 +179,21 @@ def run_reference(
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
         rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
     outputs = {name: torch.nested.as_nested_tensor(v, layout=torch.jagged) for name, v in rows.items()}
-    data = clone(batch)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
-    value, _ = loss(model_output=outputs, data=data)
+    if not tu.get_non_tensor_data(batch, "calculate_entropy", default=False):
+        del outputs["entropy"]
+    num_tokens = int(batch["loss_mask"].values().sum())
+    value = torch.zeros((), dtype=dtype)
+    for indices in cut or [range(len(batch))]:
+        data = tu.index_select_tensor_dict(batch, list(indices))
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens)
+        of_part = {
+            name: torch.nested.as_nested_tensor([v.unbind()[i] for i in indices], layout=torch.jagged)
+            for name, v in outputs.items()
+        }
+        value = value + loss(model_output=of_part, data=data)[0]
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients)
+    return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients, value.item())
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:
@@ -183,6 +206,8 @@ def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> No
             error = (got.double() - want.double()).abs()
             bound = tolerance * want.double().abs().clamp(min=1.0)
             assert (error <= bound).all(), f"{name}, row {row}: off by {error.max():.3g} at token {int(error.argmax())}"
+    if actual.loss is not None and expected.loss is not None:
+        assert abs(actual.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss)), "the loss"
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, want in expected.gradients.items():
         error = (actual.gradients[name].double() - want.double()).abs().max()

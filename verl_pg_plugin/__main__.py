@@ -4,18 +4,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_pg_plugin import patch_model
+from verl_pg_plugin import doctor, patch_model
 from verl_pg_plugin.command import CommandError
 
-SUBCOMMANDS = (patch_model,)
-"""Modules with ``add_parser(subparsers)``, which sets the default ``run(args)`` of the parser it adds."""
+SUBCOMMANDS = (doctor, patch_model)
+"""Modules with ``add_parser(subparsers)``; it sets the default ``run(args)``, which may return an exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Returns:
-        0, or 2 after an error that is written to stderr as one line.
+        The subcommand's exit code, or 2 after an error that is written to stderr as one line.
     """
     parser = argparse.ArgumentParser(prog="python -m verl_pg_plugin", description="Tools of verl_pg_plugin.")
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
@@ -23,11 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except CommandError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {"prefix_grouper.static_rows": True, f"{ACTOR}.use_dynamic_bsz": False},
         {"prefix_grouper.static_rows": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False},
     ],
-    "static_rows_gate": [{"prefix_grouper.static_rows": True, "prefix_grouper.min_dedup_ratio": 1.5}],
+    "static_rows_fallback": [{"prefix_grouper.static_rows": True, "prefix_grouper.on_mismatch": "rmpad"}],
+    "verify": [{"prefix_grouper.verify": "first"}, {"prefix_grouper.verify": "every_n"}],
+    "verify_offload": [{"prefix_grouper.verify": "first", f"{MODEL}.enable_activation_offload": True}],
     "fused_kernels_sum_pi_squared": [{f"{MODEL}.use_fused_kernels": True, f"{ACTOR}.calculate_sum_pi_squared": True}],
     "critic_padding": [{**WITH_CRITIC, "critic.model.use_remove_padding": False}],
 }

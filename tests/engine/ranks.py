@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks and hand back what each returns."""
+"""Run a function on several ranks, of gloo or of a GPU each, and hand back what each returns."""
 
 import os
 import traceback
@@ -12,12 +12,16 @@ import torch.multiprocessing as mp
 from tests.conftest import free_port
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here."""
+def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
+    """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here.
+
+    With ``device="cuda"`` every process has a GPU of its own, and collectives go through nccl.
+    """
     context = mp.get_context("spawn")
     results, received = context.SimpleQueue(), context.Event()
     store = f"tcp://127.0.0.1:{free_port()}"
-    processes = mp.spawn(_run, (world_size, store, results, received, function, args), nprocs=world_size, join=False)
+    arguments = (world_size, device, store, results, received, function, args)
+    processes = mp.spawn(_run, arguments, nprocs=world_size, join=False)
     by_rank: dict[int, Any] = {}
     while len(by_rank) < world_size:
         if results.empty():
@@ -38,11 +42,22 @@ class Failure:
 
 
 def _run(
-    rank: int, world_size: int, store: str, results: Any, received: Any, function: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    device: str,
+    store: str,
+    results: Any,
+    received: Any,
+    function: Callable[..., Any],
+    args: tuple,
 ) -> None:
-    os.environ.setdefault("VERL_PLATFORM", "cpu")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("VERL_PLATFORM", "cpu")
+        torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
     try:
         result = function(rank, *args)
     except Exception:

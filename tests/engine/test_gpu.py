@@ -6,7 +6,8 @@ import pytest
 import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.support import Result, actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.precision import assert_no_worse, errors
+from tests.support import actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [
@@ -21,29 +22,11 @@ BF16 = {
 }
 SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 3}
-POOLED = 1024
-"""Parameters with fewer elements are compared together: the error of a few dozen numbers is a matter of luck."""
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
-
-
-def errors(result: Result, reference: Result) -> dict[str, float]:
-    """Norm of the difference from float32, of each output and each parameter's gradient."""
-    found = {
-        name: torch.cat([a.cpu().float() - b for a, b in zip(rows, reference.outputs[name], strict=True)]).norm().item()
-        for name, rows in result.outputs.items()
-    }
-    small = []
-    for name, want in reference.gradients.items():
-        difference = (result.gradients[name].cpu().float() - want).flatten()
-        if len(difference) < POOLED:
-            small.append(difference / want.norm())
-        else:
-            found[name] = difference.norm().item()
-    return {**found, "small parameters": torch.cat(small).norm().item()}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
@@ -59,8 +42,8 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(qwen3: str, strategy: str, ch
     packed = make_engine(
         qwen3, packed=True, strategy=strategy, engine={**BF16, "logits_chunk_size": chunk}, model=flash
     )
-    for name, error in errors(run_engine(packed, batch, actor_loss()), reference).items():
-        assert error <= 1.1 * baseline[name], f"{name}: {error / baseline[name]:.3f} times the error of stock rmpad"
+    result = errors(run_engine(packed, batch, actor_loss()), reference)
+    assert_no_worse(result, baseline)
 
 
 def test_mfu_of_the_rows_that_are_computed_is_between_nothing_and_one(qwen3: str) -> None:

@@ -32,7 +32,8 @@ class PrefixGrouperOptions(BaseConfig):
         verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
         verify_every: n of ``verify=every_n``, in micro-batches.
         verify_rows: samples to recompute in each.
-        verify_tolerance: largest difference per token; None for one that fits the dtype.
+        verify_tolerance: largest error per token, relative to the larger of 1 and the value; None for one that is
+            measured in the run (``engine.token_comparison``).
         on_mismatch: raise, or go on as rmpad.
 
     Raises:

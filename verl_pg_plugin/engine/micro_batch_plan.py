@@ -1,9 +1,10 @@
 """Plan the micro-batches of a mini-batch on every rank, together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -15,6 +16,7 @@ from verl_pg_plugin.engine.row_selection import select_rows
 from verl_pg_plugin.engine.sequences import BatchError, Sequences, read_sequences
 from verl_pg_plugin.engine.sharing_modes import lay_out_packed
 from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.prefix_order import IntArray
 
 LAYOUT_KEY = "prefix_grouper_layout"
 """Non-tensor field of a micro-batch that carries its layout from the plan to the forward."""
@@ -27,12 +29,29 @@ class MicroBatchPlan:
     Attributes:
         micro_batches: rows of the mini-batch, each with its layout under ``LAYOUT_KEY``.
         indices: which rows those are, as verl's ``restore_dynamic_batch`` expects them.
-        layouts: one per micro-batch.
     """
 
     micro_batches: list[TensorDict]
     indices: list[list[int]]
-    layouts: list[Layout]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layout that each micro-batch carries: once it has run, the one it ran with."""
+        return [tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None) for micro_batch in self.micro_batches]
+
+    @property
+    def num_rmpad(self) -> int:
+        """Micro-batches that run as plain rmpad, since they share nothing or were not let."""
+        return sum(not shares_rows(layout) for layout in self.layouts)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Sequences of one micro-batch; its rows come from all of them together, or from each one alone."""
+
+    sequences: list[int]
+    num_rows: int
+    shared: bool
 
 
 def plan_micro_batches(
@@ -40,6 +59,7 @@ def plan_micro_batches(
     dp_group: dist.ProcessGroup | None,
     sp_size: int = 1,
     lay_out: Callable[[Sequences], Layout] = lay_out_packed,
+    min_dedup_ratio: float = 1.0,
 ) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
 
@@ -48,6 +68,9 @@ def plan_micro_batches(
         dp_group: ranks that must run the same number of micro-batches; None for this rank alone.
         sp_size: ranks that share one sequence; multiplies the token budget as in verl.
         lay_out: makes the rows of one micro-batch.
+        min_dedup_ratio: a micro-batch that would share less (logical over physical tokens) is laid out as plain rmpad,
+            cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
+            nothing but the mini-batch counts.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -60,19 +83,63 @@ def plan_micro_batches(
         return sequences, build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
 
     sequences, order = on_every_rank(sort, dp_group)
-    wanted, indices = 1, on_every_rank(partial(cut_micro_batches, order, limits), dp_group)
-    while (counts := set(over_ranks(len(indices), dp_group))) != {wanted}:
+    cut = partial(_cut, sequences, order, limits, min_dedup_ratio)
+    wanted, cuts = 1, on_every_rank(cut, dp_group)
+    while (counts := set(over_ranks(len(cuts), dp_group))) != {wanted}:
         wanted = max(counts)
-        indices = on_every_rank(partial(cut_micro_batches, order, limits, at_least=wanted), dp_group)
+        cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)
 
     def finish() -> MicroBatchPlan:
-        layouts = [lay_out(sequences.select(rows)) for rows in indices]
+        indices = [cut.sequences for cut in cuts]
         micro_batches = select_rows(data, indices)
-        for micro_batch, layout in zip(micro_batches, layouts, strict=True):
-            tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
-        return MicroBatchPlan(micro_batches=micro_batches, indices=indices, layouts=layouts)
+        for micro_batch, cut in zip(micro_batches, cuts, strict=True):
+            rows = sequences.select(cut.sequences)
+            tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, lay_out(rows if cut.shared else unshared(rows)))
+        return MicroBatchPlan(micro_batches=micro_batches, indices=indices)
 
     return on_every_rank(finish, dp_group)
+
+
+def unshared(sequences: Sequences) -> Sequences:
+    """The same sequences, none of which may share a row with another: packed mode lays them out as plain rmpad."""
+    return replace(sequences, classes=np.arange(len(sequences.prompt_lengths)))
+
+
+def shares_rows(layout: Layout) -> bool:
+    """Whether a row is read by more than one segment, so that attention differs from plain rmpad."""
+    return not isinstance(layout, PackedLayout) or len(layout.kv_rows) > layout.num_rows
+
+
+def _cut(
+    sequences: Sequences, order: PrefixOrder, limits: MicroBatchLimits, min_dedup_ratio: float, at_least: int = 1
+) -> list[_Cut]:
+    """``cut_micro_batches`` with a gate behind it; micro-batches with most rows first."""
+    lengths, place = np.diff(sequences.offsets), np.argsort(order.sequences)
+    cuts: list[_Cut] = []
+    gated: list[int] = []
+    for members in cut_micro_batches(order, limits, at_least):
+        num_rows = _num_rows(order, np.sort(place[members]))
+        if lengths[members].sum() >= min_dedup_ratio * num_rows:
+            cuts.append(_Cut(members, num_rows, shared=True))
+        else:
+            gated.extend(members)
+    if gated:
+        # All in one cut: each of them cut alone would leave many half empty.
+        alone = unshared(sequences.select(gated))
+        order_alone = build_prefix_order(alone.tokens, alone.offsets, alone.classes)
+        for part in cut_micro_batches(order_alone, limits, at_least=max(at_least - len(cuts), 1)):
+            members = [gated[k] for k in part]
+            cuts.append(_Cut(members, int(lengths[members].sum()) - len(members), shared=False))
+    return sorted(cuts, key=lambda cut: -cut.num_rows)
+
+
+def _num_rows(order: PrefixOrder, places: IntArray) -> int:
+    """Physical tokens of the sequences at ``places`` of the sorted order, ascending.
+
+    Two sequences share the rows that all neighbours between them share.
+    """
+    shared = np.minimum.reduceat(order.num_shared[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else 0
+    return int(order.num_rows[places].sum() - np.sum(shared))
 
 
 def layout_of(sequences: Sequences, rows: list[int]) -> PackedLayout:

@@ -31,6 +31,7 @@ def plan_metrics(
         "physical_tokens": sum(layout.num_rows for layout in plan.layouts),
         "groups": sum(layout.num_roots for layout in plan.layouts),
         "micro_batches": len(plan.layouts),
+        "rmpad": plan.num_rmpad,
         "flops": flops.forward(plan.layouts) * (1 if forward_only else 3),
         "seconds": seconds,
     }
@@ -42,5 +43,6 @@ def plan_metrics(
         "prefix_grouper/physical_tokens": [float(total["physical_tokens"])],
         "prefix_grouper/dedup_ratio": [total["logical_tokens"] / total["physical_tokens"]],
         "prefix_grouper/groups_per_micro_batch": [total["groups"] / total["micro_batches"]],
+        "prefix_grouper/rmpad_micro_batches": [float(total["rmpad"])],
         "prefix_grouper/mfu_physical": [total["flops"] / peak],
     }

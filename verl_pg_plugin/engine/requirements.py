@@ -42,6 +42,9 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
         "static_rows=True needs use_dynamic_bsz=True, whose token budget it pads to": (
             options.static_rows and not engine_config.use_dynamic_bsz
         ),
+        f"verify={options.verify} needs model.enable_activation_offload=False, which counts on one forward per step": (
+            options.verify != "off" and model_config.enable_activation_offload
+        ),
     }
     only_packed = {
         "use_dynamic_bsz=False": engine_config.use_dynamic_bsz,
@@ -50,6 +53,7 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
         "static_rows=False": options.static_rows,
         "compile_layers=False": options.compile_layers,
         "min_dedup_ratio=1": options.min_dedup_ratio != 1,
+        "verify=off": options.verify != "off",
     }
     for fix, applies in only_packed.items():
         reasons[f"the padded prefix_grouper mode needs {fix}; or {PACKED}"] = padded and applies

@@ -7,9 +7,11 @@ are verl's.
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +29,10 @@ from verl_pg_plugin.engine.layout_forward import LayoutForward
 from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.plan_metrics import plan_metrics
 from verl_pg_plugin.engine.requirements import OFF, check_model, check_options
+from verl_pg_plugin.engine.saved_attention import save_attention
 from verl_pg_plugin.engine.sequences import read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
+from verl_pg_plugin.engine.verify import Verifier, check_verifiable
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class SharedPrefixMixin:
 
     Attributes:
         sharing: the mode, or None for the stock engine.
+        verifier: checks live micro-batches; None where nothing is verified.
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
@@ -53,11 +58,14 @@ class SharedPrefixMixin:
     rank: int
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: dist.ProcessGroup | None
+    _autocast_dtype: torch.dtype
     get_data_parallel_group: Callable[[], Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sharing: SharingMode | None = None
+        self.verifier: Verifier | None = None
+        self._told_of_rmpad = False
         if not getattr(self.engine_config, "use_prefix_grouper", False):
             return
         from verl_pg_plugin.engine.registration import assert_in_force  # it imports the engines
@@ -89,6 +97,8 @@ class SharedPrefixMixin:
         check_model(module)
         if self.engine_config.prefix_grouper.compile_layers:
             compile_layers(module, dynamic=not self.engine_config.prefix_grouper.static_rows)
+        if module.is_gradient_checkpointing and not self.engine_config.prefix_grouper.recompute_attention:
+            save_attention(module, self.sharing.kernel.name)
         self.num_attention_layers = module.config.get_text_config().num_hidden_layers
         self.model_flops = ModelFlops.of(module)
         return module
@@ -104,6 +114,46 @@ class SharedPrefixMixin:
         finally:
             self.model_config = asked
 
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        if self.sharing is None or self.engine_config.prefix_grouper.verify == "off":
+            return super()._build_fsdp_module(module)  # type: ignore[misc]
+        options = self.engine_config.prefix_grouper
+        mode = check_verifiable(module, self.sharing, options)
+        module = super()._build_fsdp_module(module)  # type: ignore[misc]
+        self.verifier = Verifier(
+            options=options,
+            mode=mode,
+            num_layers=self.num_attention_layers,
+            dtype=self._autocast_dtype,
+            group=self.get_data_parallel_group(),
+            attending_with=self._attending_with,
+        )
+        return module
+
+    @contextmanager
+    def _attending_with(self, kernel: VarlenKernel) -> Iterator[None]:
+        mode = self.sharing
+        assert isinstance(mode, PackedMode)
+        self.sharing = replace(mode, kernel=kernel)
+        try:
+            yield
+        finally:
+            self.sharing = mode
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        step = super().forward_step  # type: ignore[misc]
+        if self.verifier is None:
+            return step(micro_batch, loss_function, forward_only)
+        return self.verifier.forward_step(step, micro_batch, loss_function, forward_only)
+
+    @property
+    def min_dedup_ratio(self) -> float:
+        """Micro-batches that would share less than this run as plain rmpad; all of them after a mismatch."""
+        fallen_back = self.verifier is not None and self.verifier.fallen_back
+        return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -115,13 +165,15 @@ class SharedPrefixMixin:
         plans: list[MicroBatchPlan] = []
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
-            plans.append(plan_micro_batches(data, dp_group, self.ulysses_sequence_parallel_size, mode.lay_out))
+            sp_size = self.ulysses_sequence_parallel_size
+            plans.append(plan_micro_batches(data, dp_group, sp_size, mode.lay_out, self.min_dedup_ratio))
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
         with upstream.micro_batches_cut_by(cut):
             output = run(data, loss_function, forward_only=forward_only)
         get_torch_device().synchronize()  # the last backward is still running, and the clock below must see its end
+        self._tell_of_rmpad(plans[0])
         metrics = plan_metrics(
             plans[0],
             self.model_flops,
@@ -130,8 +182,17 @@ class SharedPrefixMixin:
             self.get_data_parallel_group(),
             self.ulysses_sequence_parallel_size,
         )
+        if self.verifier is not None:
+            metrics |= self.verifier.take_metrics()
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
+
+    def _tell_of_rmpad(self, plan: MicroBatchPlan) -> None:
+        if 1 < self.min_dedup_ratio < math.inf and plan.num_rmpad:
+            level = logging.DEBUG if self._told_of_rmpad else logging.WARNING
+            text = "%d of %d micro-batches ran as plain rmpad: prefix_grouper.min_dedup_ratio=%s"
+            logger.log(level, text, plan.num_rmpad, len(plan.micro_batches), self.min_dedup_ratio)
+            self._told_of_rmpad = True
 
     def lay_out(self, micro_batch: TensorDict) -> LayoutForward:
         """The micro-batch's layout, planned or made now, on its device."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from verl_pg_plugin.packing.pack_group import pack_bounds
-from verl_pg_plugin.packing.packed_rows import UnpaddedSamples, fill_rows
+from verl_pg_plugin.packing.packed_rows import fill_rows
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,18 @@ def pack_grpo_data(
         return []
     column_T = np.arange(seq_len)
     in_sample_BT = (column_T >= start_B[:, None]) & (column_T < (start_B + tokens_B)[:, None])
-    samples = UnpaddedSamples(
-        ids=ids_BT[in_sample_BT],
-        response_mask=response_mask_BT[in_sample_BT],
-        num_tokens=tokens_B[kept],
-        advantages=advantage_B[kept],
-    )
-    return fill_rows(samples, bounds, pack_num, seq_length, pad_token_id)
+
+    def place_tokens(gap_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # Boolean indexing copies whole runs, at about the cost of a memcpy; integer indices would cost a gather.
+        run_length = np.array((tokens_B[kept], gap_B)).T.ravel()
+        holds_token = (np.arange(run_length.size) % 2 == 0).repeat(run_length)
+        ids = np.full(holds_token.size, pad_token_id, dtype=np.int64)
+        ids[holds_token] = ids_BT[in_sample_BT]
+        mask = np.zeros(holds_token.size, dtype=np.int64)
+        mask[holds_token] = response_mask_BT[in_sample_BT]
+        return ids, mask
+
+    return fill_rows(tokens_B[kept], advantage_B[kept], place_tokens, bounds, pack_num, seq_length)
 
 
 def _matrix(name: str, values: ArrayLike) -> np.ndarray:

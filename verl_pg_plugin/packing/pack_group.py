@@ -47,7 +47,7 @@ def pack_bounds(tokens_B: np.ndarray, pack_num: int, seq_length: int, index_B: n
     Raises:
         ValueError: as `create_pack_group`.
     """
-    check_samples_fit(tokens_B, pack_num, seq_length, index_B)
+    check_samples_fit(tokens_B.tolist(), pack_num, seq_length, index_B)
     num_samples = len(tokens_B)
     # A pack of samples s..e-1 takes sum(tokens + 1) slots, and its pack_num - (e - s) dummies one each: together
     # sum(tokens) + pack_num. So the last e that fits follows from the running sum alone, for every s at once.
@@ -60,23 +60,25 @@ def pack_bounds(tokens_B: np.ndarray, pack_num: int, seq_length: int, index_B: n
     return bounds
 
 
-def check_samples_fit(tokens_B: np.ndarray, pack_num: int, seq_length: int, index_B: np.ndarray | None = None) -> None:
+def check_samples_fit(
+    num_tokens: Sequence[int], pack_num: int, seq_length: int, index_B: np.ndarray | None = None
+) -> None:
     """Raise ValueError for `pack_num < 1`, samples without tokens, and samples longer than a row can hold.
 
-    Args: as `pack_bounds`.
+    Args: as `pack_bounds`, the tokens as Python integers.
     """
     if pack_num < 1:
         raise ValueError(f"pack_num must be at least 1, got {pack_num}")
-    if not len(tokens_B):
+    if not num_tokens:
         return
-    if tokens_B.min() < 1:
-        empty = np.flatnonzero(tokens_B < 1)
+    if min(num_tokens) < 1:
+        empty = np.flatnonzero(np.less(num_tokens, 1))
         named = empty if index_B is None else index_B[empty]
         raise ValueError(f"samples {named.tolist()} hold no tokens: their responses end before their prompts start")
-    longest = int(tokens_B.max())
+    longest = max(num_tokens)
     needed = longest + pack_num
     if needed > seq_length:
-        place = int(tokens_B.argmax())
+        place = num_tokens.index(longest)
         raise ValueError(
             f"sample {place if index_B is None else index_B[place]} has {longest} tokens and needs a row of {needed} "
             f"(with its EOS and {pack_num - 1} dummy slots), but seq_length is {seq_length}: "

@@ -3,18 +3,17 @@
 Shape suffixes: B rows (`bs`), T tokens of a row (`seq`), S segments of a row.
 """
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-# Rows of at least MIN_LANED_TOKENS in all whose equal ids lie side by side are summed in LANES interleaved partial
-# sums: additions into one address wait for each other, so a run of equal ids is otherwise the slowest input of all.
-LANES = 16
-MIN_LANED_TOKENS = 1 << 16
-
+from verl_pg_plugin.packing.segment_sum_runs import sum_by_runs
+from verl_pg_plugin.packing.segment_sum_scatter import sum_by_scatter
 
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
+Route = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
@@ -48,54 +47,34 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
             f"{type(values).__name__} and {type(segment_ids).__name__}"
         )
     _check_arguments(values, segment_ids, num_segments)
+    route = _route(values)
+    if values.requires_grad:
+        return _SegmentSum.apply(values, segment_ids, num_segments, route)
+    return route(values, segment_ids, num_segments)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Forward: the route. Backward: each token's gradient is that of its segment, a gather."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, segment_ids: torch.Tensor, num_segments: int, route: Route
+    ) -> torch.Tensor:
+        ctx.save_for_backward(segment_ids)
+        return route(values, segment_ids, num_segments)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (segment_ids,) = ctx.saved_tensors
+        return grad_outputs[0].gather(1, segment_ids.long()), None, None, None
+
+
+def _route(values: torch.Tensor) -> Route:
     if values.is_cuda:
         from verl_pg_plugin.packing.segment_sum_cuda import segment_sum_cuda
 
-        return segment_sum_cuda(values, segment_ids, num_segments)
-    summands, ids = widen(values), segment_ids.long()
-    if values.device.type == "cpu":
-        return _segment_sum_cpu(summands, ids, num_segments).to(values.dtype)
-    check_id_range(ids, num_segments)
-    return scatter_sum(summands, ids, num_segments).to(values.dtype)
-
-
-def widen(values: torch.Tensor) -> torch.Tensor:
-    """The values in the dtype they are summed in: float32 for float16 and bfloat16, else their own."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def check_id_range(segment_ids: torch.Tensor, num_segments: int) -> None:
-    """Raise IndexError for ids outside `[0, num_segments)`: one pass over the ids, one synchronisation."""
-    if segment_ids.numel() == 0:
-        return
-    lowest, highest = torch.stack(torch.aminmax(segment_ids)).tolist()
-    if lowest < 0 or highest >= num_segments:
-        raise IndexError(
-            f"segment_ids lie in [{lowest}, {highest}], but num_segments={num_segments} allows only "
-            f"[0, {num_segments - 1}]: raise num_segments, or correct the ids"
-        )
-
-
-def scatter_sum(values: torch.Tensor, ids: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """(B, T, ...) values summed along dim 1 into (B, S, ...); the ids are int64 and not checked here."""
-    zeros = values.new_zeros(values.shape[0], num_segments, *values.shape[2:])
-    return zeros.scatter_add(1, ids, values)
-
-
-def _segment_sum_cpu(values: torch.Tensor, ids: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Route for the CPU, where scatter_add itself refuses an id out of range before it writes anything."""
-    try:
-        if ids.numel() >= MIN_LANED_TOKENS and ids.shape[1] % LANES == 0 and _mostly_runs(ids[0]):
-            lanes = (values.shape[0], -1, LANES)
-            return scatter_sum(values.reshape(lanes), ids.reshape(lanes), num_segments).sum(dim=2)
-        return scatter_sum(values, ids, num_segments)
-    except RuntimeError:
-        check_id_range(ids, num_segments)
-        raise
-
-
-def _mostly_runs(ids_T: torch.Tensor) -> bool:
-    return 2 * int((ids_T[1:] == ids_T[:-1]).count_nonzero()) > ids_T.numel()
+        return segment_sum_cuda
+    return sum_by_runs if values.device.type == "cpu" else sum_by_scatter
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,35 @@
+"""The rule for low precision: an error against float32 at most 1.1 times that of stock rmpad."""
+
+import torch
+
+from tests.support import Result
+
+POOLED = 4096
+"""Parameters with fewer elements are compared together: the error of a few numbers is a matter of luck."""
+FACTOR = 1.1
+
+
+def errors(result: Result, reference: Result) -> dict[str, float]:
+    """Norm of the difference from float32, of each output and each parameter's gradient."""
+    found = {
+        name: torch.cat([a.cpu().float() - b for a, b in zip(rows, reference.outputs[name], strict=True)]).norm().item()
+        for name, rows in result.outputs.items()
+    }
+    small = []
+    for name, want in reference.gradients.items():
+        difference = (result.gradients[name].cpu().float() - want).flatten()
+        if len(difference) < POOLED:
+            small.append(difference / want.norm())
+        else:
+            found[name] = difference.norm().item()
+    return {**found, "small parameters": torch.cat(small).norm().item()} if small else found
+
+
+def assert_no_worse(actual: dict[str, float], stock: dict[str, float]) -> None:
+    """Every error of ``actual`` within the rule."""
+    worse = [
+        f"{name}: {error / stock[name]:.3f} times the error of stock rmpad"
+        for name, error in actual.items()
+        if error > FACTOR * stock[name]
+    ]
+    assert not worse, "; ".join(worse)

@@ -1,0 +1,242 @@
+"""The parts of verl and transformers that we build on look as they did, and all of them are in the table."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from importlib.metadata import requires
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import verl_pg_plugin
+from verl_pg_plugin import transformers_contract, verl_contract
+from verl_pg_plugin.contract import EXISTS, Part, differences, signature_of
+from verl_pg_plugin.verl_contract import PARTS, changes
+
+PACKAGE = Path(verl_pg_plugin.__file__).parent
+UPSTREAM = ("verl", "transformers")
+ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+TABLE = {part.path: {user for other in PARTS if other.path == part.path for user in other.used_by} for part in PARTS}
+
+
+def listed(path: str) -> Part:
+    return next(part for part in PARTS if part.path == path)
+
+
+def test_installed_verl_and_transformers_are_what_our_code_was_written_for() -> None:
+    assert changes() == []
+
+
+def test_every_file_that_the_table_names_exists() -> None:
+    missing = {user for users in TABLE.values() for user in users if not (PACKAGE / user).is_file()}
+    assert not missing, "renamed or removed files are still in the table"
+
+
+# What the table must list: every name that is imported, and every method that is overridden
+
+
+def is_module(path: str) -> bool:
+    try:
+        return find_spec(path) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+class UpstreamNames(ast.NodeVisitor):
+    """Dotted paths of verl and transformers that a file uses; a name counts in the function that imports it."""
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+        self.modules: dict[str, str] = {}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outside, self.modules = self.modules, dict(self.modules)
+        self.generic_visit(node)
+        self.modules = outside
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.partition(".")[0] in UPSTREAM and alias.asname:
+                self.modules[alias.asname] = alias.name
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if (node.module or "").partition(".")[0] not in UPSTREAM or node.level:
+            return
+        for alias in node.names:
+            path = f"{node.module}.{alias.name}"
+            if is_module(path):
+                self.modules[alias.asname or alias.name] = path
+            else:
+                self.paths.add(path)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name) and node.value.id in self.modules:
+            self.paths.add(f"{self.modules[node.value.id]}.{node.attr}")
+        self.generic_visit(node)
+
+
+def upstream_names(source: str) -> set[str]:
+    visitor = UpstreamNames()
+    visitor.visit(ast.parse(source))
+    return visitor.paths
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_the_table_lists_every_upstream_name_that_a_file_uses(file: Path) -> None:
+    user = str(file.relative_to(PACKAGE))
+    unlisted = {path for path in upstream_names(file.read_text()) if user not in TABLE.get(path, ())}
+    assert not unlisted, f"add these to verl_contract.py or transformers_contract.py, with {user} as a user"
+
+
+def test_names_are_found_in_functions_and_behind_modules() -> None:
+    source = """
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+def late():
+    import verl.utils.model as patched
+    from verl.workers.engine.fsdp import transformer_impl
+    transformer_impl.prepare_micro_batches = patched.load_valuehead_model
+tu.assign_non_tensor(patched.not_a_module)
+"""
+    assert upstream_names(source) == {
+        "verl.utils.device.get_device_name",
+        "verl.utils.model.load_valuehead_model",
+        f"{ENGINE}.prepare_micro_batches",
+        "verl.utils.tensordict_utils.assign_non_tensor",
+    }
+
+
+ACT_WHEN_IMPORTED = ("verl_pg_plugin.models.register_on_import",)
+
+
+def our_classes() -> Iterator[type]:
+    for module in pkgutil.walk_packages(verl_pg_plugin.__path__, "verl_pg_plugin."):
+        if module.name in ACT_WHEN_IMPORTED:
+            continue
+        try:
+            found = importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in ("flash_attn", "triton"):  # GPU kernels, no classes of verl's
+                continue
+            raise
+        yield from (c for c in vars(found).values() if inspect.isclass(c) and c.__module__ == module.name)
+
+
+WRITTEN_BY_DATACLASS = ("__init__", "__repr__", "__eq__")
+
+
+def overridden_methods(cls: type) -> set[str]:
+    """Methods of upstream classes that ours replace; not those that ``dataclass`` writes."""
+    methods = set()
+    for place, ours in enumerate(cls.__mro__):
+        if not ours.__module__.startswith("verl_pg_plugin"):
+            continue
+        for name, member in vars(ours).items():
+            if not inspect.isfunction(member) or (is_dataclass(ours) and name in WRITTEN_BY_DATACLASS):
+                continue
+            for theirs in cls.__mro__[place + 1 :]:
+                if theirs.__module__.partition(".")[0] in UPSTREAM and name in vars(theirs):
+                    methods.add(f"{theirs.__module__}.{theirs.__qualname__}.{name}")
+                    break
+    return methods
+
+
+def test_the_table_lists_every_method_that_we_override() -> None:
+    functions = {pkgutil.resolve_name(part.path) for part in PARTS if part.signature != EXISTS and not part.needs}
+    overridden = set().union(*map(overridden_methods, our_classes()))
+    assert f"{ENGINE}.FSDPEngine.forward_backward_batch" in overridden
+    base_classes = ("transformers.modeling_utils.", "transformers.configuration_utils.")
+    unlisted = {
+        path
+        for path in overridden
+        if pkgutil.resolve_name(path) not in functions
+        if not path.startswith(base_classes)  # constructors, which the classes of every model override
+    }
+    assert unlisted == set()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"{ENGINE}.{name}" for name in ("prepare_micro_batches", "postprocess_batch_func", "CPUOffloadPolicy")),
+        "verl.utils.model.load_valuehead_model",
+        *(f"{ENGINE}.FSDPEngine.{name}" for name in ("_build_module", "forward_backward_batch")),
+        *(
+            f"{ENGINE}.{engine}.{name}"
+            for engine in ("FSDPEngineWithLMHead", "FSDPEngineWithValueHead")
+            for name in ("prepare_model_inputs", "prepare_model_outputs", "forward_step")
+        ),
+    ],
+)
+def test_a_patched_or_overridden_part_that_disappears_is_reported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = pkgutil.resolve_name(path.rpartition(".")[0])
+    name = path.rpartition(".")[2]
+    for cls in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        if name in vars(cls):
+            monkeypatch.delattr(cls, name)
+    (message,) = {message for message in changes() if message.startswith(f"{path} ")}
+    assert f"{path} is gone from verl " in message
+    assert listed(path).used_by[0] in message
+
+
+# Signatures
+
+
+def test_a_changed_signature_is_reported_readably(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils import ulysses
+
+    def gather_heads_scatter_seq(x, head_dim, seq_dim, group=None, *, overlap=True):
+        return x
+
+    monkeypatch.setattr(ulysses, "gather_heads_scatter_seq", gather_heads_scatter_seq)
+    (message,) = changes()
+    assert message.startswith(
+        "verl.utils.ulysses.gather_heads_scatter_seq takes (x, head_dim, seq_dim, group=None, *, overlap=True) "
+        "instead of (x, head_dim, seq_dim, group=None) in verl "
+    )
+    assert message.endswith(
+        "we know verl 0.9.1; needed by attention/ulysses.py, engine/row_shard.py, models/packed_inputs.py"
+    )
+
+
+def test_a_config_may_gain_fields_and_may_not_lose_one_that_we_read() -> None:
+    part = Part("verl.workers.config.FSDPEngineConfig", "(strategy, pad_to_length, ...)", ("engine/x.py",), "0.9.1")
+    assert differences([part]) == []
+    gone = Part("verl.workers.config.FSDPEngineConfig", "(strategy, no_such_field, ...)", ("engine/x.py",), "0.9.1")
+    (message,) = differences([gone])
+    assert "FSDPEngineConfig no longer takes no_such_field in verl" in message
+
+
+def test_a_module_that_moved_is_reported() -> None:
+    (message,) = differences([Part("verl.utils.no_such_module.function", "()", ("engine/x.py",), "0.9.1")])
+    assert message.startswith("verl.utils.no_such_module.function is gone from verl ")
+    assert message.endswith("needed by engine/x.py")
+
+
+def test_a_part_that_needs_a_missing_package_is_not_looked_at() -> None:
+    assert differences([Part("verl.no_such_name", "()", ("engine/x.py",), "0.9.1", needs="no_such_package")]) == []
+
+
+def test_signatures_are_written_without_annotations() -> None:
+    def function(a: int, *rest: str, b: float = 0.5, **options: object) -> None:
+        """Annotated."""
+
+    assert signature_of(function) == "(a, *rest, b=0.5, **options)"
+    assert signature_of({}) == EXISTS
+
+
+def test_the_tables_name_the_versions_that_the_tests_run_on() -> None:
+    repository = PACKAGE.parent
+    pinned = dict(
+        line.split("==") for line in (repository / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    declared = [Requirement(line) for line in requires("verl-pg-plugin") or ()]
+    (transformers,) = (requirement for requirement in declared if requirement.name == "transformers")
+    (lowest,) = (bound.version for bound in transformers.specifier if bound.operator == ">=")
+    assert pinned["verl"] == verl_contract.VERL_VERSION
+    assert f"{lowest} to {pinned['transformers']}" == transformers_contract.TRANSFORMERS_VERSIONS

@@ -1,0 +1,56 @@
+"""``doctor``: what verl would run on this machine, what a set of overrides would select, and what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from verl_pg_plugin.doctor.report import Section, show
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``doctor`` to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine, and a set of overrides, without starting anything",
+        description="Exit code 0: all fine. 1: problems, each with a fix. 2: the overrides cannot be read.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of python -m verl_pg_plugin.main_ppo")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the report.
+
+    Returns:
+        0, or 1 if there is a problem.
+
+    Raises:
+        CommandError: Hydra cannot compose the overrides.
+    """
+    return show(_sections(args.overrides))
+
+
+def _sections(overrides: list[str]) -> Iterator[Section]:
+    """Everything that can be said; a plugin that does not load leaves out what needs its modules."""
+    from verl_pg_plugin.doctor import engines, environment
+
+    process = engines.fresh_process()
+    config = None
+    if overrides and process.loads:
+        from verl_pg_plugin.doctor.overrides import compose_config, settings
+        from verl_pg_plugin.doctor.sharing import sharing
+
+        config = compose_config(overrides)  # first, since a wrong one ends in a single line
+    yield environment.versions()
+    yield engines.plugins(process)
+    yield engines.engines(process)
+    yield environment.parts()
+    if process.loads:
+        yield environment.kernels(process.device, process.available)
+    if config is not None:
+        yield settings(config)
+        yield sharing(config)

@@ -1,0 +1,64 @@
+"""What a process sees that imports verl first, as verl's workers do; writes one JSON line to stdout.
+
+The doctor runs this file's text with ``python -c``: its own process has imported the plugin already, and verl swallows
+what a plugin raises (it logs it at DEBUG).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+GROUP = "verl.plugins"
+STRATEGIES = ("fsdp", "fsdp2")
+MODEL_TYPES = ("language_model", "value_model")
+
+
+def plugin(entry_point: EntryPoint) -> dict[str, Any]:
+    """Whether verl may load it, and the error if it does not load."""
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    allowed = policy == "auto" or entry_point.name in [name.strip() for name in policy.split(",")]
+    error = ""
+    if allowed:
+        try:
+            entry_point.load()
+        except Exception as raised:  # whatever it is, it is what verl swallowed
+            error = f"{type(raised).__name__}: {raised}"
+    return {"name": entry_point.name, "value": entry_point.value, "allowed": allowed, "error": error}
+
+
+def engine(model_type: str, strategy: str) -> dict[str, Any]:
+    """The class that verl would build."""
+    from verl.workers.engine.base import EngineRegistry
+
+    found = {"model_type": model_type, "strategy": strategy, "built": "", "error": ""}
+    try:
+        engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
+    except (AssertionError, ValueError) as error:
+        return {**found, "error": str(error)}
+    return {**found, "built": f"{engine_cls.__module__}.{engine_cls.__qualname__}"}
+
+
+def main() -> None:
+    import verl.workers.engine  # noqa: F401  (registers verl's own)
+    from verl.plugin.platform import get_platform
+    from verl.utils.device import get_vendor
+
+    platform = get_platform()
+    seen = {
+        # Before anything is loaded a second time.
+        "engines": [engine(model_type, strategy) for model_type in MODEL_TYPES for strategy in STRATEGIES],
+        "plugins": [plugin(entry_point) for entry_point in entry_points(group=GROUP)],
+        "platform": type(platform).__name__,
+        "device": platform.device_name,
+        "vendor": get_vendor(),
+        "available": platform.is_available(),
+    }
+    sys.stdout.write("\n" + json.dumps(seen) + "\n")
+
+
+if __name__ == "__main__":
+    main()

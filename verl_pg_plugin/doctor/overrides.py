@@ -1,0 +1,94 @@
+"""What a set of overrides would select, and everything that would reject it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+from verl.utils.device import auto_set_device, get_device_name
+
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.command import CommandError
+from verl_pg_plugin.config import mode_of
+from verl_pg_plugin.config.attention_kernel import ATTENTION_KERNEL
+from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.validate import validate
+from verl_pg_plugin.config.violation import Violation
+from verl_pg_plugin.doctor.report import Problem, Section
+from verl_pg_plugin.main_ppo import USER_ERRORS
+
+__all__ = ["compose_config", "settings"]
+
+
+def compose_config(overrides: list[str]) -> DictConfig:
+    """The config that ``python -m verl_pg_plugin.main_ppo`` would run with these overrides.
+
+    Raises:
+        CommandError: an override that Hydra cannot parse or apply, or an interpolation that leads nowhere.
+    """
+    try:
+        with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
+            config = compose("pg_ppo_trainer", overrides=overrides)
+        OmegaConf.resolve(config.copy())
+    except OverrideParseException as error:
+        raise CommandError(f"cannot parse the override {error.override}: {' '.join(str(error).split())}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise CommandError(" ".join(str(error).split())) from error
+    auto_set_device(config)
+    return config
+
+
+def settings(config: DictConfig) -> Section:
+    """Mode, attention kernel, and what our validators and verl's own say against the run."""
+    mode = mode_of(config)
+    violations = validate(config)
+    rows = [
+        ("mode", f"{mode.value} ({_value(config, USE_PREFIX_GROUPER)}, {_value(config, USE_REMOVE_PADDING)})"),
+        ("trainer", f"{'V1' if config.trainer.use_v1 else 'v0'}, mode {config.trainer.v1.trainer_mode}"),
+        ("strategy of the actor", str(OmegaConf.select(config, "actor_rollout_ref.actor.strategy"))),
+    ]
+    problems = [_problem(violation) for violation in violations]
+    if not mode.shares_prefixes:
+        rows.append(("attention", f"stock verl's; {USE_PREFIX_GROUPER}=True shares prefixes"))
+    elif not any(violation.rule == "attention_kernel" for violation in violations):
+        asked = OmegaConf.select(config, ATTENTION_KERNEL, default="auto")
+        try:
+            kernel = select_kernel(asked, get_device_name())
+        except RuntimeError as error:
+            rows.append(("attention kernel", "none"))
+            if asked != "auto":  # what auto misses is a problem of this machine and reported as such
+                problems.append(Problem(str(error), f"{ATTENTION_KERNEL}=auto"))
+        else:
+            rows.append(("attention kernel", f"{kernel.name} ({kernel.reason})"))
+    if violations:
+        rows.append(("verl's own checks", "wait until the problems below are fixed, as in main_ppo"))
+    else:
+        problems += _verls_objection(config)
+        rows.append(("verl's own checks", "done"))
+    return Section("With these overrides", tuple(rows), tuple(problems))
+
+
+def _problem(violation: Violation) -> Problem:
+    return Problem(f"{', '.join(map(str, violation.settings))}: {violation.why}", violation.fix)
+
+
+def _verls_objection(config: DictConfig) -> list[Problem]:
+    """What verl's own validation raises; it stops at the first."""
+    try:
+        with redirect_stdout(sys.stderr):  # it says on stdout that all is well
+            validate_config(
+                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+            )
+    except USER_ERRORS as error:
+        return [Problem(f"verl rejects it: {' '.join(str(error).split())}", "change the override that it names")]
+    return []
+
+
+def _value(config: DictConfig, key: str) -> str:
+    return f"{key}={OmegaConf.select(config, key)}"

@@ -1,0 +1,173 @@
+"""How much a run would share, as far as its overrides tell: rows of a group, and whether a micro-batch holds one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.trainer.ppo.utils import need_reference_policy
+
+from verl_pg_plugin.config import Mode, mode_of
+from verl_pg_plugin.config.architecture import unsupported_reasons
+from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.doctor.report import Problem, Section
+from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.layout import build_packed_layout
+
+__all__ = ["Group", "Limit", "flop_bound", "sharing"]
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+# What the update, the reference log-probs and the old log-probs call their limits.
+ROLES = ((ACTOR, "ppo_", ""), (REF, "log_prob_", "log_prob_"), (ROLLOUT, "log_prob_", "log_prob_"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its responses, all of the greatest length; see ``layout.PackedLayout`` for what a row is.
+
+    Attributes:
+        prompt, response: tokens.
+        n: responses.
+    """
+
+    prompt: int
+    response: int
+    n: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with the prompt computed once; the last token of a sequence has none."""
+        return self.prompt - 1 + self.n * self.response
+
+    @property
+    def num_alone(self) -> int:
+        """Tokens that stock verl computes."""
+        return self.n * (self.prompt + self.response)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a micro-batch may hold: ``value`` rows per GPU, ``sp_size`` GPUs sharing one, or ``value`` sequences."""
+
+    key: str
+    value: int
+    counts_rows: bool
+    sp_size: int = 1
+
+    def parts(self, group: Group) -> int:
+        """Micro-batches that a group is cut into; 0 if not even one sequence fits."""
+        fit = (self.value * self.sp_size - (group.prompt - 1)) // group.response if self.counts_rows else self.value
+        return 0 if fit < 1 else -(-group.n // fit)
+
+    def fix(self, group: Group) -> str:
+        """Override under which the group stays whole."""
+        return f"{self.key}={-(-group.num_rows // self.sp_size) if self.counts_rows else group.n}"
+
+    def __str__(self) -> str:
+        unit = "tokens per GPU" if self.counts_rows else "sequences"
+        return f"{self.value} {unit}" + (f", shared by {self.sp_size} GPUs" if self.sp_size > 1 else "")
+
+
+def sharing(config: DictConfig) -> Section:
+    """Estimate for the longest prompt and responses that the overrides allow."""
+    lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
+    n = OmegaConf.select(config, f"{ROLLOUT}.n")
+    if not all((*lengths, n)):
+        known = "needs data.max_prompt_length, data.max_response_length and actor_rollout_ref.rollout.n"
+        return Section("Sharing", (("estimate", known),))
+    group = Group(prompt=lengths[0], response=lengths[1], n=n)
+    rows = [
+        ("longest group", f"{group.n} responses of {group.response} tokens to a prompt of {group.prompt}"),
+        ("its tokens", f"{group.num_rows} instead of {group.num_alone}, {group.num_alone / group.num_rows:.2f}x fewer"),
+    ]
+    bound = flop_bound(config, group)
+    rows.append(
+        (
+            "its FLOPs",
+            f"{bound:.2f}x fewer" if bound else "known with a local checkpoint of transformers' own",
+        )
+    )
+    if mode_of(config) is not Mode.PACKED:
+        rows.append(("in force", f"only with {USE_PREFIX_GROUPER}=True {USE_REMOVE_PADDING}=True (packed mode)"))
+        return Section("Sharing", tuple(rows))
+    limits = _limits(config)
+    rows += [(limit.key, f"{limit}: holds {_holds(limit.parts(group))}") for limit in limits]
+    return Section("Sharing", tuple(rows), tuple(_problems(group, limits)))
+
+
+def flop_bound(config: DictConfig, group: Group) -> float | None:
+    """FLOPs of the group's sequences alone over those of the shared rows.
+
+    None without a local checkpoint of one of transformers' own architectures that can share prefixes.
+
+    The model is built on the meta device: no weight is read.
+    """
+    path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+    if not Path(path, "config.json").is_file():
+        return None
+    try:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, OSError, KeyError):  # unreadable, or code of its own: the validators say so where it matters
+        return None
+    if unsupported_reasons(hf_config, trust_remote_code=False):
+        return None
+    with torch.device("meta"):
+        flops = ModelFlops.of(AutoModelForCausalLM.from_config(hf_config))
+    # Every response repeats a token of its own, so sequences fork where the prompt ends.
+    prompt, responses = np.zeros(group.prompt, np.int64), np.arange(1, group.n + 1)
+    tokens = np.stack([np.concatenate([prompt, np.full(group.response, response)]) for response in responses])
+    ends = np.arange(group.n + 1) * tokens.shape[1]
+    shared = build_packed_layout(tokens.reshape(-1), ends, np.full(group.n, group.prompt))
+    alone = build_packed_layout(tokens[0], ends[:2], np.array([group.prompt]))
+    return group.n * flops.forward([alone]) / flops.forward([shared])
+
+
+def _limits(config: DictConfig) -> list[Limit]:
+    limits = []
+    for role, kind, switch in ROLES:
+        if role == REF and not need_reference_policy(config):
+            continue
+        counts_rows = bool(OmegaConf.select(config, f"{role}.{switch}use_dynamic_bsz"))
+        key = f"{role}.{kind}{'max_token_len_per_gpu' if counts_rows else 'micro_batch_size_per_gpu'}"
+        value = OmegaConf.select(config, key)
+        sp_size = OmegaConf.select(config, f"{ACTOR}.ulysses_sequence_parallel_size", default=1) if counts_rows else 1
+        if value:
+            limits.append(Limit(key, value, counts_rows, sp_size))
+    return limits
+
+
+def _holds(parts: int) -> str:
+    return {0: "not even one sequence", 1: "a whole group"}.get(parts, f"a part of a group, cut in {parts}")
+
+
+def _problems(group: Group, limits: list[Limit]) -> list[Problem]:
+    """One for the limits that fit no sequence, one for those that cut a group."""
+    problems = []
+    short = [limit for limit in limits if limit.parts(group) == 0]
+    cutting = [limit for limit in limits if limit.parts(group) > 1]
+    if short:
+        rows = group.prompt - 1 + group.response
+        what = f"the longest sequence, {rows} rows, does not fit {_settings(short)}"
+        problems.append(Problem(what, _fixes(short, group)))
+    if cutting:
+        parts = max(limit.parts(group) for limit in cutting)
+        what = (
+            f"the longest group, {group.num_rows} rows of {group.n} sequences, is cut in up to {parts} parts that each "
+            f"compute the prompt again: {_settings(cutting)}"
+        )
+        problems.append(Problem(what, f"{_fixes(cutting, group)} (if the memory holds it)", is_warning=True))
+    return problems
+
+
+def _settings(limits: list[Limit]) -> str:
+    return ", ".join(f"{limit.key}={limit.value}" for limit in limits)
+
+
+def _fixes(limits: list[Limit], group: Group) -> str:
+    return " ".join(limit.fix(group) for limit in limits)

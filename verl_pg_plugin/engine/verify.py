@@ -1,0 +1,237 @@
+"""Verify mode: some samples of a live micro-batch are computed alone and must give the same numbers."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from verl.utils import tensordict_utils as tu
+
+from verl_pg_plugin.attention import VarlenKernel
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, shares_rows, unshared
+from verl_pg_plugin.engine.ranks import over_ranks
+from verl_pg_plugin.engine.row_selection import select_rows
+from verl_pg_plugin.engine.sequences import Sequences, read_sequences
+from verl_pg_plugin.engine.sharing_modes import PackedMode, SharingMode
+from verl_pg_plugin.engine.token_comparison import (
+    Comparison,
+    Responses,
+    Tolerance,
+    compare,
+    read_responses,
+    relative_errors,
+    rounded_otherwise,
+)
+from verl_pg_plugin.layout import build_prefix_order
+
+logger = logging.getLogger(__name__)
+
+ForwardStep: TypeAlias = Callable[[TensorDict, Callable | None, bool], tuple[torch.Tensor, dict[str, Any]]]
+"""verl's ``forward_step``: micro-batch, loss function, forward only -> loss, outputs."""
+
+OFF = "prefix_grouper.verify=off"
+
+
+class MismatchError(RuntimeError):
+    """A sample computed with shared prefixes is not what it is alone."""
+
+
+@dataclass
+class Verifier:
+    """Stands between an engine and its ``forward_step``. Every rank of the group must call it equally often.
+
+    Attributes:
+        options: when to verify, how much, and what a mismatch does.
+        mode: packed mode of the engine.
+        num_layers, dtype: of the model, for the message and the tolerance.
+        group: ranks that go on or stop together.
+        attending_with: makes ``forward_step`` use another attention kernel within a block.
+        fallen_back: there was a mismatch with ``on_mismatch=rmpad``, and nothing is shared any more.
+        seen: micro-batches so far, by kind.
+        verified: kinds that were verified.
+        turn: verifications so far.
+        comparisons: those of all ranks since the metrics were last taken.
+    """
+
+    options: PrefixGrouperOptions
+    mode: PackedMode
+    num_layers: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+    attending_with: Callable[[VarlenKernel], AbstractContextManager[None]]
+    fallen_back: bool = False
+    seen: Counter[str] = field(default_factory=Counter)
+    verified: set[str] = field(default_factory=set)
+    turn: int = 0
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    def forward_step(
+        self, step: ForwardStep, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """``step``, checked where it is this micro-batch's turn.
+
+        Raises:
+            MismatchError: on every rank if one has a mismatch, unless ``on_mismatch=rmpad``.
+        """
+        kind = "forward-only" if forward_only else "update"
+        if self.fallen_back:
+            self._unshare(micro_batch)
+        elif self._is_due(kind, micro_batch):
+            return self._verified(step, micro_batch, loss_function, forward_only, kind)
+        return step(micro_batch, loss_function, forward_only)
+
+    def take_metrics(self) -> dict[str, list[float]]:
+        """What was verified on all ranks since the last call."""
+        comparisons, self.comparisons = self.comparisons, []
+        metrics = {
+            "prefix_grouper/verified_rows": [float(sum(comparison.num_samples for comparison in comparisons))],
+            "prefix_grouper/verify_fallback": [float(self.fallen_back)],
+        }
+        if comparisons:
+            metrics["prefix_grouper/verify_max_error"] = [max(comparison.max_error for comparison in comparisons)]
+        return metrics
+
+    def _is_due(self, kind: str, micro_batch: TensorDict) -> bool:
+        index = self.seen[kind]
+        self.seen[kind] += 1
+        if self.options.verify == "every_n":
+            return index % self.options.verify_every == 0
+        if kind in self.verified:
+            return False
+        # The first that shares anything on any rank: the others would prove nothing.
+        return any(over_ranks(shares_rows(self._layout(micro_batch)), self.group))
+
+    def _verified(
+        self,
+        step: ForwardStep,
+        micro_batch: TensorDict,
+        loss_function: Callable | None,
+        forward_only: bool,
+        kind: str,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        sequences = read_sequences(micro_batch)
+        rows = self._choose(sequences, micro_batch)
+        # Before the forward and not after it: FSDP2 expects a forward's backward to come next.
+        expected, tolerances = self._alone(step, micro_batch, sequences, rows)
+        loss, output = step(micro_batch, loss_function, forward_only)
+        got = read_responses(output["model_output"], rows, sequences.prompt_lengths)
+        comparison = compare(got, expected, tolerances)
+        mismatch = self._describe(comparison, rows, micro_batch, kind)
+        ranks = over_ranks((comparison, mismatch), self.group)
+        self.turn += 1
+        self.verified.add(kind)
+        self.comparisons.extend(comparison for comparison, _ in ranks)
+        mismatches = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text is not None]
+        if not mismatches:
+            logger.info(
+                "%s micro-batch verified: samples %s alone differ by at most %.3g", kind, rows, comparison.max_error
+            )
+            return loss, output
+        if self.options.on_mismatch == "raise":
+            raise MismatchError("; ".join(mismatches) + f". {self._remedy()}")
+        logger.warning("%s. From here on nothing is shared (prefix_grouper.on_mismatch=rmpad)", "; ".join(mismatches))
+        self.fallen_back = True
+        self._unshare(micro_batch)
+        del loss, output  # the graph of the forward that is thrown away
+        return step(micro_batch, loss_function, forward_only)
+
+    def _alone(
+        self, step: ForwardStep, micro_batch: TensorDict, sequences: Sequences, rows: list[int]
+    ) -> tuple[Responses, dict[str, Tolerance]]:
+        """The samples without sharing, and how exactly that can be told, by output."""
+        sequences = unshared(sequences.select(rows))
+        layout = self.mode.lay_out(sequences)
+
+        def forward() -> Responses:
+            samples = select_rows(micro_batch, [rows])[0]
+            tu.assign_non_tensor_data(samples, LAYOUT_KEY, layout)
+            with torch.no_grad():
+                _, output = step(samples, None, True)
+            return read_responses(output["model_output"], list(range(len(rows))), sequences.prompt_lengths)
+
+        expected, given = forward(), self.options.verify_tolerance
+        if given is not None:
+            return expected, dict.fromkeys(expected, Tolerance(per_token=given, mean=given))
+        with self.attending_with(rounded_otherwise(self.mode.kernel)):
+            noise = relative_errors(forward(), expected)
+        return expected, {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
+
+    def _choose(self, sequences: Sequences, micro_batch: TensorDict) -> list[int]:
+        """Samples to verify: the one with most attention across a prefix, and others spread over the rest, in turn."""
+        order = build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
+        shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
+        by_sharing = order.sequences[np.argsort(-shared * (order.num_rows - shared), kind="stable")]
+        num_samples = min(self.options.verify_rows, len(by_sharing))
+        chosen = by_sharing[(np.arange(num_samples) * len(by_sharing) // num_samples + self.turn) % len(by_sharing)]
+        if not self.mode.static_rows:
+            return chosen.tolist()
+        # Rows are padded to the token budget and must fit: no more than those of the micro-batch, which do.
+        rows_alone = np.cumsum(np.diff(sequences.offsets)[chosen] - 1)
+        return chosen[rows_alone <= max(self._layout(micro_batch).num_rows, rows_alone[0])].tolist()
+
+    def _layout(self, micro_batch: TensorDict) -> Any:
+        layout = tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
+        return self.mode.lay_out(read_sequences(micro_batch)) if layout is None else layout
+
+    def _unshare(self, micro_batch: TensorDict) -> None:
+        """Make ``micro_batch`` run as plain rmpad."""
+        if shares_rows(self._layout(micro_batch)):
+            layout = self.mode.lay_out(unshared(read_sequences(micro_batch)))
+            tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
+
+    def _describe(self, comparison: Comparison, rows: list[int], micro_batch: TensorDict, kind: str) -> str | None:
+        worst = comparison.worst
+        if worst is None:
+            return None
+        row = rows[worst.sample]
+        uids = tu.get(micro_batch, "uid")
+        uid = "" if uids is None else f" (uid {uids[row]})"
+        return (
+            f"sample {row}{uid} of the {len(micro_batch)} in {kind} micro-batch {self.seen[kind] - 1}: with "
+            f"shared prefixes {worst}; {self.num_layers} layers, all through packed attention, {self.dtype}, attention "
+            f"kernel {self.mode.kernel.name}"
+        )
+
+    def _remedy(self) -> str:
+        return (
+            "Set actor_rollout_ref.actor.use_prefix_grouper=False, or prefix_grouper.on_mismatch=rmpad to go on "
+            "without sharing, and report the message; another kernel (prefix_grouper.attention_kernel) tells whether "
+            "it is to blame. If stock verl with other micro-batches differs from itself as much, set "
+            "prefix_grouper.verify_tolerance"
+        )
+
+
+def check_verifiable(module: nn.Module, mode: SharingMode, options: PrefixGrouperOptions) -> PackedMode:
+    """Refuse to verify what gives other numbers each time, or in a mode that cannot lay out a sample alone.
+
+    Args:
+        module: the model with its adapters.
+        mode: of the engine.
+        options: with ``verify`` on.
+
+    Returns:
+        The mode.
+
+    Raises:
+        ValueError: names the dropout, or the mode.
+    """
+    if not isinstance(mode, PackedMode):
+        raise ValueError(
+            f"prefix_grouper.verify={options.verify} needs packed mode; set model.use_remove_padding=True, or {OFF}"
+        )
+    for name, layer in module.named_modules():
+        if isinstance(layer, _DropoutNd) and layer.p > 0:
+            raise ValueError(
+                f"prefix_grouper.verify={options.verify} needs two forwards to give the same numbers, and {name} drops "
+                f"out with p={layer.p}; set lora_dropout of the adapter (or the model's dropout) to 0, or {OFF}"
+            )
+    return mode

@@ -1,0 +1,124 @@
+"""The parts of transformers that this package extends, calls or asks, and how they must look; see ``verl_contract``."""
+
+from __future__ import annotations
+
+from verl_pg_plugin.contract import EXISTS, Part, parts_of
+
+__all__ = ["TRANSFORMERS_PARTS"]
+
+TRANSFORMERS_VERSIONS = "5.5.3 to 5.10.4"
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+_QWEN3 = "transformers.models.qwen3.modeling_qwen3"
+_QWEN3_FILE = "models/qwen3/modeling_qwen3.py"
+_SPLIT_LLAMA_FILE = "models/split_llama/modeling_split_llama.py"
+
+
+def _parts(owner: str, used_by: str, /, **signatures: str) -> tuple[Part, ...]:
+    return parts_of(owner, used_by, TRANSFORMERS_VERSIONS, **signatures)
+
+
+TRANSFORMERS_PARTS: tuple[Part, ...] = (
+    # Attention of every architecture goes through this registry.
+    *_parts("transformers", "attention/interface.py", AttentionInterface=EXISTS),
+    *_parts("transformers.AttentionInterface", "attention/interface.py", register="(key, value)"),
+    # What configs and model classes say about themselves; read with a default, so a missing one would go unnoticed.
+    *_parts("transformers.PretrainedConfig", "engine/shared_prefix_engine.py", _attn_implementation=EXISTS),
+    *_parts(
+        "transformers.PretrainedConfig",
+        "engine/flops.py engine/shared_prefix_engine.py",
+        get_text_config="(self, decoder=None, encoder=None)",
+    ),
+    *_parts(
+        "transformers.PreTrainedModel",
+        "config/architecture.py engine/compiled_layers.py",
+        _supports_attention_backend=EXISTS,
+        _is_stateful=EXISTS,
+        _no_split_modules=EXISTS,
+    ),
+    *_parts(
+        "transformers.PreTrainedModel",
+        "engine/flops.py",
+        get_output_embeddings="(self)",
+        get_input_embeddings="(self)",
+    ),
+    *_parts(
+        "transformers",
+        f"config/architecture.py config/checkpoint_checks.py cpu/generation.py cpu/server.py doctor/sharing.py "
+        f"engine/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
+        PretrainedConfig=EXISTS,
+        PreTrainedModel=EXISTS,
+        MODEL_FOR_CAUSAL_LM_MAPPING=EXISTS,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING=EXISTS,
+        AutoConfig=EXISTS,
+        AutoModelForCausalLM=EXISTS,
+        AutoModelForTokenClassification=EXISTS,
+        DynamicCache="(config, ...)",
+        GenerationMixin=EXISTS,
+        LlamaConfig=EXISTS,
+        Qwen3Config=EXISTS,
+    ),
+    # Files for trust_remote_code checkpoints: classes that are extended, methods that are overridden.
+    *_parts("transformers.AutoConfig", "models/__init__.py", register="(model_type, config, exist_ok=False)"),
+    *_parts(
+        "transformers.AutoModelForCausalLM",
+        "models/__init__.py",
+        register="(config_class, model_class, exist_ok=False)",
+    ),
+    *_parts(
+        "transformers.cache_utils", f"models/packed_inputs_mixin.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}", Cache=EXISTS
+    ),
+    *_parts("transformers.cache_utils", _SPLIT_LLAMA_FILE, DynamicCache="(config, ...)"),
+    *_parts(
+        "transformers.masking_utils",
+        _SPLIT_LLAMA_FILE,
+        create_causal_mask="(config, inputs_embeds, attention_mask, past_key_values, position_ids, ...)",
+    ),
+    *_parts(
+        "transformers.modeling_outputs",
+        f"models/packed_inputs_mixin.py {_SPLIT_LLAMA_FILE}",
+        BaseModelOutputWithPast="(last_hidden_state, past_key_values, ...)",
+        CausalLMOutputWithPast="(loss, logits, past_key_values, ...)",
+    ),
+    *_parts("transformers.utils", "models/packed_inputs_mixin.py", can_return_tuple="(func)"),
+    *_parts(
+        _LLAMA,
+        _SPLIT_LLAMA_FILE,
+        LlamaAttention=EXISTS,
+        LlamaDecoderLayer="(config, layer_idx)",
+        LlamaRMSNorm="(hidden_size, eps=1e-06)",
+        LlamaRotaryEmbedding="(config, device=None)",
+        apply_rotary_pos_emb="(q, k, cos, sin, unsqueeze_dim=1)",
+    ),
+    *_parts(f"{_LLAMA}.LlamaDecoderLayer", _SPLIT_LLAMA_FILE, __init__="(self, config, layer_idx)"),
+    *_parts(
+        f"{_LLAMA}.LlamaAttention",
+        _SPLIT_LLAMA_FILE,
+        forward=(
+            "(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs)"
+        ),
+    ),
+    *_parts(
+        _QWEN3,
+        _QWEN3_FILE,
+        Qwen3Attention=EXISTS,
+        Qwen3ForCausalLM="(config)",
+        Qwen3Model="(config)",
+        Qwen3PreTrainedModel=EXISTS,
+        apply_rotary_pos_emb="(q, k, cos, sin, unsqueeze_dim=1)",
+    ),
+    *_parts(
+        f"{_QWEN3}.Qwen3Attention",
+        _QWEN3_FILE,
+        forward="(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs)",
+    ),
+    *_parts(
+        f"{_QWEN3}.Qwen3ForCausalLM",
+        f"models/packed_inputs_mixin.py {_QWEN3_FILE}",
+        __init__="(self, config)",
+        forward=(
+            "(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, "
+            "labels=None, use_cache=None, logits_to_keep=0, **kwargs)"
+        ),
+    ),
+)

@@ -1,0 +1,290 @@
+"""The parts of verl that this package overrides, calls or replaces, and how they must look.
+
+``changes()`` compares this table, and that of transformers, with what is installed; ``python -m verl_pg_plugin doctor``
+shows the result, and a test fails when the package imports a name that no table lists. After a difference was looked
+at and our code still fits, correct the table.
+"""
+
+from __future__ import annotations
+
+from verl_pg_plugin.contract import EXISTS, Part, differences, parts_of
+from verl_pg_plugin.transformers_contract import TRANSFORMERS_PARTS
+
+__all__ = ["PARTS", "VERL_PARTS", "changes"]
+
+VERL_VERSION = "0.9.1"
+
+_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+
+
+def _parts(owner: str, used_by: str, /, needs: str = "", **signatures: str) -> tuple[Part, ...]:
+    return parts_of(owner, used_by, VERL_VERSION, needs=needs, **signatures)
+
+
+VERL_PARTS: tuple[Part, ...] = (
+    # Module functions that upstream.py replaces.
+    *_parts(
+        _ENGINE,
+        "upstream.py",
+        prepare_micro_batches=(
+            "(data, dp_group=None, num_batches_divided_by=None, same_micro_num_in_dp=True, "
+            "min_num_micro_batch=None, use_dynamic_bsz_balance=True)"
+        ),
+        postprocess_batch_func="(output_lst, indices, data)",
+        CPUOffloadPolicy="(pin_memory, ...)",
+    ),
+    *_parts(
+        "verl.utils.model",
+        "upstream.py",
+        load_valuehead_model="(local_path, torch_dtype, model_config, trust_remote_code)",
+    ),
+    *_parts(
+        "verl.utils.distributed",
+        "upstream.py",
+        initialize_global_process_group_ray="(timeout_second, backend, ...)",
+    ),
+    # Engines: methods that are overridden, or called on the engine.
+    *_parts(
+        _ENGINE,
+        "engine/fsdp_engine.py",
+        FSDPEngineWithLMHead="(model_config, engine_config, optimizer_config, checkpoint_config)",
+        FSDPEngineWithValueHead="(model_config, engine_config, optimizer_config, checkpoint_config)",
+    ),
+    *_parts(
+        f"{_ENGINE}.FSDPEngine",
+        "engine/fsdp_engine.py engine/shared_prefix_engine.py",
+        __init__="(self, model_config, engine_config, optimizer_config, checkpoint_config)",
+        initialize="(self)",
+        _build_module="(self)",
+        _build_lora_module="(self, module)",
+        _build_fsdp_module="(self, module)",
+        forward_backward_batch="(self, data, loss_function, forward_only=False)",
+        get_data_parallel_group="(self)",
+    ),
+    *_parts(
+        f"{_ENGINE}.FSDPEngineWithLMHead",
+        "engine/fsdp_engine.py",
+        forward_step="(self, micro_batch, loss_function, forward_only)",
+        prepare_model_inputs="(self, micro_batch)",
+        prepare_model_outputs="(self, output, output_args, micro_batch, logits_processor_func)",
+    ),
+    *_parts(
+        f"{_ENGINE}.FSDPEngineWithValueHead",
+        "engine/fsdp_engine.py",
+        forward_step="(self, micro_batch, loss_function, forward_only)",
+        prepare_model_inputs="(self, micro_batch)",
+        prepare_model_outputs="(self, output, output_args, micro_batch, logits_processor_func)",
+    ),
+    *_parts(
+        "verl.workers.engine.base",
+        "engine/registration.py doctor/fresh_process.py",
+        BaseEngine=EXISTS,
+        EngineRegistry=EXISTS,
+    ),
+    *_parts(
+        "verl.workers.engine.base.EngineRegistry",
+        "engine/registration.py",
+        _engines=EXISTS,
+        register="(model_type, backend, device='cuda', vendor=None)",
+        get_engine_cls="(model_type, backend)",
+    ),
+    # Configs: the fields that are read.
+    *_parts("verl.base_config", "config/engine_config.py", BaseConfig=EXISTS),
+    *_parts(
+        "verl.workers.config",
+        "config/engine_config.py engine/requirements.py",
+        FSDPEngineConfig=(
+            "(strategy, forward_only, use_dynamic_bsz, use_torch_compile, pad_to_length, pad_to_length_bucket, "
+            "entropy_checkpointing, entropy_from_logits_with_chunking, entropy_from_logits_chunk_size, "
+            "ulysses_sequence_parallel_size, mixed_precision, qat, ...)"
+        ),
+    ),
+    *_parts("verl.workers.config.FSDPEngineConfig", "config/engine_config.py", __post_init__="(self)"),
+    *_parts(
+        "verl.workers.config",
+        "cpu/rollout.py cpu/server.py engine/requirements.py",
+        HFModelConfig=(
+            "(path, local_path, hf_config, model_type, architectures, generation_config, tokenizer, "
+            "trust_remote_code, external_lib, override_config, use_remove_padding, use_fused_kernels, "
+            "fused_kernel_options, mtp, ...)"
+        ),
+    ),
+    *_parts(
+        "verl.workers.config",
+        "cpu/rollout.py cpu/server.py",
+        RolloutConfig=(
+            "(dtype, seed, max_num_seqs, max_model_len, prompt_length, response_length, ignore_eos, logprobs_mode, "
+            "load_format, checkpoint_engine, ...)"
+        ),
+    ),
+    # Entry point and trainers.
+    *_parts("verl.trainer.main_ppo", "main_ppo.py", TaskRunnerV1=EXISTS, run_ppo="(config, task_runner_class)"),
+    *_parts("verl.trainer.main_ppo.TaskRunnerV1.__ray_actor_class__", "main_ppo.py", run="(self, config, ...)"),
+    *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
+    *_parts(
+        "verl.trainer.ppo.utils",
+        "config/checkpoint_checks.py config/rule.py doctor/overrides.py doctor/sharing.py main_ppo.py",
+        need_critic="(config)",
+        need_reference_policy="(config)",
+    ),
+    *_parts(
+        "verl.trainer.ppo.v1",
+        "trainer/group_trainers.py",
+        PPOTrainerSync="(config)",
+        PPOTrainerColocateAsync="(config)",
+        PPOTrainerSeparateAsync="(config)",
+        register_trainer="(name)",
+    ),
+    *_parts(
+        "verl.trainer.ppo.v1.trainer_base.PPOTrainer",
+        "trainer/group_trainers.py",
+        __init__="(self, config)",
+        _balance_batch="(self, batch, metrics, logging_prefix='global_seqlen', keep_minibatch=False)",
+    ),
+    *_parts("verl.trainer.ppo.v1.PPOTrainerSeparateAsync", "trainer/group_trainers.py", __init__="(self, config)"),
+    *_parts(
+        "verl.trainer.ppo.v1.replay_buffer",
+        "cpu/replay_buffer.py",
+        ReplayBuffer="(trainer_mode, sampler_kwargs, poll_interval, ...)",
+        ReplayBufferAsync="(trainer_mode, sampler_kwargs, poll_interval, ...)",
+    ),
+    # Functions that are called.
+    *_parts(
+        "verl.utils.config",
+        "cpu/server.py doctor/overrides.py main_ppo.py",
+        omega_conf_to_dataclass="(config, dataclass_type=None)",
+        validate_config="(config, use_reference_policy, use_critic)",
+    ),
+    *_parts(
+        "verl.utils.device",
+        "config/validate.py doctor/fresh_process.py doctor/overrides.py engine/fsdp_engine.py "
+        "engine/shared_prefix_engine.py main_ppo.py",
+        get_vendor="()",
+        auto_set_device="(config)",
+        get_device_name="()",
+        get_torch_device="()",
+    ),
+    *_parts("verl.utils.flops_counter", "engine/plan_metrics.py", get_device_flops="(unit='T', device_name=None)"),
+    *_parts("verl.utils.import_utils", "config/checkpoint_checks.py", import_external_libs="(external_libs=None)"),
+    *_parts(
+        "verl.utils.model", "config/checkpoint_checks.py", update_model_config="(module_config, override_config_kwargs)"
+    ),
+    *_parts(
+        "verl.utils.seqlen_balancing",
+        "trainer/group_trainers.py",
+        log_seqlen_unbalance="(seqlen_list, partitions, prefix)",
+    ),
+    *_parts(
+        "verl.utils.tensordict_utils",
+        "engine/fsdp_engine.py engine/fused_head.py engine/micro_batch_plan.py engine/row_selection.py "
+        "engine/shared_prefix_engine.py engine/sharing_modes.py engine/verify.py synthetic.py upstream.py",
+        get="(tensordict, key, default=None)",
+        assign_non_tensor="(tensor_dict, **kwargs)",
+        assign_non_tensor_data="(tensor_dict, key, val)",
+        get_non_tensor_data="(data, key, default)",
+        index_select_tensor_dict="(batch, indices)",
+    ),
+    *_parts("verl.utils.torch_dtypes", "cpu/server.py", PrecisionType=EXISTS),
+    *_parts("verl.utils.torch_dtypes.PrecisionType", "cpu/server.py", to_dtype="(precision)"),
+    *_parts(
+        "verl.utils.torch_functional",
+        "engine/lm_head.py",
+        calculate_sum_pi_squared_from_logits="(logits)",
+        logprobs_from_logits="(logits, labels, inplace_backward=True)",
+    ),
+    *_parts(
+        "verl.utils.experimental.torch_functional",
+        "engine/fused_head.py",
+        FusedLinearForPPO="(chunk_size=512, impl_backend='torch')",
+    ),
+    *_parts(
+        "verl.utils.experimental.torch_functional.FusedLinearForPPO",
+        "engine/fused_head.py",
+        forward="(self, hidden_states, vocab_weights, input_ids, temperature=1.0)",
+    ),
+    *_parts(
+        "verl.utils.kernel.linear_cross_entropy", "engine/fused_head.py", needs="triton", linear_cross_entropy=EXISTS
+    ),
+    *_parts(
+        "verl.utils.attention_utils",
+        "attention/grouped_attention.py models/packed_inputs.py",
+        index_first_axis="(*args, **kwargs)",
+        pad_input="(*args, **kwargs)",
+        unpad_input="(*args, **kwargs)",
+    ),
+    *_parts(
+        "verl.utils.ulysses",
+        "attention/ulysses.py engine/row_shard.py models/packed_inputs.py",
+        gather_heads_scatter_seq="(x, head_dim, seq_dim, group=None)",
+        gather_seq_scatter_heads="(x, seq_dim, head_dim, unpadded_dim_size=0, group=None)",
+        gather_outputs_and_unpad="(x, gather_dim, unpad_dim=None, padding_size=0, grad_scaler=True, group=None)",
+        get_ulysses_sequence_parallel_group="()",
+        get_ulysses_sequence_parallel_world_size="(group=None)",
+        ulysses_pad_and_slice_inputs=(
+            "(input_ids_rmpad, position_ids_rmpad=None, sp_size=1, skip_position_ids_rmpad=False, pad_value=0)"
+        ),
+    ),
+    # The CPU default: platform and rollout.
+    *_parts("verl.plugin.platform", "doctor/fresh_process.py", get_platform="()"),
+    *_parts("verl.plugin.platform.platform_manager", "cpu/platform.py", PlatformRegistry=EXISTS),
+    *_parts("verl.plugin.platform.platform_manager.PlatformRegistry", "cpu/platform.py", register="(platform)"),
+    *_parts("verl.plugin.platform.platform_base", "cpu/platform.py", PlatformBase=EXISTS),
+    *_parts(
+        "verl.plugin.platform.platform_base.PlatformBase",
+        "cpu/platform.py",
+        **dict.fromkeys(("device_name", "vendor_name", "device_module"), EXISTS),
+        **dict.fromkeys(
+            (
+                *("is_available", "current_device", "device_count", "empty_cache", "communication_backend_name"),
+                *("visible_devices_envvar", "profiler_start", "profiler_stop", "ray_resource_name"),
+                *("ray_noset_envvars", "is_ipc_supported", "cudart"),
+            ),
+            "(self)",
+        ),
+        is_platform_available="(self, use_smi_check=False)",
+        set_device="(self, device_index)",
+        synchronize="(self, device_index=None)",
+        manual_seed="(self, seed)",
+        manual_seed_all="(self, seed)",
+        set_allocator_settings="(self, settings)",
+        get_device_capability="(self, device_index=0)",
+        nvtx_range="(self, msg)",
+    ),
+    *_parts(
+        "verl.workers.rollout.base", "cpu/__init__.py cpu/rollout.py", BaseRollout=EXISTS, _ROLLOUT_REGISTRY=EXISTS
+    ),
+    *_parts(
+        "verl.workers.rollout.base.BaseRollout",
+        "cpu/rollout.py",
+        __init__="(self, config, model_config, device_mesh, *args, **kwargs)",
+        resume="(self, tags)",
+        release="(self)",
+        update_weights="(self, weights, wire_format='named_tensors', **kwargs)",
+    ),
+    *_parts(
+        "verl.workers.rollout.replica",
+        "cpu/__init__.py cpu/rollout.py cpu/server.py",
+        RolloutReplica=EXISTS,
+        RolloutReplicaRegistry=EXISTS,
+        TokenOutput="(token_ids, log_probs, stop_reason, num_preempted, extra_fields, ...)",
+    ),
+    *_parts(
+        "verl.workers.rollout.replica.RolloutReplica",
+        "cpu/rollout.py",
+        __init__=(
+            "(self, replica_rank, config, model_config, gpus_per_node=8, is_reward_model=False, "
+            "is_teacher_model=False, name_suffix='')"
+        ),
+        launch_servers="(self)",
+        max_concurrency=EXISTS,
+    ),
+    *_parts("verl.workers.rollout.replica.RolloutReplicaRegistry", "cpu/__init__.py", register="(name, loader)"),
+    *_parts("verl.workers.rollout.utils", "cpu/rollout.py", ensure_async_iterator="(iterable)"),
+)
+
+PARTS = VERL_PARTS + TRANSFORMERS_PARTS
+
+
+def changes() -> list[str]:
+    """One readable message for every part of verl or transformers that is missing or looks otherwise than listed."""
+    return differences(PARTS)
