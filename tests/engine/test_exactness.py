@@ -209,3 +209,15 @@ def test_mode_off_is_the_stock_engine_bit_for_bit(qwen3: str, train_once: Callab
     mine, theirs = train_once(ours, batch), train_once(stock, batch)
     for name, weight in mine.items():
         assert torch.equal(weight, theirs[name]), name
+
+
+def test_padding_rows_count_as_computed(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"static_rows": True})
+    batch = make_batch(MIXED, max_token_len_per_gpu=60)
+    with engine.train_mode():
+        metrics = engine.forward_backward_batch(clone(batch), actor_loss())["metrics"]
+    rows = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
+    padding = metrics["prefix_grouper/padding_tokens"][0]
+    assert metrics["prefix_grouper/physical_tokens"] == [rows + padding]
+    assert (rows + padding) % 60 == 0
+    assert padding > 0

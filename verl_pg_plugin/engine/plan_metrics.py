@@ -10,6 +10,7 @@ from verl_pg_plugin.engine.ranks import over_ranks
 
 def plan_metrics(
     plan: MicroBatchPlan,
+    num_padding_rows: int,
     flops: ModelFlops,
     seconds: float,
     forward_only: bool,
@@ -20,6 +21,7 @@ def plan_metrics(
 
     Args:
         plan: this rank's micro-batches.
+        num_padding_rows: rows that were added to them; they count as physical tokens.
         flops: of the model.
         seconds: this rank took for the mini-batch.
         forward_only: there was no backward.
@@ -28,7 +30,8 @@ def plan_metrics(
     """
     local = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
-        "physical_tokens": sum(layout.num_rows for layout in plan.layouts),
+        "physical_tokens": sum(layout.num_rows for layout in plan.layouts) + num_padding_rows,
+        "padding_tokens": num_padding_rows,
         "groups": sum(layout.num_roots for layout in plan.layouts),
         "micro_batches": len(plan.layouts),
         "rmpad": plan.num_rmpad,
@@ -41,6 +44,7 @@ def plan_metrics(
     return {
         "prefix_grouper/logical_tokens": [float(total["logical_tokens"])],
         "prefix_grouper/physical_tokens": [float(total["physical_tokens"])],
+        "prefix_grouper/padding_tokens": [float(total["padding_tokens"])],
         "prefix_grouper/dedup_ratio": [total["logical_tokens"] / total["physical_tokens"]],
         "prefix_grouper/groups_per_micro_batch": [total["groups"] / total["micro_batches"]],
         "prefix_grouper/rmpad_micro_batches": [float(total["rmpad"])],

@@ -176,6 +176,7 @@ class SharedPrefixMixin:
         self._tell_of_rmpad(plans[0])
         metrics = plan_metrics(
             plans[0],
+            sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches)),
             self.model_flops,
             time.perf_counter() - start,
             forward_only,

@@ -32,6 +32,9 @@ class SharingMode(Protocol):
     def lay_out(self, sequences: Sequences) -> Layout:
         """Rows of one micro-batch."""
 
+    def num_padding_rows(self, layout: Layout, micro_batch: TensorDict) -> int:
+        """Rows that ``forward`` adds to those of the layout."""
+
     def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
         """The layout on the micro-batch's device, with what the attention layers need."""
 
@@ -65,7 +68,7 @@ class PackedMode:
     def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
         assert isinstance(layout, PackedLayout)
         device = micro_batch["input_ids"].device
-        shard = RowShard(self._num_padded_rows(layout, micro_batch), self.sp_group)
+        shard = RowShard(layout.num_rows + self.num_padding_rows(layout, micro_batch), self.sp_group)
         attention = PackedAttention.from_layout(layout, self.kernel, device)
         return LayoutForward.from_packed(
             layout,
@@ -74,7 +77,7 @@ class PackedMode:
             device,
         )
 
-    def _num_padded_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
+    def num_padding_rows(self, layout: Layout, micro_batch: TensorDict) -> int:
         sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
         num_rows = layout.num_rows
         if self.static_rows:
@@ -86,7 +89,7 @@ class PackedMode:
                 )
         for multiple in (self.row_multiple, sp_size):
             num_rows = -(-num_rows // multiple) * multiple
-        return num_rows
+        return num_rows - layout.num_rows
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ class PaddedGroupsMode:
 
     def lay_out(self, sequences: Sequences) -> PaddedLayout:
         return build_padded_layout(sequences.tokens, sequences.offsets, sequences.prompt_lengths)
+
+    def num_padding_rows(self, layout: Layout, micro_batch: TensorDict) -> int:
+        return 0  # lines of a padded layout have their padding
 
     def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
         from prefix_grouper import PrefixGrouper  # needed by this mode alone
