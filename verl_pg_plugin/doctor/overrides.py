@@ -69,8 +69,9 @@ def settings(config: DictConfig) -> Section:
     if violations:
         rows.append(("verl's own checks", "wait until the problems below are fixed, as in main_ppo"))
     else:
-        problems += _verls_objection(config)
-        rows.append(("verl's own checks", "done"))
+        objections = _verls_objection(config)
+        problems += objections
+        rows.append(("verl's own checks", "reject it" if objections else "passed"))
     return Section("With these overrides", tuple(rows), tuple(problems))
 
 

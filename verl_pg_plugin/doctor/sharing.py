@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ __all__ = ["Group", "Limit", "flop_bound", "sharing"]
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
+GROUP = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
+SP_SIZE = f"{ACTOR}.ulysses_sequence_parallel_size"
 # What the update, the reference log-probs and the old log-probs call their limits.
 ROLES = ((ACTOR, "ppo_", ""), (REF, "log_prob_", "log_prob_"), (ROLLOUT, "log_prob_", "log_prob_"))
 
@@ -76,12 +79,12 @@ class Limit:
 
 def sharing(config: DictConfig) -> Section:
     """Estimate for the longest prompt and responses that the overrides allow."""
-    lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
-    n = OmegaConf.select(config, f"{ROLLOUT}.n")
-    if not all((*lengths, n)):
-        known = "needs data.max_prompt_length, data.max_response_length and actor_rollout_ref.rollout.n"
-        return Section("Sharing", (("estimate", known),))
-    group = Group(prompt=lengths[0], response=lengths[1], n=n)
+    counts = {key: OmegaConf.select(config, key) for key in (*GROUP, SP_SIZE)}
+    limits = _limits(config)
+    wrong = _not_counts(counts | {limit.key: limit.value for limit in limits})
+    if wrong or any(counts[key] is None for key in GROUP):
+        return Section("Sharing", (("estimate", f"needs {', '.join(GROUP)}"),), tuple(wrong))
+    group = Group(*(counts[key] for key in GROUP))
     rows = [
         ("longest group", f"{group.n} responses of {group.response} tokens to a prompt of {group.prompt}"),
         ("its tokens", f"{group.num_rows} instead of {group.num_alone}, {group.num_alone / group.num_rows:.2f}x fewer"),
@@ -96,7 +99,6 @@ def sharing(config: DictConfig) -> Section:
     if mode_of(config) is not Mode.PACKED:
         rows.append(("in force", f"only with {USE_PREFIX_GROUPER}=True {USE_REMOVE_PADDING}=True (packed mode)"))
         return Section("Sharing", tuple(rows))
-    limits = _limits(config)
     rows += [(limit.key, f"{limit}: holds {_holds(limit.parts(group))}") for limit in limits]
     return Section("Sharing", tuple(rows), tuple(_problems(group, limits)))
 
@@ -136,10 +138,19 @@ def _limits(config: DictConfig) -> list[Limit]:
         counts_rows = bool(OmegaConf.select(config, f"{role}.{switch}use_dynamic_bsz"))
         key = f"{role}.{kind}{'max_token_len_per_gpu' if counts_rows else 'micro_batch_size_per_gpu'}"
         value = OmegaConf.select(config, key)
-        sp_size = OmegaConf.select(config, f"{ACTOR}.ulysses_sequence_parallel_size", default=1) if counts_rows else 1
-        if value:
+        sp_size = OmegaConf.select(config, SP_SIZE, default=1) if counts_rows else 1
+        if value is not None:
             limits.append(Limit(key, value, counts_rows, sp_size))
     return limits
+
+
+def _not_counts(values: dict[str, Any]) -> list[Problem]:
+    """One for every override that is neither left out nor a positive integer; Hydra takes any value."""
+    return [
+        Problem(f"{key}={value} is not a positive integer", f"{key}=<positive integer>")
+        for key, value in values.items()
+        if value is not None and not (isinstance(value, int) and value > 0)
+    ]
 
 
 def _holds(parts: int) -> str:

@@ -86,15 +86,18 @@ class _ChunkedOutputs(torch.autograd.Function):
                 outputs = ctx.job.outputs(logits, rows)
             (grad_logits,) = torch.autograd.grad(outputs, logits, grad_NC[rows])
             grad_hidden[rows] = grad_logits.to(weight_VE.dtype) @ weight_VE
-            grad_weight += _product(grad_logits.t(), hidden_NE[rows].to(grad_logits.dtype), wide)
+            _add_product(grad_weight, grad_logits.t(), hidden_NE[rows].to(grad_logits.dtype))
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
         bias_gradient = None if grad_bias is None else grad_bias.to(bias_V.dtype)
         return grad_hidden, grad_weight.to(weight_VE.dtype), bias_gradient, None, None
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b`` in ``dtype``, without rounding to theirs first."""
-    if a.dtype == dtype:
-        return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b`` without rounding the product to the dtype of the factors first."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

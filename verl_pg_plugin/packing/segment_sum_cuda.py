@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 # spill, while atomic adds (scatter-add) collide less and less.
 MAX_KERNEL_SEGMENTS = 64
 # Up to this many tokens, two copies to the host and one back cost less than launching a kernel and reading its flag.
-MAX_HOST_TOKENS = 1 << 11
+MAX_HOST_TOKENS = 1 << 13
 
 
 def segment_sum_cuda(values: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
