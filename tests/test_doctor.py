@@ -39,6 +39,7 @@ def packed(checkpoint: str) -> list[str]:
         f"actor_rollout_ref.model.path={checkpoint}",
         "actor_rollout_ref.model.use_remove_padding=True",
         f"{ACTOR}.use_prefix_grouper=True",
+        f"{ACTOR}.strategy=fsdp2",
         f"{ACTOR}.use_dynamic_bsz=True",
         f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
         f"{ROLLOUT}.n=4",
@@ -225,6 +226,9 @@ def test_what_verl_itself_rejects_is_a_problem(packed: list[str]) -> None:
     (problem,) = settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).problems
     assert problem.what.startswith("verl rejects it:")
     assert "no-such-mode" in problem.what
+    rows = dict(settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).rows)
+    assert rows["verl's own checks"] == "reject it"
+    assert dict(settings(compose_config(packed)).rows)["verl's own checks"] == "passed"
 
 
 def test_a_budget_that_holds_a_group_is_no_warning(packed: list[str]) -> None:
@@ -243,6 +247,23 @@ def test_a_budget_smaller_than_a_group_is_a_warning_with_the_number_that_holds_i
     assert warning.fix.startswith(f"{budget}=2047 {ROLLOUT}.log_prob_max_token_len_per_gpu=2047 ")
     fixed = sharing(compose_config([*packed, *warning.fix.removesuffix(" (if the memory holds it)").split()]))
     assert fixed.problems == ()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ROLLOUT}.n=four",
+        f"{ROLLOUT}.n=0",
+        "data.max_response_length=abc",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=8k",
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=-1",
+        f"{ACTOR}.ulysses_sequence_parallel_size=0",
+    ],
+)
+def test_a_count_that_is_none_is_a_problem_and_no_traceback(packed: list[str], override: str) -> None:
+    problems = sharing(compose_config([*packed, override])).problems
+    assert f"{override} is not a positive integer" in [problem.what for problem in problems]
+    assert not any(problem.is_warning for problem in problems)
 
 
 def test_the_reference_policy_has_a_budget_only_where_there_is_one(packed: list[str]) -> None:

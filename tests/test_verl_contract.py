@@ -61,8 +61,9 @@ class UpstreamNames(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if alias.name.partition(".")[0] in UPSTREAM and alias.asname:
-                self.modules[alias.asname] = alias.name
+            package = alias.name.partition(".")[0]
+            if package in UPSTREAM:
+                self.modules[alias.asname or package] = alias.name if alias.asname else package
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if (node.module or "").partition(".")[0] not in UPSTREAM or node.level:
@@ -75,9 +76,20 @@ class UpstreamNames(ast.NodeVisitor):
                 self.paths.add(path)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Name) and node.value.id in self.modules:
-            self.paths.add(f"{self.modules[node.value.id]}.{node.attr}")
+        if module := self.module_named_by(node.value):
+            path = f"{module}.{node.attr}"
+            if not is_module(path):
+                self.paths.add(path)
         self.generic_visit(node)
+
+    def module_named_by(self, node: ast.expr) -> str | None:
+        """Dotted path of an upstream module that is written as a name or as attributes of one."""
+        if isinstance(node, ast.Name):
+            return self.modules.get(node.id)
+        if isinstance(node, ast.Attribute) and (parent := self.module_named_by(node.value)):
+            path = f"{parent}.{node.attr}"
+            return path if is_module(path) else None
+        return None
 
 
 def upstream_names(source: str) -> set[str]:
@@ -101,6 +113,10 @@ def late():
     import verl.utils.model as patched
     from verl.workers.engine.fsdp import transformer_impl
     transformer_impl.prepare_micro_batches = patched.load_valuehead_model
+def bare():
+    import transformers
+    import verl.utils.ulysses
+    verl.utils.ulysses.gather_outputs_and_unpad(transformers.AutoConfig)
 tu.assign_non_tensor(patched.not_a_module)
 """
     assert upstream_names(source) == {
@@ -108,6 +124,8 @@ tu.assign_non_tensor(patched.not_a_module)
         "verl.utils.model.load_valuehead_model",
         f"{ENGINE}.prepare_micro_batches",
         "verl.utils.tensordict_utils.assign_non_tensor",
+        "verl.utils.ulysses.gather_outputs_and_unpad",
+        "transformers.AutoConfig",
     }
 
 
