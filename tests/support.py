@@ -1,6 +1,7 @@
 """Tiny real models, verl batches, verl engines and the per-row float32 reference that everything is held against."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import transformers
 from peft import PeftModel
 from tensordict import TensorDict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -131,6 +133,24 @@ def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tenso
     return [row.detach()[-length - 1 : -1] for row, length in zip(values.unbind(), lengths, strict=True)]
 
 
+def full_gradients(module: Any) -> dict[str, torch.Tensor]:
+    """Gradients by the names that parameters have outside FSDP, gathered from all ranks."""
+    # FSDP1 keeps whole parameters (use_orig_params) for the time of this block, under names with its own in between.
+    whole = (
+        FullyShardedDataParallel.summon_full_params(module, with_grads=True)
+        if isinstance(module, FullyShardedDataParallel)
+        else nullcontext()
+    )
+    with whole:
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): (
+                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
+            )
+            for name, p in module.named_parameters()
+            if p.grad is not None
+        }
+
+
 def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:
     """Old log-probs path for the outputs, update path for the gradients."""
     with engine.eval_mode():
@@ -139,14 +159,7 @@ def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:
         engine.optimizer_zero_grad()
         losses = engine.forward_backward_batch(clone(batch), loss)["loss"]
         scale = engine.scaler.get_scale() if engine.scaler else 1.0  # of the loss, under fp16
-        gradients = {
-            # FSDP1 keeps the names of parameters (use_orig_params), with its own in between.
-            name.replace("_fsdp_wrapped_module.", ""): (
-                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach() / scale
-            )
-            for name, p in engine.module.named_parameters()
-            if p.grad is not None
-        }
+        gradients = {name: gradient / scale for name, gradient in full_gradients(engine.module).items()}
     return Result({name: response_values(v, batch) for name, v in inferred.items()}, gradients, sum(losses))
 
 

@@ -41,7 +41,7 @@ class PrefixGrouperOptions(BaseConfig):
     """
 
     attention_kernel: str = "auto"
-    logits_chunk_size: int = 4096
+    logits_chunk_size: int = 2048
     static_rows: bool = False
     compile_layers: bool = False
     recompute_attention: bool = False

@@ -46,7 +46,10 @@ def is_verifying(value: Any, config: DictConfig) -> bool:
 
 
 def splits_groups(value: Any, config: DictConfig) -> bool:
-    return value is not None and value % OmegaConf.select(config, f"{ROLLOUT}.n") != 0
+    n = OmegaConf.select(config, f"{ROLLOUT}.n")
+    if not isinstance(value, int) or not isinstance(n, int) or n < 1:
+        return False  # verl's own checks speak
+    return value % n != 0
 
 
 def differs_from_model(value: Any, config: DictConfig) -> bool:
