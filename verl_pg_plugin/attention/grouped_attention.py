@@ -48,6 +48,17 @@ class UnsharedSegments:
     max_seqlen: int
 
 
+class OpaqueGrouping:
+    """A grouping that ``torch.compile`` does not look into.
+
+    torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew for every size
+    of the tensors inside.
+    """
+
+    def __init__(self, grouping: Grouping) -> None:
+        self.grouping = grouping
+
+
 Grouping: TypeAlias = "PackedAttention | UnsharedSegments | UlyssesAttention | PaddedGroups"
 """What attention layers are handed as ``prefix_grouper``."""
 
@@ -58,7 +69,7 @@ def grouped_attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    prefix_grouper: Grouping | None = None,
+    prefix_grouper: Grouping | OpaqueGrouping | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed or grouped rows, with the signature of transformers' attention functions.
@@ -76,6 +87,8 @@ def grouped_attention_forward(
         RuntimeError: no ``prefix_grouper``, an attention mask, or something that the kernels do not compute, such as
             dropout or sinks.
     """
+    if isinstance(prefix_grouper, OpaqueGrouping):
+        prefix_grouper = prefix_grouper.grouping
     if prefix_grouper is None or isinstance(prefix_grouper, PackedAttention):
         return packed_attention_forward(
             module, query, key, value, attention_mask, prefix_grouper=prefix_grouper, **kwargs

@@ -22,7 +22,8 @@ class PrefixGrouperOptions(BaseConfig):
 
     Args:
         attention_kernel: kernel of packed mode, one of :data:`ATTENTION_KERNELS`.
-        logits_chunk_size: rows of logits held at once by the head of packed mode; 0 for all of them.
+        logits_chunk_size: rows of logits that the head of packed mode holds at once, or up to twice as many uncut;
+            0 for all of them.
         static_rows: pad every micro-batch of packed mode to its token budget, so that compiled code sees one shape.
         compile_layers: ``torch.compile`` every decoder layer, around attention.
         recompute_attention: gradient checkpointing runs the attention kernel again in the backward; False keeps its

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkedHead(JobHead):
-    """Computes jobs of more than ``chunk_size`` rows chunk by chunk."""
+    """Computes jobs chunk by chunk, but for those of up to two chunks: there, computing logits twice costs more."""
 
     def __init__(self, head: nn.Linear, chunk_size: int) -> None:
         super().__init__(head)
@@ -30,7 +30,7 @@ class ChunkedHead(JobHead):
 
         Args:
             module: see ``head_obstacles``.
-            chunk_size: rows of logits held at once; 0 for all of them.
+            chunk_size: rows of logits held at once, or up to twice as many uncut; 0 for all of them.
         """
         if chunk_size <= 0:
             return None
@@ -40,7 +40,7 @@ class ChunkedHead(JobHead):
         return cls(module.get_output_embeddings(), chunk_size)
 
     def wants(self, job: HeadJob) -> bool:
-        return len(job.labels) > self.chunk_size
+        return len(job.labels) > 2 * self.chunk_size
 
     def compute(self, hidden_NE: torch.Tensor, job: HeadJob) -> torch.Tensor:
         return _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, job, self.chunk_size)

@@ -8,7 +8,7 @@ import torch
 
 from verl_pg_plugin.attention import PackedAttention
 from verl_pg_plugin.attention.gather import to_device
-from verl_pg_plugin.attention.grouped_attention import PaddedGroups
+from verl_pg_plugin.attention.grouped_attention import OpaqueGrouping, PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.engine.padded_layout import PaddedLayout
 from verl_pg_plugin.engine.row_shard import RowShard
@@ -110,7 +110,7 @@ class LayoutForward:
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "attention_mask": None,
-            "prefix_grouper": self.attention,
+            "prefix_grouper": OpaqueGrouping(self.attention),
         }
 
     def at_head_rows(self, x_GWV: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from verl.utils.ulysses import (
 )
 
 from verl_pg_plugin.attention import ATTENTION_NAME, PackedAttention, VarlenKernel, select_kernel
-from verl_pg_plugin.attention.grouped_attention import Grouping, PaddedGroups, UnsharedSegments
+from verl_pg_plugin.attention.grouped_attention import Grouping, OpaqueGrouping, PaddedGroups, UnsharedSegments
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.layout import PackedLayout
 
@@ -57,7 +57,7 @@ class TrunkInputs:
     input_ids: torch.Tensor | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | dict | None = None
-    prefix_grouper: Grouping | None = None
+    prefix_grouper: Grouping | OpaqueGrouping | None = None
     padded_rows: torch.Tensor | None = None
     padded_shape: tuple[int, int] = (0, 0)
     num_sp_padding: int | None = None

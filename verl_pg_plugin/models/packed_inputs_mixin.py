@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from verl_pg_plugin.attention import PackedAttention
-from verl_pg_plugin.attention.grouped_attention import PaddedGroups
+from verl_pg_plugin.attention.grouped_attention import OpaqueGrouping, PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.models.packed_inputs import NO_MASK, TrunkInputs, pack_padded, use_layout, use_padded_groups
@@ -121,7 +121,7 @@ class PackedInputsMixin:
         position_ids: torch.Tensor | None,
         prefix_grouper: PrefixGrouperLike,
     ) -> TrunkInputs:
-        prepared = isinstance(prefix_grouper, PackedAttention | UlyssesAttention | PaddedGroups)
+        prepared = isinstance(prefix_grouper, PackedAttention | UlyssesAttention | PaddedGroups | OpaqueGrouping)
         if (prepared or isinstance(prefix_grouper, PackedLayout)) and attention_mask is not None:
             raise ValueError("this prefix_grouper says which rows exist: pass attention_mask=None with it")
         if isinstance(prefix_grouper, PackedLayout):
