@@ -23,12 +23,17 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: 
     arguments = (world_size, device, store, results, received, function, args)
     processes = mp.spawn(_run, arguments, nprocs=world_size, join=False)
     by_rank: dict[int, Any] = {}
-    while len(by_rank) < world_size:
-        if results.empty():
-            processes.join(timeout=0.1)  # raises what ended a process before it could answer
-        else:
-            rank, result = results.get()
-            by_rank[rank] = result
+    try:
+        while len(by_rank) < world_size:
+            if results.empty():
+                processes.join(timeout=0.1)  # raises what ended a process before it could answer
+            else:
+                rank, result = results.get()
+                by_rank[rank] = result
+    except BaseException:  # a test's timeout too: ranks that wait for each other would keep pytest from ending
+        for process in processes.processes:
+            process.kill()
+        raise
     received.set()  # tensors travel in memory of their process, which must not end before
     processes.join()
     failures = [result.text for result in by_rank.values() if isinstance(result, Failure)]

@@ -272,18 +272,19 @@ def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(
         infer(engine, make_batch(SAMPLES))
 
 
-def test_dropout_is_refused_because_no_two_forwards_agree(qwen3: str, tmp_path: Path) -> None:
+def test_dropout_is_refused_whether_verified_or_not(qwen3: str, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*prefix_grouper\.verify=off"):
-        make_engine(qwen3, packed=True, engine={"verify": "first"}, model=lora)
+    for verify in ("first", "off"):
+        with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*use_prefix_grouper=False"):
+            make_engine(qwen3, packed=True, engine={"verify": verify}, model=lora)
 
 
 def test_the_padded_mode_is_refused(qwen3: str) -> None:
     padded = {"engine": {"verify": "first", "use_dynamic_bsz": False}, "model": {"use_remove_padding": False}}
-    with pytest.raises(ValueError, match=r"verify=first needs packed mode.*use_remove_padding=True"):
+    with pytest.raises(ValueError, match=r"needs verify=off.*use_remove_padding=True"):
         make_engine(qwen3, packed=True, **padded)
 
 

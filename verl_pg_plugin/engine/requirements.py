@@ -3,7 +3,10 @@
 import importlib.util
 from typing import Any
 
+from tensordict import TensorDict
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
 from verl_pg_plugin.config.architecture import (
@@ -13,6 +16,7 @@ from verl_pg_plugin.config.architecture import (
     config_reasons,
     lm_head_reasons,
 )
+from verl_pg_plugin.engine.sequences import BatchError
 
 OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 PACKED = "set model.use_remove_padding=True (packed mode)"
@@ -64,6 +68,34 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
         raise RuntimeError(
             f"the padded prefix_grouper mode needs upstream's library: pip install prefix_grouper; or {PACKED}"
         )
+
+
+def check_no_dropout(module: nn.Module) -> None:
+    """Refuse layers that drop out: rows that samples share would all lose the same numbers.
+
+    Args:
+        module: the model with its adapters.
+
+    Raises:
+        ValueError: names the layer.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _DropoutNd) and layer.p > 0:
+            raise ValueError(
+                f"use_prefix_grouper=True: {name} drops out with p={layer.p}, and samples that share a row would share "
+                f"its mask; set lora_dropout of the adapter (or the model's dropout) to 0, or {OFF}"
+            )
+
+
+def check_batch(data: TensorDict) -> None:
+    """Refuse what a mini-batch asks for and the engines do not hand out.
+
+    Raises:
+        BatchError: distillation.
+    """
+    for name in ("distillation_use_topk", "distillation_only"):
+        if tu.get_non_tensor_data(data, name, default=False):
+            raise BatchError(f"{name}: shared prefixes do not support distillation; set distillation.enabled=False")
 
 
 def check_model(module: Any) -> None:

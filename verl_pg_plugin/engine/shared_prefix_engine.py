@@ -28,11 +28,11 @@ from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.engine.layout_forward import LayoutForward
 from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.plan_metrics import plan_metrics
-from verl_pg_plugin.engine.requirements import OFF, check_model, check_options
+from verl_pg_plugin.engine.requirements import OFF, check_batch, check_model, check_no_dropout, check_options
 from verl_pg_plugin.engine.saved_attention import save_attention
 from verl_pg_plugin.engine.sequences import read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
-from verl_pg_plugin.engine.verify import Verifier, check_verifiable
+from verl_pg_plugin.engine.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -115,14 +115,15 @@ class SharedPrefixMixin:
             self.model_config = asked
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        if self.sharing is None or self.engine_config.prefix_grouper.verify == "off":
-            return super()._build_fsdp_module(module)  # type: ignore[misc]
-        options = self.engine_config.prefix_grouper
-        mode = check_verifiable(module, self.sharing, options)
+        if self.sharing is not None:
+            check_no_dropout(module)
         module = super()._build_fsdp_module(module)  # type: ignore[misc]
+        if self.sharing is None or self.engine_config.prefix_grouper.verify == "off":
+            return module
+        assert isinstance(self.sharing, PackedMode), "check_options refuses the other"
         self.verifier = Verifier(
-            options=options,
-            mode=mode,
+            options=self.engine_config.prefix_grouper,
+            mode=self.sharing,
             num_layers=self.num_attention_layers,
             dtype=self._autocast_dtype,
             group=self.get_data_parallel_group(),
@@ -161,6 +162,7 @@ class SharedPrefixMixin:
         if self.sharing is None:
             return run(data, loss_function, forward_only=forward_only)
         mode = self.sharing
+        check_batch(data)
         mode.check_batch(data)
         plans: list[MicroBatchPlan] = []
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention import VarlenKernel
@@ -21,7 +19,7 @@ from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, shares_rows, unsh
 from verl_pg_plugin.engine.ranks import over_ranks
 from verl_pg_plugin.engine.row_selection import select_rows
 from verl_pg_plugin.engine.sequences import Sequences, read_sequences
-from verl_pg_plugin.engine.sharing_modes import PackedMode, SharingMode
+from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.engine.token_comparison import (
     Comparison,
     Responses,
@@ -37,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 ForwardStep: TypeAlias = Callable[[TensorDict, Callable | None, bool], tuple[torch.Tensor, dict[str, Any]]]
 """verl's ``forward_step``: micro-batch, loss function, forward only -> loss, outputs."""
-
-OFF = "prefix_grouper.verify=off"
 
 
 class MismatchError(RuntimeError):
@@ -208,30 +204,3 @@ class Verifier:
             "it is to blame. If stock verl with other micro-batches differs from itself as much, set "
             "prefix_grouper.verify_tolerance"
         )
-
-
-def check_verifiable(module: nn.Module, mode: SharingMode, options: PrefixGrouperOptions) -> PackedMode:
-    """Refuse to verify what gives other numbers each time, or in a mode that cannot lay out a sample alone.
-
-    Args:
-        module: the model with its adapters.
-        mode: of the engine.
-        options: with ``verify`` on.
-
-    Returns:
-        The mode.
-
-    Raises:
-        ValueError: names the dropout, or the mode.
-    """
-    if not isinstance(mode, PackedMode):
-        raise ValueError(
-            f"prefix_grouper.verify={options.verify} needs packed mode; set model.use_remove_padding=True, or {OFF}"
-        )
-    for name, layer in module.named_modules():
-        if isinstance(layer, _DropoutNd) and layer.p > 0:
-            raise ValueError(
-                f"prefix_grouper.verify={options.verify} needs two forwards to give the same numbers, and {name} drops "
-                f"out with p={layer.p}; set lora_dropout of the adapter (or the model's dropout) to 0, or {OFF}"
-            )
-    return mode

@@ -1,0 +1,148 @@
+"""Runs a case of the matrix in packed mode and holds it against every sequence alone."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, TaskType, get_peft_model
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
+
+from tests.options.option import Case
+from tests.options.table import BUDGET, SAMPLES
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+LORA_RANK = 4
+
+
+def save_adapter(model_path: str, path: Path) -> str:
+    """A LoRA adapter on every linear layer that changes the model's output."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    config = LoraConfig(TaskType.CAUSAL_LM, r=LORA_RANK, lora_alpha=8, target_modules="all-linear", bias="none")
+    adapted = get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(path)
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A tiny model on disk and a LoRA adapter for it."""
+
+    model: str
+    adapter: str
+
+    @classmethod
+    def save(cls, folder: Path, **sizes: Any) -> "Checkpoint":
+        model = save_tiny_model(folder / "model", **sizes)
+        return cls(model, save_adapter(model, folder / "adapter"))
+
+    def adapter_of(self, model: dict[str, Any]) -> str | None:
+        """The adapter, if the model settings ask for one."""
+        return self.adapter if model.get("lora_rank") else None
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Packed engines by their settings: many cases differ in their batch alone."""
+
+    checkpoint: Checkpoint
+    base: dict[str, Any] = field(default_factory=dict)
+    built: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, case: Case, **settings: Any) -> Any:
+        """The engine of a case; ``settings`` as for ``make_engine``."""
+        engine, model = {**self.base, **case.settings("engine")}, case.settings("model")
+        strategy = engine.pop("strategy", "fsdp2")
+        key = json.dumps([strategy, engine, model, {**settings, "engine_cls": str(settings.get("engine_cls"))}])
+        if key not in self.built:
+            if adapter := self.checkpoint.adapter_of(model):
+                model["lora_adapter_path"] = adapter
+            settings = {"packed": True, **settings}
+            model = {**settings.pop("model", {}), **model}
+            self.built[key] = make_engine(
+                self.checkpoint.model, strategy=strategy, engine=engine, model=model, **settings
+            )
+        return self.built[key]
+
+
+def batch_of(case: Case, samples: Sequence[Sample] = SAMPLES, scale: int = 1) -> TensorDict:
+    """The samples with the settings of a case; ``scale`` tells how much longer than ``SAMPLES`` they are."""
+    settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
+    settings["max_token_len_per_gpu"] *= scale
+    tensors = {name: value for name, value in settings.items() if isinstance(value, torch.Tensor)}
+    batch = make_batch(samples, **{name: value for name, value in settings.items() if name not in tensors})
+    for name, value in tensors.items():
+        batch[name] = value
+    return batch
+
+
+def loss_of(case: Case) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
+    """verl's PPO loss; where the engine hands out sums of squared probabilities, they carry gradient too."""
+    policy_loss = actor_loss(**case.settings("loss"))
+
+    def loss(model_output: dict, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+        value, metrics = policy_loss(model_output=model_output, data=data, dp_group=dp_group)
+        if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
+            squares = no_padding_2_padding(model_output["sum_pi_squared"], data)
+            mask = data["response_mask"].to_padded_tensor(0).to(bool)
+            value = value + agg_loss(squares, mask, "token-mean", data["dp_size"], data["batch_num_tokens"])
+        return value, metrics
+
+    return loss
+
+
+def reference_of(case: Case, checkpoint: Checkpoint, batch: TensorDict) -> Result:
+    """Every sequence alone, in float32."""
+    adapter = checkpoint.adapter_of(case.settings("model"))
+    return run_reference(checkpoint.model, batch, loss_of(case), adapter=adapter)
+
+
+def output_names(batch: TensorDict) -> set[str]:
+    """Outputs that the batch asks for."""
+    optional = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
+    asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(batch, flag, default=False)}
+    return {"log_probs", *asked}
+
+
+def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
+    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks."""
+    result = run_engine(engine, tu.index_select_tensor_dict(everything, rows_of(engine, everything)), loss_of(case))
+    assert result.outputs.keys() == output_names(everything)
+    assert any(gradient.any() for gradient in result.gradients.values())
+    return Result(result.outputs, result.gradients, result.loss if engine.get_data_parallel_size() == 1 else None)
+
+
+def rows_of(engine: Any, everything: TensorDict) -> list[int]:
+    return list(range(engine.get_data_parallel_rank(), len(everything), engine.get_data_parallel_size()))
+
+
+def of_rows(result: Result, rows: Sequence[int]) -> Result:
+    """A result with the outputs of some rows; gradients and loss are those of all ranks."""
+    outputs = {name: [values[row] for row in rows] for name, values in result.outputs.items()}
+    return Result(outputs, result.gradients, result.loss)
+
+
+def assert_exact(case: Case, engines: Engines) -> None:
+    """Outputs, loss and gradients of a case on this rank are those of the sequences alone."""
+    engine, everything = engines.of(case), batch_of(case)
+    expected = reference_of(case, engines.checkpoint, everything)
+    assert_same(run_on_this_rank(case, engine, everything), of_rows(expected, rows_of(engine, everything)))

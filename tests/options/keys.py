@@ -1,0 +1,11 @@
+"""Beginnings of overrides and of test ids."""
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+FSDP = f"{ACTOR}.fsdp_config"
+MODEL = "actor_rollout_ref.model"
+
+SUPPORT = "tests/options"
+EXACTNESS = "tests/engine/test_exactness.py"
+PRECISION = f"{SUPPORT}/test_precision.py::test_error_is_at_most_that_of_stock_rmpad"
+RULES = "tests/config/test_rules.py::test_rule_stops_the_run_in_its_modes_and_only_there"

@@ -1,0 +1,138 @@
+"""What the head puts out and how layers run."""
+
+import torch
+
+from tests.options.keys import ACTOR, EXACTNESS, FSDP, MODEL, SUPPORT
+from tests.options.option import Option, Place
+
+CUT, ROWS, HEAD, LAYERS, WEIGHTS = Place.CUT, Place.ROWS, Place.HEAD, Place.LAYERS, Place.WEIGHTS
+TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.7])
+"""One for each of the samples of the matrix."""
+
+MODEL_OPTIONS: tuple[Option, ...] = (
+    # Outputs.
+    Option(
+        "log-probs without entropy",
+        f"{ACTOR}.calculate_entropy=False",
+        frozenset({HEAD}),
+        batch={"calculate_entropy": False},
+        loss={"entropy_coeff": 0.0},
+    ),
+    Option(
+        "entropy bonus",
+        f"{ACTOR}.entropy_coeff=0.1",
+        frozenset({HEAD}),
+        batch={"calculate_entropy": True},
+        loss={"entropy_coeff": 0.1},
+    ),
+    Option(
+        "entropy checkpointing",
+        f"{ACTOR}.entropy_checkpointing=True",
+        frozenset({HEAD, LAYERS}),
+        engine={"entropy_checkpointing": True},
+    ),
+    Option(
+        "chunked entropy",
+        f"{ACTOR}.entropy_from_logits_with_chunking=True",
+        frozenset({HEAD}),
+        engine={"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 4},
+    ),
+    Option(
+        "sum of squared probabilities",
+        f"{ACTOR}.calculate_sum_pi_squared=True",
+        frozenset({HEAD}),
+        batch={"calculate_sum_pi_squared": True},
+    ),
+    Option(
+        "temperature of the run",
+        "actor_rollout_ref.rollout.temperature=0.7",
+        frozenset({HEAD}),
+        batch={"temperature": 0.7},
+    ),
+    Option(
+        "temperature of each sample",
+        "(a field of the batch)",
+        frozenset({HEAD, CUT}),
+        batch={"temperature": TEMPERATURES},
+        note="samples of different temperatures share no rows",
+    ),
+    Option(
+        "head in chunks",
+        "prefix_grouper.logits_chunk_size=4096",
+        frozenset({HEAD}),
+        engine={"logits_chunk_size": 3},
+        proofs=("tests/engine/test_chunked_head.py", f"{EXACTNESS}::test_tied_embeddings_get_one_gradient"),
+    ),
+    Option(
+        "fused kernels, torch",
+        f"{MODEL}.use_fused_kernels=True {MODEL}.fused_kernel_options.impl_backend=torch",
+        frozenset({HEAD}),
+        model={"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}},
+        batch={"use_fused_kernels": True},
+        refuses=frozenset({"sum of squared probabilities", "temperature of each sample"}),
+    ),
+    Option(
+        "fused kernels, Triton",
+        f"{MODEL}.use_fused_kernels=True {MODEL}.fused_kernel_options.impl_backend=triton",
+        frozenset({HEAD}),
+        model={"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "triton"}},
+        batch={"use_fused_kernels": True},
+        refuses=frozenset({"sum of squared probabilities", "temperature of each sample"}),
+        needs_gpu=True,
+    ),
+    Option(
+        "compiled entropy",
+        f"{FSDP}.use_torch_compile=True",
+        frozenset({HEAD}),
+        engine={"use_torch_compile": True},
+        slow=True,
+    ),
+    # Layers.
+    Option(
+        "no gradient checkpointing",
+        f"{MODEL}.enable_gradient_checkpointing=False",
+        frozenset({LAYERS}),
+        model={"enable_gradient_checkpointing": False},
+    ),
+    Option(
+        "activation offload",
+        f"{MODEL}.enable_activation_offload=True",
+        frozenset({LAYERS}),
+        model={"enable_activation_offload": True},
+        needs_gpu=True,
+        note="verl offloads into pinned memory, which needs a GPU",
+    ),
+    Option(
+        "compiled layers",
+        "prefix_grouper.compile_layers=True",
+        frozenset({LAYERS, ROWS}),
+        engine={"compile_layers": True},
+        slow=True,
+        proofs=("tests/engine/test_compiled_layers.py",),
+        note="no recompilation while micro-batches change",
+    ),
+    Option(
+        "attention recomputed in the backward",
+        "prefix_grouper.recompute_attention=True",
+        frozenset({LAYERS}),
+        engine={"recompute_attention": True},
+        proofs=("tests/engine/test_saved_attention.py",),
+        note="without it, gradient checkpointing keeps the outputs of attention",
+    ),
+    Option(
+        "Liger kernels",
+        f"{MODEL}.use_liger=True",
+        frozenset({LAYERS}),
+        model={"use_liger": True},
+        needs_gpu=True,
+        note="liger-kernel needs Triton",
+    ),
+    Option(
+        "LoRA",
+        f"{MODEL}.lora_rank=4",
+        frozenset({LAYERS, HEAD, WEIGHTS}),
+        model={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        proofs=(f"{SUPPORT}/test_reference_policy.py::test_lora",),
+        note="the reference is the model with its adapter disabled",
+    ),
+)

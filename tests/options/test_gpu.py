@@ -1,0 +1,56 @@
+"""Every option alone, and every two that meet in the code, on one GPU in bf16."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.engine.ranks import on_ranks
+from tests.options.gpu import assert_as_close_as_stock, make_engines, parameters, save_checkpoint, uses_liger
+from tests.options.harness import Checkpoint, Engines
+from tests.options.option import Case, alone, pairs
+from tests.options.table import DEFAULT, OPTIONS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+
+ON_ONE_GPU = [option for option in OPTIONS if option.num_ranks == 1]
+LIGER = [case for case in alone(ON_ONE_GPU) if uses_liger(case)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return save_checkpoint(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint: Checkpoint) -> Engines:
+    return make_engines(checkpoint)
+
+
+@pytest.mark.parametrize("case", parameters(alone(ON_ONE_GPU)))
+def test_option_is_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
+    assert_as_close_as_stock(case, engines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", parameters(pairs(ON_ONE_GPU)))
+def test_two_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
+    assert_as_close_as_stock(case, engines)
+
+
+def run_liger(rank: int, checkpoint: Checkpoint, case: Case) -> None:
+    assert_as_close_as_stock(case, make_engines(checkpoint))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
+@pytest.mark.parametrize("case", LIGER, ids=str)
+def test_liger_is_as_close_to_float32_as_stock_rmpad(case: Case, checkpoint: Checkpoint) -> None:
+    on_ranks(1, run_liger, checkpoint, case, device="cuda")
+
+
+def test_fp16_with_a_scaled_loss(checkpoint: Checkpoint) -> None:
+    assert_as_close_as_stock(DEFAULT, make_engines(checkpoint, "fp16"))

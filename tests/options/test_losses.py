@@ -1,0 +1,86 @@
+"""Every policy loss of verl's registry under every aggregation, over unequal micro-batches: same loss and gradient."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.trainer.ppo import core_algos
+from verl.workers.config import PolicyLossConfig
+from verl.workers.config.actor import RolloutCorrectionConfig
+
+from tests.options.harness import Checkpoint, Engines
+from tests.options.table import DEFAULT, SAMPLES
+from tests.support import actor_loss, assert_same, clone, run_engine, run_reference
+from verl_pg_plugin.engine.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.synthetic import make_batch
+
+LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
+AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+REQUIRED_SETTINGS = {"dro": {"dro_beta": 0.1}}
+"""What a loss refuses to run without."""
+
+
+def seeded(loss: Callable) -> Callable:
+    """Some losses draw random numbers: the same in every call."""
+
+    def call(model_output: dict, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+        torch.manual_seed(0)
+        return loss(model_output=model_output, data=data)
+
+    return call
+
+
+def assert_loss_is_that_of_the_rows_alone(engines: Engines, checkpoint: Checkpoint, loss: Callable) -> None:
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=45)
+    cut = plan_micro_batches(clone(batch), None).indices
+    assert len({len(rows) for rows in cut}) > 1, "the micro-batches are unequal"
+    result = run_engine(engines.of(DEFAULT), batch, seeded(loss))
+    assert any(gradient.any() for gradient in result.gradients.values())
+    assert_same(result, run_reference(checkpoint.model, batch, seeded(loss), cut=cut))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_policy_loss(engines: Engines, checkpoint: Checkpoint, mode: str, aggregation: str) -> None:
+    policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
+    loss = actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss)
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, loss)
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "ppo_clip"])
+def test_rollout_correction_computed_in_the_loss(engines: Engines, checkpoint: Checkpoint, kind: str) -> None:
+    correction = RolloutCorrectionConfig(loss_type=kind, rollout_is="token", bypass_mode=True)
+    loss = actor_loss(policy_loss=PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction))
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, loss)
+
+
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "k3+"])
+def test_kl_loss(engines: Engines, checkpoint: Checkpoint, kind: str) -> None:
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, actor_loss(kl_loss_type=kind))
+
+
+def test_loss_that_a_user_registers(engines: Engines, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+
+    @core_algos.register_policy_loss("squared_margin")
+    def squared_margin(
+        old_log_prob: torch.Tensor, log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any, **_: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        margins = (log_prob - old_log_prob + 1.0).square()
+        return core_algos.agg_loss(margins, response_mask, "token-mean", **config.global_batch_info), {}
+
+    loss = actor_loss(policy_loss=PolicyLossConfig(loss_mode="squared_margin"))
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, loss)
+
+
+def test_loss_that_is_no_policy_loss_at_all(engines: Engines, checkpoint: Checkpoint) -> None:
+    def everything(scale: float, model_output: dict, data: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
+        lengths = data["responses"].offsets().diff().tolist()
+        rows = zip(model_output["log_probs"].unbind(), model_output["entropy"].unbind(), lengths, strict=True)
+        parts = [p[-n - 1 : -1].square().sum() + e[-n - 1 : -1].exp().sum() for p, e, n in rows]
+        return scale * torch.stack(parts).sum(), {}
+
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, partial(everything, 1e-3))

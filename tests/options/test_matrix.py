@@ -1,0 +1,34 @@
+"""Every option alone, and every two that meet in the code: exact against each sequence alone."""
+
+import pytest
+
+from tests.options.harness import Engines, assert_exact, batch_of, loss_of
+from tests.options.option import Case, alone, pairs, refused_pairs
+from tests.options.table import OPTIONS
+from tests.support import run_engine
+
+ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
+
+
+def parameters(cases: list[Case]) -> list:
+    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.slow else []) for case in cases]
+
+
+@pytest.mark.parametrize("case", parameters(alone(ON_ONE_PROCESS)))
+def test_option_keeps_the_numbers(case: Case, engines: Engines) -> None:
+    assert_exact(case, engines)
+
+
+@pytest.mark.parametrize("case", parameters(pairs(ON_ONE_PROCESS)))
+def test_two_options_keep_the_numbers(case: Case, engines: Engines) -> None:
+    assert_exact(case, engines)
+
+
+# The configuration rules refuse the gate with static rows: see static_rows_gate in tests/config/test_rules.py.
+REFUSED_BY_ENGINE = [case for case in refused_pairs(ON_ONE_PROCESS) if "auto gate" not in str(case)]
+
+
+@pytest.mark.parametrize("case", parameters(REFUSED_BY_ENGINE))
+def test_two_options_that_exclude_each_other_are_refused(case: Case, engines: Engines) -> None:
+    with pytest.raises(ValueError, match=r"use_fused_kernels=True.*use_fused_kernels=False"):
+        run_engine(engines.of(case), batch_of(case), loss_of(case))

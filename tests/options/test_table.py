@@ -1,0 +1,54 @@
+"""The table itself: no row without a test, no test that is not there, and overrides that verl takes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.config.config_support import TINY, compose_config, save_checkpoint
+from tests.options.option import Option
+from tests.options.table import OPTIONS
+from verl_pg_plugin.config.validate import validate
+
+REPOSITORY = Path(__file__).parents[2]
+NAMES = [option.name for option in OPTIONS]
+
+
+def test_names_are_unique() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_is_proven(option: Option) -> None:
+    assert option.runs or option.proofs
+    assert option.refuses <= set(NAMES)
+    for proof in option.proofs:
+        path, _, test = proof.partition("::")
+        assert (REPOSITORY / path).is_file(), proof
+        assert f"def {test.partition('[')[0]}" in (REPOSITORY / path).read_text(), proof
+
+
+@pytest.fixture(scope="module")
+def runnable(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that leave nothing to object to."""
+    hf_config = transformers.Qwen3Config(**{**TINY, "num_attention_heads": 4})
+    checkpoint = save_checkpoint(tmp_path_factory.mktemp("qwen3"), hf_config)
+    return [
+        f"actor_rollout_ref.model.path={checkpoint}",
+        f"critic.model.path={checkpoint}",
+        "actor_rollout_ref.actor.use_prefix_grouper=True",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.name=hf",
+        "algorithm.adv_estimator=grpo",
+    ]
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if "=" in o.override], ids=lambda option: option.name)
+def test_override_is_taken_or_refused_before_anything_starts(option: Option, runnable: list[str]) -> None:
+    overrides = re.split(r" (?=[\w.+]+=)", option.override)
+    found = [violation.rule for violation in validate(compose_config(*runnable, *overrides))]
+    assert bool(found) == option.rejected, found

@@ -1,0 +1,162 @@
+"""Options through verl's trainer: two steps each of the example, with all that Ray, TransferQueue and Hydra add."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.options.keys import ACTOR, FSDP, MODEL, REF
+from tests.options.table import case_of
+from tests.test_end_to_end import REPOSITORY, train
+from verl_pg_plugin.config import Mode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the example with names of options and what switches them on."""
+
+    name: str
+    options: tuple[str, ...]
+    overrides: tuple[str, ...]
+    num_workers: int = 1
+    rollout_tolerance: float = 1e-4
+    least_dedup_ratio: float = 8.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+RUNS = [
+    Run(
+        "sequence-parallel workers with fused kernels and bucketed rows",
+        ("Ulysses sequence parallelism, 2 ranks", "fused kernels, torch", "pad_to_length", "entropy bonus"),
+        (
+            f"{ACTOR}.ulysses_sequence_parallel_size=2",
+            f"{REF}.ulysses_sequence_parallel_size=2",
+            f"{MODEL}.use_fused_kernels=True",
+            f"{MODEL}.fused_kernel_options.impl_backend=torch",
+            f"{ACTOR}.pad_to_length=True",
+            f"{FSDP}.pad_to_length_bucket=128",
+            f"{ACTOR}.entropy_coeff=0.01",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+        ),
+        num_workers=2,
+    ),
+    Run(
+        "compiled layers on static rows, verified",
+        ("compiled layers", "static rows", "head in chunks", "verify mode"),
+        (
+            "prefix_grouper.static_rows=True",
+            "prefix_grouper.compile_layers=True",
+            "prefix_grouper.logits_chunk_size=64",
+            "prefix_grouper.verify=every_n",
+            "prefix_grouper.verify_every=1",
+            f"{MODEL}.enable_gradient_checkpointing=True",
+        ),
+        least_dedup_ratio=0.1,  # rows that fill up the budget count as computed
+    ),
+    Run(
+        "adapters with the reference behind them",
+        ("LoRA", "auto gate", "entropy bonus"),
+        (
+            f"{MODEL}.lora_rank=4",
+            f"{MODEL}.lora_alpha=8",
+            f"{MODEL}.target_modules=all-linear",
+            f"{MODEL}.lora.merge=True",
+            f"{ACTOR}.entropy_coeff=0.01",
+            "prefix_grouper.min_dedup_ratio=2",
+        ),
+        rollout_tolerance=5e-3,  # verl hands merged adapters to the rollout in bf16
+    ),
+    Run(
+        "offload on two workers with KL in the reward",
+        (
+            "parameter offload",
+            "optimizer offload",
+            "entropy checkpointing",
+            "chunked entropy",
+            "sum of squared probabilities",
+        ),
+        (
+            f"{FSDP}.param_offload=True",
+            f"{FSDP}.optimizer_offload=True",
+            f"{ACTOR}.entropy_checkpointing=True",
+            f"{ACTOR}.entropy_from_logits_with_chunking=True",
+            f"{ACTOR}.entropy_coeff=0.01",
+            f"{ACTOR}.calculate_sum_pi_squared=True",
+            "algorithm.use_kl_in_reward=True",
+            f"{ACTOR}.use_kl_loss=False",
+        ),
+        num_workers=2,
+    ),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_options_that_real_runs_switch_on_train_together(
+    run: Run, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    summary, steps = train(tmp_path, *run.overrides, NGPUS_PER_NODE=str(run.num_workers), OMP_NUM_THREADS="1")
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > run.least_dedup_ratio
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < run.rollout_tolerance
+        if "verify mode" in run.options:
+            assert step["actor/prefix_grouper/verified_rows"] > 0
+        if "algorithm.use_kl_in_reward=True" in run.overrides:
+            assert abs(step["actor/reward_kl_penalty"]) < 1, "reference and old log-probs are nearly the same"
+    for option in case_of(*run.options).options:
+        record_property("option", option.name)
+
+
+def test_group_filtering_drops_whole_groups(tmp_path: Path) -> None:
+    summary, steps = train(
+        tmp_path,
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=reward",
+        "trainer.v1.sampler.custom_sampler.path=null",
+        "trainer.v1.sampler.custom_sampler.name=null",
+    )
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["prefix_grouper/balance/cut_groups"] == 0
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["critic/score/min"] < step["critic/score/max"]
+
+
+def test_killed_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    overrides = ["trainer.save_freq=1", "trainer.resume_mode=auto", f"trainer.default_local_dir={checkpoints}"]
+    variables = {"WORK_DIR": str(tmp_path), "TOTAL_STEPS": "50", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
+    with open(tmp_path / "killed.log", "w") as log:
+        run = subprocess.Popen(
+            ["bash", "examples/run_qwen3_pg.sh", *overrides],
+            cwd=REPOSITORY,
+            env={**os.environ, **variables},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            saved = checkpoints / "latest_checkpointed_iteration.txt"
+            while not saved.exists():
+                assert run.poll() is None, (tmp_path / "killed.log").read_text()[-3000:]
+                time.sleep(0.1)
+        finally:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    last = int(saved.read_text())
+    for log_of_killed in tmp_path.glob("*/metrics.jsonl"):
+        log_of_killed.rename(log_of_killed.with_name("killed.jsonl"))
+    summary, steps = train(tmp_path, *overrides, TOTAL_STEPS=str(last + 2))
+    assert summary["mode"] == Mode.PACKED.value
+    assert [step["training/global_step"] for step in steps] == [last + 1, last + 2]
+    assert int(saved.read_text()) == last + 2
