@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.options.harness import Checkpoint, Engines, batch_of, of_rows, reference_of, rows_of, run_on_this_rank
@@ -27,28 +28,26 @@ def make_engines(checkpoint: Checkpoint, param_dtype: str = "bf16") -> Engines:
     return Engines(checkpoint, {"mixed_precision": mixed})
 
 
-def uses_liger(case: Case) -> bool:
-    """Liger replaces transformers' classes for good, so such a case needs a process of its own."""
-    return bool(case.settings("model").get("use_liger"))
+def needs_own_process(case: Case) -> bool:
+    """Liger, and verl's fused kernels in the stock engine, replace classes of transformers for good."""
+    model = case.settings("model")
+    return bool(model.get("use_liger") or model.get("use_fused_kernels"))
 
 
 def parameters(cases: list[Case]) -> list[Any]:
-    """Cases as parameters of a test."""
-    return [pytest.param(case, id=str(case)) for case in cases if not uses_liger(case)]
-
-
-def without_fused_kernels(case: Case) -> Case:
-    """verl's own fused kernels replace the forward of the model's class, in this process for good."""
-    return Case(tuple(option for option in case.options if not option.model.get("use_fused_kernels")))
+    """Cases as parameters of a test, without those that would spoil the next."""
+    return [pytest.param(case, id=str(case)) for case in cases if not needs_own_process(case)]
 
 
 def assert_as_close_as_stock(case: Case, engines: Engines) -> None:
-    """Every error of packed mode on this rank is at most 1.1 times that of stock rmpad."""
+    """Every error of packed mode on this rank is at most 1.1 times that of stock rmpad with the same options."""
     batch = batch_of(case, SAMPLES, SCALE)
-    whole = reference_of(case, engines.checkpoint, batch)  # first: Liger replaces classes that it needs
+    # The stock engine comes last: it may replace what the others need.
+    whole = reference_of(case, engines.checkpoint, batch)
     packed = engines.of(case, model=FLASH)
+    result = run_on_this_rank(case, packed, batch)
     reference = of_rows(whole, rows_of(packed, batch))
-    plain = without_fused_kernels(case)
-    stock = engines.of(plain, packed=False, model=FLASH, engine_cls=FSDPEngineWithLMHead)
-    baseline = errors(run_on_this_rank(plain, stock, batch_of(plain, SAMPLES, SCALE)), reference)
-    assert_no_worse(errors(run_on_this_rank(case, packed, batch), reference), baseline)
+    stock = engines.of(case, packed=False, model=FLASH, engine_cls=FSDPEngineWithLMHead)
+    tu.assign_non_tensor(batch, use_fused_kernels=case.settings("model").get("use_fused_kernels", False))
+    baseline = errors(run_on_this_rank(case, stock, batch), reference)
+    assert_no_worse(errors(result, reference), baseline)

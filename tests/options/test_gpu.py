@@ -1,12 +1,10 @@
 """Every option alone, and every two that meet in the code, on one GPU in bf16."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from tests.engine.ranks import on_ranks
-from tests.options.gpu import assert_as_close_as_stock, make_engines, parameters, save_checkpoint, uses_liger
+from tests.options.gpu import assert_as_close_as_stock, make_engines, needs_own_process, parameters, save_checkpoint
 from tests.options.harness import Checkpoint, Engines
 from tests.options.option import Case, alone, pairs
 from tests.options.table import DEFAULT, OPTIONS
@@ -18,7 +16,7 @@ pytestmark = [
 ]
 
 ON_ONE_GPU = [option for option in OPTIONS if option.num_ranks == 1]
-LIGER = [case for case in alone(ON_ONE_GPU) if uses_liger(case)]
+IN_OWN_PROCESS = [case for case in alone(ON_ONE_GPU) if needs_own_process(case)]
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +40,15 @@ def test_two_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines:
     assert_as_close_as_stock(case, engines)
 
 
-def run_liger(rank: int, checkpoint: Checkpoint, case: Case) -> None:
+def run_in_own_process(rank: int, checkpoint: Checkpoint, case: Case) -> None:
     assert_as_close_as_stock(case, make_engines(checkpoint))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
-@pytest.mark.parametrize("case", LIGER, ids=str)
-def test_liger_is_as_close_to_float32_as_stock_rmpad(case: Case, checkpoint: Checkpoint) -> None:
-    on_ranks(1, run_liger, checkpoint, case, device="cuda")
+@pytest.mark.parametrize("case", IN_OWN_PROCESS, ids=str)
+def test_kernels_of_others_are_as_close_to_float32_as_under_stock_rmpad(case: Case, checkpoint: Checkpoint) -> None:
+    if case.settings("model").get("use_liger"):
+        pytest.importorskip("liger_kernel")
+    on_ranks(1, run_in_own_process, checkpoint, case, device="cuda")
 
 
 def test_fp16_with_a_scaled_loss(checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.ranks import on_ranks
-from tests.options.gpu import assert_as_close_as_stock, make_engines, parameters, save_checkpoint, uses_liger
+from tests.options.gpu import assert_as_close_as_stock, make_engines, needs_own_process, parameters, save_checkpoint
 from tests.options.harness import Checkpoint
 from tests.options.option import Case, alone, pairs
 from tests.options.table import OPTIONS
@@ -21,7 +21,7 @@ pytestmark = [
 
 UP_TO_TWO = [option for option in OPTIONS if option.num_ranks <= 2 and not option.slow]
 MEETING = [*alone(UP_TO_TWO), *(case for case in pairs(UP_TO_TWO) if case.num_ranks == 2)]
-CASES = [case for case in MEETING if not uses_liger(case)]
+CASES = [case for case in MEETING if not needs_own_process(case)]
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint) -> list[str]:
