@@ -48,11 +48,11 @@ class FusedHead(JobHead):
     def compute(self, hidden_NE: torch.Tensor, job: HeadJob) -> torch.Tensor:
         assert isinstance(job.temperature, float)
         log_probs, entropy = self.fused(hidden_NE, self.head.weight, job.labels, job.temperature)
-        for output in (log_probs, entropy):
-            if output.requires_grad:
-                # The Triton kernels insist on it, and the gradient of a column is strided.
-                output.register_hook(torch.Tensor.contiguous)
         columns = [entropy, log_probs] if job.with_entropy else [log_probs]
+        for column in columns:
+            if column.requires_grad:
+                # The Triton kernels insist on it, and the gradient of a column is strided.
+                column.register_hook(torch.Tensor.contiguous)
         return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1)
 
 
