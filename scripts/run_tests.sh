@@ -22,6 +22,8 @@ bash scripts/install.sh
 .venv/bin/mypy
 # One thread: on two cores, tiny models and two-process tests are slower when they fight over threads.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-.venv/bin/python -m pytest "${selection[@]}" --durations=15 "$@"
+.venv/bin/python -m pytest "${selection[@]}" --durations=15 --junitxml=outputs/tests.xml "$@"
+# docs/support.md is made from these results; a selection of the tests could not tell whether it is stale.
+if [ $# -eq 0 ]; then .venv/bin/python scripts/make_support_table.py --results outputs/tests.xml --check; fi
 
 if [ "$lowest" = yes ]; then bash scripts/run_tests_lowest.sh; fi

@@ -37,7 +37,6 @@ BATCH_OPTIONS: tuple[Option, ...] = (
         "prefix_grouper.min_dedup_ratio=1.5",
         frozenset({CUT, ROWS}),
         engine={"min_dedup_ratio": 1.5},
-        refuses=frozenset({"static rows"}),
         proofs=("tests/engine/test_gate.py",),
         note="micro-batches that share less run as plain rmpad",
     ),

@@ -24,11 +24,7 @@ def test_two_options_keep_the_numbers(case: Case, engines: Engines) -> None:
     assert_exact(case, engines)
 
 
-# The configuration rules refuse the gate with static rows: see static_rows_gate in tests/config/test_rules.py.
-REFUSED_BY_ENGINE = [case for case in refused_pairs(ON_ONE_PROCESS) if "auto gate" not in str(case)]
-
-
-@pytest.mark.parametrize("case", parameters(REFUSED_BY_ENGINE))
+@pytest.mark.parametrize("case", parameters(refused_pairs(ON_ONE_PROCESS)))
 def test_two_options_that_exclude_each_other_are_refused(case: Case, engines: Engines) -> None:
     with pytest.raises(ValueError, match=r"use_fused_kernels=True.*use_fused_kernels=False"):
         run_engine(engines.of(case), batch_of(case), loss_of(case))
