@@ -53,6 +53,13 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 """
 
 
+NO_GPU = """\
+No run on GPUs is recorded here yet, since none was green as a whole. The last, on two H200s, passed 82 tests and failed
+190: in 186 of them Liger had replaced the classes of the float32 reference in the same process. Such cases have processes
+of their own since, and were not run again. [Outcomes](data/gpu_tests_754f661.csv).
+"""
+
+
 @dataclass(frozen=True)
 class Results:
     """Tests that passed.
@@ -133,8 +140,8 @@ def render(results: Results, environment: str) -> str:
     columns = ["option", "override", "status", "tests", *DEVICES, "note"]
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|--:|---|---|---|---|"]
     lines += [row(option, results) for option in sorted(OPTIONS, key=lambda option: option.rejected)]
-    where = f"\nGPU results: {environment}.\n" if environment else ""
-    return f"{HEADER}{where}\n" + "\n".join(lines) + "\n"
+    where = f"GPU results: {environment}.\n" if environment else NO_GPU
+    return f"{HEADER}\n{where}\n" + "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -176,8 +176,9 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.tensordict_utils",
-        "engine/fsdp_engine.py engine/fused_head.py engine/micro_batch_plan.py engine/row_selection.py "
-        "engine/shared_prefix_engine.py engine/sharing_modes.py engine/verify.py synthetic.py upstream.py",
+        "engine/fsdp_engine.py engine/fused_head.py engine/micro_batch_plan.py engine/requirements.py "
+        "engine/row_selection.py engine/shared_prefix_engine.py engine/sharing_modes.py engine/verify.py synthetic.py "
+        "upstream.py",
         get="(tensordict, key, default=None)",
         assign_non_tensor="(tensor_dict, **kwargs)",
         assign_non_tensor_data="(tensor_dict, key, val)",

@@ -78,7 +78,7 @@ def test_every_option_has_a_row_with_what_its_tests_showed(run: Callable, junit:
     assert table["Liger kernels"][1:6] == ["exact", "1", "", "yes", ""]
     assert table["LoRA"][1:6] == ["not run", "0", "", "", ""]
     assert table["distillation"][1:6] == ["rejected", "1", "yes", "", ""]
-    assert "static rows" in table["auto gate"][-1]
+    assert "refused with activation offload" in table["verify mode"][-1]
     assert "GPU results: a GPU." in (tmp_path / "docs/support.md").read_text()
 
 

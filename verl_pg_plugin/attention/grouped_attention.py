@@ -63,6 +63,7 @@ Grouping: TypeAlias = "PackedAttention | UnsharedSegments | UlyssesAttention | P
 """What attention layers are handed as ``prefix_grouper``."""
 
 
+@torch.compiler.disable  # compiled layers call it as it is: its index maps differ in every micro-batch
 def grouped_attention_forward(
     module: nn.Module,
     query: torch.Tensor,

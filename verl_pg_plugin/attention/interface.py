@@ -100,5 +100,4 @@ def register_attention() -> None:
     """Make ``ATTENTION_NAME`` a valid ``attn_implementation``; calling it again changes nothing."""
     from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward  # it imports this module
 
-    # Under torch.compile attention is a call: its index maps differ in every micro-batch.
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_attention_forward))
+    AttentionInterface.register(ATTENTION_NAME, grouped_attention_forward)

@@ -16,6 +16,10 @@ Array = TypeVar("Array", torch.Tensor, np.ndarray)
 Route = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
+# From this many threads on, torch's scatter-add, which uses them all, overtakes the sum over runs, which uses one.
+THREADS_OF_SCATTER = 4
+
+
 def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
     """`output[b, s]` = sum of `values[b, t]` over all `t` with `segment_ids[b, t] == s`.
 
@@ -74,7 +78,8 @@ def _route(values: torch.Tensor) -> Route:
         from verl_pg_plugin.packing.segment_sum_cuda import segment_sum_cuda
 
         return segment_sum_cuda
-    return sum_by_runs if values.device.type == "cpu" else sum_by_scatter
+    few_threads = torch.get_num_threads() < THREADS_OF_SCATTER
+    return sum_by_runs if values.device.type == "cpu" and few_threads else sum_by_scatter
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
