@@ -55,8 +55,8 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 
 NO_GPU = """\
 No run on GPUs is recorded here yet, since none was green as a whole. The last, on two H200s, passed 82 tests and failed
-190: in 186 of them Liger had replaced the classes of the float32 reference in the same process. Such cases have processes
-of their own since, and were not run again. [Outcomes](data/gpu_tests_754f661.csv).
+190: in 186 of them Liger had replaced the classes of the float32 reference in the same process. Such cases have
+processes of their own since, and were not run again. [Outcomes](data/gpu_tests_754f661.csv).
 """
 
 
