@@ -35,7 +35,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
         "chunked entropy",
         f"{ACTOR}.entropy_from_logits_with_chunking=True",
         frozenset({HEAD}),
-        engine={"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 4},
+        engine={"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 16},
     ),
     Option(
         "sum of squared probabilities",
