@@ -11,8 +11,8 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.engine.flops import ModelFlops
-from verl_pg_plugin.engine.micro_batch_plan import layout_of
 from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.engine.sharing_modes import lay_out_packed
 from verl_pg_plugin.synthetic import Sample, random_group
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ class Work:
     def of(cls, batch: TensorDict, flops: ModelFlops, checkpointing: bool) -> "Work":
         """A training step runs the trunk four times with gradient checkpointing (three without), the head three."""
         sequences = read_sequences(batch)
-        layout = layout_of(sequences, list(range(len(batch))))
+        layout = lay_out_packed(sequences)
         lengths = np.diff(sequences.offsets)
         alone = flops.trunk(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
         packed = flops.trunk(layout.num_rows, layout.num_attention_pairs)

@@ -36,6 +36,7 @@ from bench_common import environment, write_csv
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
+from torch import _dynamo
 from torch._dynamo.utils import counters
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
@@ -179,6 +180,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     kernels: dict[EnginePath, str] = {}
     works: dict[tuple[EnginePath, str], Work] = {}
     for path in args.paths:
+        _dynamo.reset()  # else a path would run on, and not count, what the one before it compiled
         counters.clear()
         engine = build_engine(model_path, args, path)
         for case in args.cases:

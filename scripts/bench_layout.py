@@ -27,8 +27,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.engine.micro_batch_plan import layout_of, plan_micro_batches
+from verl_pg_plugin.engine.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.engine.sharing_modes import lay_out_packed
 from verl_pg_plugin.layout import build_prefix_order
 
 VOCAB = 151_936
@@ -79,7 +80,7 @@ def measure(batch: TensorDict, max_token_len: int, repeats: int) -> dict[str, li
         "read": lambda: read_sequences(batch),
         "sort": lambda: build_prefix_order(sequences.tokens, sequences.offsets),
         "cut": lambda: cut_micro_batches(order, limits),
-        "layout": lambda: [layout_of(sequences, rows) for rows in cut],
+        "layout": lambda: [lay_out_packed(sequences.select(rows)) for rows in cut],
     }
     return {name: timed(step, repeats) for name, step in steps.items()}
 

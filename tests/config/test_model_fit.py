@@ -31,16 +31,23 @@ def test_sizes_that_divide_the_heads_or_copy_them_whole_are_accepted(violations_
 
 @pytest.mark.parametrize(("sp_size", "fitting"), [(3, 2), (6, 4), (16, 8)])
 def test_other_sizes_name_the_next_smaller_one(violations_of, sp_size, fitting):
-    violations = violations_of(transformers.Qwen3Config(**HEADS), **{SP_SIZE: sp_size})
-    assert violations[0].rule == "ulysses_heads"
-    assert f"8 query and 4 key/value heads cannot be spread over {sp_size} ranks" in violations[0].why
-    assert violations[0].fix == f"{SP_SIZE}={fitting}"
+    (violation,) = violations_of(transformers.Qwen3Config(**HEADS), **{SP_SIZE: sp_size})
+    assert violation.rule == "ulysses_heads"
+    assert "8 query and 4 key/value heads" in violation.why
+    assert violation.fix == f"{SP_SIZE}={fitting}"
     assert violations_of(transformers.Qwen3Config(**HEADS), Mode.RMPAD, **{SP_SIZE: sp_size}) == []
+
+
+def test_the_size_in_the_engine_config_counts_unless_the_deprecated_one_is_set(violations_of):
+    key = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+    (violation,) = violations_of(transformers.Qwen3Config(**HEADS), **{key: 3})
+    assert violation.fix == f"{key}=2"
+    assert violations_of(transformers.Qwen3Config(**HEADS), **{key: 3, SP_SIZE: 2}) == []
 
 
 def test_the_critic_has_a_size_of_its_own(violations_of):
     critic = {"algorithm.adv_estimator": "gae", "critic.model.path": f"${{{PATH}}}"}
-    key = "critic.ulysses_sequence_parallel_size"
+    key = "critic.fsdp.ulysses_sequence_parallel_size"
     (violation,) = violations_of(transformers.Qwen3Config(**HEADS), **critic, **{key: 3})
     assert violation.fix == f"{key}=2"
 

@@ -49,6 +49,7 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {f"{ACTOR}.megatron.context_parallel_size": 2},
         {f"{REF}.torchtitan.context_parallel_size": 2},
     ],
+    "critic_ulysses": [{**WITH_CRITIC, "critic.ulysses_sequence_parallel_size": 2}],
     "attn_implementation": [
         {f"{MODEL}.override_config.attn_implementation": "ring_flash_attention"},
         {f"{MODEL}.override_config.attn_implementation": "flex_attention"},
@@ -75,7 +76,8 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
         {f"{REF}.fsdp_config.qat.enable": True},
     ],
     "pad_to_length": [{f"{ACTOR}.pad_to_length": True}, {f"{REF}.fsdp_config.pad_to_length": True}],
-    "packed_options": [{"prefix_grouper.static_rows": True}, {"prefix_grouper.compile_layers": True}],
+    "static_rows": [{"prefix_grouper.static_rows": True}],
+    "compile_layers": [{"prefix_grouper.compile_layers": True}],
     "dedup_gate": [{"prefix_grouper.min_dedup_ratio": 1.5}],
     "static_rows_budget": [
         {"prefix_grouper.static_rows": True, f"{ACTOR}.use_dynamic_bsz": False},
@@ -83,7 +85,18 @@ BREAKING: dict[str, list[dict[str, Any]]] = {
     ],
     "static_rows_fallback": [{"prefix_grouper.static_rows": True, "prefix_grouper.on_mismatch": "rmpad"}],
     "verify": [{"prefix_grouper.verify": "first"}, {"prefix_grouper.verify": "every_n"}],
-    "verify_offload": [{"prefix_grouper.verify": "first", f"{MODEL}.enable_activation_offload": True}],
+    "verify_offload": [
+        {"prefix_grouper.verify": "first", f"{MODEL}.enable_activation_offload": True},
+        {**WITH_CRITIC, "prefix_grouper.verify": "first", "critic.model.enable_activation_offload": True},
+    ],
+    "compile_layers_fsdp1": [{"prefix_grouper.compile_layers": True, f"{ACTOR}.strategy": "fsdp"}],
+    "compile_critic_layers_fsdp1": [
+        {**WITH_CRITIC, "prefix_grouper.compile_layers": True, "critic.strategy": "fsdp"},
+    ],
+    "fused_kernels_backend": [
+        {f"{MODEL}.use_fused_kernels": True, f"{MODEL}.fused_kernel_options.impl_backend": name}
+        for name in ("cutlass", "triton", "liger")
+    ],
     "fused_kernels_sum_pi_squared": [{f"{MODEL}.use_fused_kernels": True, f"{ACTOR}.calculate_sum_pi_squared": True}],
     "critic_padding": [{**WITH_CRITIC, "critic.model.use_remove_padding": False}],
 }
@@ -120,7 +133,7 @@ def test_rule_stops_the_run_in_its_modes_and_only_there(make_config, rule, mode,
     assert violation is not None
     for setting in violation.settings:
         assert setting.value == OmegaConf.select(config, setting.key)
-        assert setting.key in violation.fix or "rollout.n" in violation.why
+        assert setting.key.split(".")[-1] in violation.fix or "rollout.n" in violation.why
 
 
 @pytest.mark.parametrize(
@@ -204,6 +217,12 @@ def test_micro_batch_fix_names_the_next_size_that_holds_whole_groups(make_config
         {f"{ACTOR}.entropy_checkpointing": True, f"{ACTOR}.entropy_from_logits_with_chunking": True},
         {f"{ACTOR}.calculate_sum_pi_squared": True},
         {f"{ACTOR}.strategy": "fsdp2"},
+        {"prefix_grouper.compile_layers": True, f"{ACTOR}.strategy": "fsdp2"},
+        {
+            "prefix_grouper.compile_layers": True,
+            f"{ACTOR}.fsdp_config.use_orig_params": True,
+            f"{REF}.fsdp_config.use_orig_params": True,
+        },
         {f"{MODEL}.use_liger": True},
         {f"{MODEL}.lora_rank": 8},
         {f"{MODEL}.tiled_mlp.enabled": True},

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional as verl_F
 
 from tests.engine.ranks import on_ranks
 from tests.support import (
@@ -18,7 +19,9 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
+from verl_pg_plugin.engine import chunked_head
 from verl_pg_plugin.engine.chunked_head import ChunkedHead
+from verl_pg_plugin.engine.lm_head import HeadJob
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
@@ -38,6 +41,30 @@ def test_two_ranks_with_temperature_and_all_outputs(tmp_path: Path, tied: bool) 
     for rank, result in enumerate(on_ranks(2, run_on_rank, path)):
         outputs = {name: rows[2 * rank : 2 * rank + 2] for name, rows in reference.outputs.items()}
         assert_same(result, Result(outputs, reference.gradients))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden"])
+def test_what_is_frozen_costs_no_gradient_and_the_rest_gets_its_own(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(6, 11), torch.randn(1, 10, 6)
+    leaves = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != frozen)
+    job = HeadJob(torch.arange(10), 0.7, True, False, verl_F.entropy_from_logits)
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    whole = job.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
+    expected = torch.autograd.grad(whole.square().sum(), wanted)
+    chunked = ChunkedHead(head, 3)
+    assert chunked.takes(job)
+    add_product = chunked_head._add_product
+    products: list[torch.Tensor] = []
+    monkeypatch.setattr(chunked_head, "_add_product", lambda *args: (products.append(args[0]), add_product(*args)))
+    found = torch.autograd.grad(head(hidden).square().sum(), wanted)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(products) == (0 if frozen == "weight" else 4), "one for each chunk"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
         ({**FIXED, "compile_layers": True}, PADDED, "compile_layers=False"),
         ({**FIXED, "min_dedup_ratio": 2.0}, PADDED, "min_dedup_ratio=1"),
         ({**FIXED, "static_rows": True}, {}, "static_rows=True needs use_dynamic_bsz=True"),
+        (
+            {"strategy": "fsdp", "compile_layers": True},
+            {},
+            "compile_layers=True compiles nothing.*use_orig_params=True",
+        ),
         ({}, {"use_fused_kernels": True}, r"impl_backend=None is unknown.*impl_backend=torch"),
         ({}, FUSED_BY_TRITON, r"impl_backend=triton needs a GPU.*impl_backend=torch"),
         (
@@ -53,8 +58,9 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
     ],
 )
 def test_unsupported_option_names_its_override(qwen3: str, engine: dict, model: dict, message: str) -> None:
+    engine = dict(engine)
     with pytest.raises(ValueError, match=message):
-        make_engine(qwen3, packed=True, engine=engine, model=model)
+        make_engine(qwen3, packed=True, strategy=engine.pop("strategy", "fsdp2"), engine=engine, model=model)
 
 
 def test_all_unsupported_options_are_named_at_once(qwen3: str) -> None:

@@ -215,6 +215,13 @@ def test_tolerances_of_float32_stay_near_one_ten_thousandth(qwen3: str) -> None:
     assert Tolerance.from_noise(noise, torch.float32).per_token == pytest.approx(1.2e-4, rel=0.05)
 
 
+@pytest.mark.parametrize("noise", [[float("nan"), 1e-7], [float("inf")]], ids=["some", "all"])
+def test_noise_without_bound_gives_no_tolerance_without_bound(noise: list[float]) -> None:
+    tolerance = Tolerance.from_noise([torch.tensor(noise)], torch.float32)
+    assert tolerance.per_token == pytest.approx(1.2e-4, rel=0.05)
+    assert tolerance.mean < tolerance.per_token
+
+
 def test_a_value_that_is_not_a_number_on_one_side_is_a_mismatch(qwen3: str) -> None:
     def nan_inside(layout: Any) -> Any:
         return replace(layout, position_ids=np.full_like(layout.position_ids, 1 << 40))

@@ -24,7 +24,7 @@ class UlyssesAttention:
 
     Attributes:
         over_all_rows: what the layers would need if this rank held all T rows, a ``PackedAttention`` for instance.
-        num_rows: T; the slices may hold up to ``group size - 1`` padding rows after it.
+        num_rows: rows of all slices that come out of the all-to-all, padding rows at their end included or not.
         group: the ranks that share the rows, in the order of their slices.
     """
 

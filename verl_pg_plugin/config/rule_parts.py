@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_pg_plugin.config.architecture import REPLACED_ATTENTION
 from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode
-from verl_pg_plugin.config.rule import CRITIC, REF, add_as, set_to
+from verl_pg_plugin.config.rule import CRITIC, REF, Offends, add_as, set_to
 from verl_pg_plugin.config.violation import Setting
 
 ACTOR = "actor_rollout_ref.actor"
@@ -74,6 +74,15 @@ def differs_from_actor(value: Any, config: DictConfig) -> bool:
     if is_not_fsdp(OmegaConf.select(config, f"{ACTOR}.strategy"), config):
         return False
     return bool(value) != bool(OmegaConf.select(config, USE_PREFIX_GROUPER))
+
+
+def stays_uncompiled(strategy_key: str) -> Offends:
+    """Whether compiled layers are asked for under FSDP1 without ``use_orig_params``, the value."""
+    return lambda value, config: (
+        bool(OmegaConf.select(config, f"{OPTIONS}.compile_layers"))
+        and OmegaConf.select(config, strategy_key) == "fsdp"
+        and not value
+    )
 
 
 # Fixes: (offending settings, config) -> override

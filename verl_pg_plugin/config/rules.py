@@ -7,8 +7,10 @@ To lift a restriction, delete its row.
 from __future__ import annotations
 
 from omegaconf import OmegaConf
+from verl.utils.device import get_device_name
 
 from verl_pg_plugin.config.architecture import REPLACED_ATTENTION
+from verl_pg_plugin.config.fused_kernels import BACKEND, fused_backend_obstacle
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.rule import CRITIC, REF, Rule, add_as, packed_or, set_to
 from verl_pg_plugin.config.rule_parts import (
@@ -37,9 +39,12 @@ from verl_pg_plugin.config.rule_parts import (
     is_verifying,
     next_multiple_of_n,
     splits_groups,
+    stays_uncompiled,
 )
 
 __all__ = ["RULES"]
+
+FLAT_PARAMETERS = f"{OPTIONS}.compile_layers=True would do nothing: torch compiles no layer of flat parameters (FSDP1)"
 
 RULES: tuple[Rule, ...] = (
     # The padded mode: a group must reach the model whole and in order.
@@ -96,11 +101,19 @@ RULES: tuple[Rule, ...] = (
         packed_or(set_to("False")),
     ),
     Rule(
-        "packed_options",
+        "static_rows",
         PADDED,
-        (f"{OPTIONS}.static_rows", f"{OPTIONS}.compile_layers"),
+        (f"{OPTIONS}.static_rows",),
         is_on,
-        "padded groups have no rows of one length",
+        "the length of padded groups follows from the longest one",
+        packed_or(set_to("False")),
+    ),
+    Rule(
+        "compile_layers",
+        PADDED,
+        (f"{OPTIONS}.compile_layers",),
+        is_on,
+        "compiled layers have not been verified with padded groups",
         packed_or(set_to("False")),
     ),
     Rule(
@@ -139,12 +152,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "verify_offload",
         PACKED,
-        (f"{OPTIONS}.verify",),
+        in_models("enable_activation_offload"),
+        lambda value, config: bool(value) and is_verifying(OmegaConf.select(config, f"{OPTIONS}.verify"), config),
+        f"verl's activation offload counts on one forward per step, and {OPTIONS}.verify adds others",
+        lambda settings, config: f"{set_to('False')(settings, config)}, or {OPTIONS}.verify=off",
+    ),
+    Rule(
+        "compile_layers_fsdp1",
+        PACKED,
+        in_both_roles("fsdp_config.use_orig_params"),
+        stays_uncompiled(f"{ACTOR}.strategy"),
+        FLAT_PARAMETERS,
+        set_to("True"),
+    ),
+    Rule(
+        "compile_critic_layers_fsdp1",
+        PACKED,
+        (f"{CRITIC}.fsdp.use_orig_params",),
+        stays_uncompiled(f"{CRITIC}.strategy"),
+        FLAT_PARAMETERS,
+        set_to("True"),
+    ),
+    Rule(
+        "fused_kernels_backend",
+        PACKED,
+        (BACKEND,),
         lambda value, config: (
-            is_verifying(value, config) and bool(OmegaConf.select(config, f"{MODEL}.enable_activation_offload"))
+            bool(OmegaConf.select(config, f"{MODEL}.use_fused_kernels"))
+            and bool(fused_backend_obstacle(value, get_device_name()))
         ),
-        "verl's activation offload counts on one forward per step, and verifying adds others",
-        set_to("off"),
+        "this machine cannot run that back end of verl's fused kernels",
+        set_to("torch"),
     ),
     Rule(
         "fused_kernels_sum_pi_squared",
@@ -170,6 +208,17 @@ RULES: tuple[Rule, ...] = (
         above_one,
         "ring attention computes each sequence alone and cannot see a shared prefix",
         set_to("1"),
+    ),
+    Rule(
+        "critic_ulysses",
+        SHARING,
+        (f"{CRITIC}.ulysses_sequence_parallel_size",),
+        lambda value, config: (
+            above_one(value, config)
+            and value != OmegaConf.select(config, f"{CRITIC}.fsdp.ulysses_sequence_parallel_size")
+        ),
+        "the critic's engine reads the size from its section fsdp alone",
+        lambda settings, config: f"{CRITIC}.fsdp.ulysses_sequence_parallel_size={settings[0].value}",
     ),
     Rule(
         "attn_implementation",

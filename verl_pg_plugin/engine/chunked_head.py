@@ -74,10 +74,12 @@ class _ChunkedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_NC,) = grad_outputs
         hidden_NE, weight_VE, bias_V = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden_NE)
         wide = torch.promote_types(weight_VE.dtype, torch.float32)
-        grad_weight = torch.zeros(weight_VE.shape, dtype=wide, device=weight_VE.device)
-        grad_bias = None if bias_V is None else torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device)
+        # A frozen head, as under LoRA, gets no gradient: as large as the weight, and a third of the backward.
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight_VE, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for start in range(0, len(hidden_NE), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
@@ -85,12 +87,14 @@ class _ChunkedOutputs(torch.autograd.Function):
                 logits = logits.detach().requires_grad_()
                 outputs = ctx.job.outputs(logits, rows)
             (grad_logits,) = torch.autograd.grad(outputs, logits, grad_NC[rows])
-            grad_hidden[rows] = grad_logits.to(weight_VE.dtype) @ weight_VE
-            _add_product(grad_weight, grad_logits.t(), hidden_NE[rows].to(grad_logits.dtype))
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad_logits.to(weight_VE.dtype) @ weight_VE
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.t(), hidden_NE[rows].to(grad_logits.dtype))
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
-        bias_gradient = None if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, grad_weight.to(weight_VE.dtype), bias_gradient, None, None
+        narrowed = (None if grad is None else grad.to(weight_VE.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, *narrowed, None, None
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from verl_pg_plugin.engine.layout_forward import LayoutForward
 from verl_pg_plugin.engine.lm_head import HeadJob, JobHead
 from verl_pg_plugin.engine.requirements import check_lm_head
 from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
+from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.engine.value_model import load_value_model
 
 
@@ -39,6 +40,8 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
         return module
 
     def _install_head(self, module: nn.Module) -> JobHead | None:
+        if not isinstance(self.sharing, PackedMode):
+            return None  # a head with a job takes the rows it is given, and columns of padded groups hold others too
         if self.model_config.use_fused_kernels:
             return FusedHead.install(module, self.model_config.fused_kernel_options.get("impl_backend"))
         return ChunkedHead.install(module, self.engine_config.prefix_grouper.logits_chunk_size)
@@ -55,8 +58,7 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
             return super().prepare_model_inputs(micro_batch)
         forward = self.lay_out(micro_batch)
         job = self._head_job(forward, micro_batch)
-        # A head with a job takes the rows it is given, so they must be the head rows.
-        in_head = self.job_head is not None and forward.head_index is None and self.job_head.takes(job)
+        in_head = self.job_head is not None and self.job_head.takes(job)
         return {**forward.model_inputs(), "logits_to_keep": forward.head_columns}, (forward, job, in_head)
 
     def _head_job(self, forward: LayoutForward, micro_batch: TensorDict) -> HeadJob:

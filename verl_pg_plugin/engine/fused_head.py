@@ -1,6 +1,5 @@
 """verl's fused linear cross entropy in place of the head (``model.use_fused_kernels``), on response rows only."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 
+from verl_pg_plugin.config.fused_kernels import fused_backend_obstacle
 from verl_pg_plugin.engine.lm_head import HeadJob, JobHead, head_obstacles
 from verl_pg_plugin.engine.sequences import BatchError
 
@@ -62,26 +63,13 @@ def fused_outputs(backend: str | None) -> FusedOutputs:
     Raises:
         ValueError: the backend is unknown, or what it needs is missing.
     """
-    if backend not in ("torch", "triton", "liger"):
-        raise ValueError(
-            f"use_fused_kernels=True: fused_kernel_options.impl_backend={backend} is unknown; set "
-            "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch, triton or liger"
-        )
-    if backend != "torch" and not torch.cuda.is_available():
-        raise ValueError(
-            f"use_fused_kernels=True: impl_backend={backend} needs a GPU; set "
-            "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
-        )
+    if obstacle := fused_backend_obstacle(backend, get_device_name()):
+        raise ValueError(f"use_fused_kernels=True: impl_backend={backend} {obstacle}")
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
         return lambda hidden, weight, labels, temperature: linear_cross_entropy(
             hidden, weight, labels, temperature, "none"
-        )
-    if backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        raise ValueError(
-            "use_fused_kernels=True: impl_backend=liger needs Liger, and verl would take torch instead: "
-            "pip install liger-kernel, or set actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
         )
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 

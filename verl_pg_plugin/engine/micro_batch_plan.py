@@ -142,11 +142,6 @@ def _num_rows(order: PrefixOrder, places: IntArray) -> int:
     return int(order.num_rows[places].sum() - np.sum(shared))
 
 
-def layout_of(sequences: Sequences, rows: list[int]) -> PackedLayout:
-    """Packed layout of some of the sequences, in the order of ``rows``."""
-    return lay_out_packed(sequences.select(rows))
-
-
 def _limits(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):

@@ -46,6 +46,9 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
         "static_rows=True needs use_dynamic_bsz=True, whose token budget it pads to": (
             options.static_rows and not engine_config.use_dynamic_bsz
         ),
+        "compile_layers=True compiles nothing under strategy=fsdp without use_orig_params=True; set it, or fsdp2": (
+            options.compile_layers and engine_config.strategy == "fsdp" and not engine_config.use_orig_params
+        ),
         f"verify={options.verify} needs model.enable_activation_offload=False, which counts on one forward per step": (
             options.verify != "off" and model_config.enable_activation_offload
         ),

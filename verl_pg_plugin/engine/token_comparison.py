@@ -47,9 +47,11 @@ class Tolerance:
 
         Args:
             noise: relative errors of each sample that come from rounding, see ``relative_errors``.
+                Tokens whose noise is not finite tell nothing: a tolerance without bound could not fail.
             dtype: the model computes in. A few eps are always let pass: noise of few tokens may be small by chance.
         """
         pooled, least = torch.cat(noise), _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
+        pooled = pooled[pooled.isfinite()] if pooled.isfinite().any() else pooled.new_zeros(1)
         per_token = max(NOISE_FACTOR * pooled.max().item(), least)
         return cls(per_token=per_token, mean=max(NOISE_FACTOR * pooled.mean().item(), least / 16))
 

@@ -123,14 +123,15 @@ class Verifier:
         comparison = compare(got, expected, tolerances)
         mismatch = self._describe(comparison, rows, micro_batch, kind)
         ranks = over_ranks((comparison, mismatch), self.group)
+        # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
+        level = logging.INFO if kind in self.verified else logging.WARNING
         self.turn += 1
         self.verified.add(kind)
         self.comparisons.extend(comparison for comparison, _ in ranks)
         mismatches = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text is not None]
         if not mismatches:
-            logger.info(
-                "%s micro-batch verified: samples %s alone differ by at most %.3g", kind, rows, comparison.max_error
-            )
+            text = "%s micro-batch verified: samples %s alone differ by at most %.3g"
+            logger.log(level, text, kind, rows, comparison.max_error)
             return loss, output
         if self.options.on_mismatch == "raise":
             raise MismatchError("; ".join(mismatches) + f". {self._remedy()}")
