@@ -7,7 +7,17 @@ import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.precision import assert_no_worse, errors
-from tests.support import actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.support import (
+    Result,
+    actor_loss,
+    clone,
+    group,
+    make_engine,
+    response_values,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [
@@ -44,6 +54,26 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(qwen3: str, strategy: str, ch
     )
     result = errors(run_engine(packed, batch, actor_loss()), reference)
     assert_no_worse(result, baseline)
+
+
+def test_flat_parameters_of_fsdp1_give_outputs_and_a_gradient_norm_like_stock(qwen3: str) -> None:
+    flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
+    flat = {**BF16, "use_orig_params": False}
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=1200)
+    reference = run_reference(qwen3, batch, actor_loss())
+    norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm().item()
+    found = []
+    for packed, engine_cls in ((False, FSDPEngineWithLMHead), (True, None)):
+        engine = make_engine(qwen3, packed=packed, strategy="fsdp", engine=flat, model=flash, engine_cls=engine_cls)
+        with engine.eval_mode():
+            inferred = engine.infer_batch(clone(batch))["model_output"]
+        outputs = {name: response_values(values, batch) for name, values in inferred.items()}
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(clone(batch), actor_loss())
+            assert engine.optimizer_step() == pytest.approx(norm, rel=0.01)
+        found.append(errors(Result(outputs, {}), Result(reference.outputs, {})))
+    assert_no_worse(found[1], found[0])
 
 
 def test_mfu_of_the_rows_that_are_computed_is_between_nothing_and_one(qwen3: str) -> None:

@@ -16,7 +16,15 @@ from tests.support import group
 SCALE = 10
 SAMPLES = [*group(200, [50, 90, 10, 70], 1), *group(30, [50, 30], 2), *group(330, [40], 3), *group(110, [60], 9)]
 """Ten times as long as those of the matrix."""
-SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 3}
+# An even vocabulary: verl offloads without waiting for the copy, and FSDP2 reads parameters that it has to pad at once.
+SIZES = {
+    "vocab_size": 98,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+}
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 
 
