@@ -13,17 +13,17 @@ PLAUSIBLE = 0.3
 
 def errors(result: Result, reference: Result) -> dict[str, float]:
     """Norm of the difference from float32 relative to float32, of each output and each parameter's gradient."""
-    found, small = {}, []
-    for name, rows in result.outputs.items():
-        whole, want = torch.cat(rows).cpu().float(), torch.cat(reference.outputs[name])
-        found[name] = ((whole - want).norm() / want.norm()).item()
+    pairs = {name: (torch.cat(rows), torch.cat(reference.outputs[name])) for name, rows in result.outputs.items()}
+    small = []
     for name, want in reference.gradients.items():
-        difference = (result.gradients[name].cpu().float() - want).flatten()
-        if len(difference) < POOLED:
-            small.append(difference / want.norm())
+        pair = (result.gradients[name].flatten(), want.flatten())
+        if want.numel() < POOLED:
+            small.append(pair)
         else:
-            found[name] = (difference.norm() / want.norm()).item()
-    return {**found, "small parameters": torch.cat(small).norm().item() / len(small) ** 0.5} if small else found
+            pairs[name] = pair
+    if small:
+        pairs["small parameters"] = tuple(map(torch.cat, zip(*small, strict=True)))
+    return {name: ((got.cpu().float() - want).norm() / want.norm()).item() for name, (got, want) in pairs.items()}
 
 
 def assert_no_worse(actual: dict[str, float], stock: dict[str, float]) -> None:
