@@ -6,7 +6,7 @@ import pytest
 import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.precision import assert_no_worse, errors
+from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import (
     Result,
     actor_loss,
@@ -44,15 +44,15 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_bf16_error_is_at_most_that_of_stock_rmpad(qwen3: str, strategy: str, chunk: int) -> None:
     flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
     batch = make_batch(SAMPLES, max_token_len_per_gpu=1200)
-    reference = run_reference(qwen3, batch, actor_loss())
+    reference = run_reference(qwen3, batch, actor_loss(**SMOOTH_LOSS))
     stock = make_engine(
         qwen3, packed=False, strategy=strategy, engine=BF16, model=flash, engine_cls=FSDPEngineWithLMHead
     )
-    baseline = errors(run_engine(stock, batch, actor_loss()), reference)
+    baseline = errors(run_engine(stock, batch, actor_loss(**SMOOTH_LOSS)), reference)
     packed = make_engine(
         qwen3, packed=True, strategy=strategy, engine={**BF16, "logits_chunk_size": chunk}, model=flash
     )
-    result = errors(run_engine(packed, batch, actor_loss()), reference)
+    result = errors(run_engine(packed, batch, actor_loss(**SMOOTH_LOSS)), reference)
     assert_no_worse(result, baseline)
 
 
@@ -60,7 +60,7 @@ def test_flat_parameters_of_fsdp1_give_outputs_and_a_gradient_norm_like_stock(qw
     flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
     flat = {**BF16, "use_orig_params": False}
     batch = make_batch(SAMPLES, max_token_len_per_gpu=1200)
-    reference = run_reference(qwen3, batch, actor_loss())
+    reference = run_reference(qwen3, batch, actor_loss(**SMOOTH_LOSS))
     norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm().item()
     found = []
     for packed, engine_cls in ((False, FSDPEngineWithLMHead), (True, None)):
@@ -70,7 +70,7 @@ def test_flat_parameters_of_fsdp1_give_outputs_and_a_gradient_norm_like_stock(qw
         outputs = {name: response_values(values, batch) for name, values in inferred.items()}
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            engine.forward_backward_batch(clone(batch), actor_loss())
+            engine.forward_backward_batch(clone(batch), actor_loss(**SMOOTH_LOSS))
             assert engine.optimizer_step() == pytest.approx(norm, rel=0.01)
         found.append(errors(Result(outputs, {}), Result(reference.outputs, {})))
     assert_no_worse(found[1], found[0])
@@ -79,7 +79,7 @@ def test_flat_parameters_of_fsdp1_give_outputs_and_a_gradient_norm_like_stock(qw
 def test_mfu_of_the_rows_that_are_computed_is_between_nothing_and_one(qwen3: str) -> None:
     engine = make_engine(qwen3, packed=True, engine=BF16)
     with engine.train_mode():
-        metrics = engine.forward_backward_batch(clone(make_batch(SAMPLES)), actor_loss())["metrics"]
+        metrics = engine.forward_backward_batch(clone(make_batch(SAMPLES)), actor_loss(**SMOOTH_LOSS))["metrics"]
     assert 1e-6 < metrics["prefix_grouper/mfu_physical"][0] < 1
 
 
@@ -90,10 +90,10 @@ def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Pat
     def peak(responses: int) -> float:
         batch = make_batch(group(64, [256] * responses, 1))
         with engine.train_mode():
-            engine.forward_backward_batch(clone(batch), actor_loss())
+            engine.forward_backward_batch(clone(batch), actor_loss(**SMOOTH_LOSS))
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            engine.forward_backward_batch(clone(batch), actor_loss())
+            engine.forward_backward_batch(clone(batch), actor_loss(**SMOOTH_LOSS))
         return torch.cuda.max_memory_allocated() - before
 
     logits_of_28_more = 28 * 256 * 60_000 * 2

@@ -3,7 +3,7 @@
 import pytest
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.precision import assert_no_worse, errors
+from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
@@ -22,9 +22,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, chunk: int) -> None:
     mixed = {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
-    batch = make_batch(SAMPLES, max_token_len_per_gpu=400)
-    reference = run_reference(qwen3, batch, actor_loss())
+    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=400), actor_loss(**SMOOTH_LOSS)
+    reference = run_reference(qwen3, batch, loss)
     stock = make_engine(qwen3, packed=False, engine=mixed, engine_cls=FSDPEngineWithLMHead)
     packed = make_engine(qwen3, packed=True, engine={**mixed, "logits_chunk_size": chunk})
-    baseline = errors(run_engine(stock, batch, actor_loss()), reference)
-    assert_no_worse(errors(run_engine(packed, batch, actor_loss()), reference), baseline)
+    baseline = errors(run_engine(stock, batch, loss), reference)
+    assert_no_worse(errors(run_engine(packed, batch, loss), reference), baseline)
