@@ -5,12 +5,11 @@
     python scripts/make_support_table.py --results outputs/tests.xml            # writes docs/support.md
     python scripts/make_support_table.py --results outputs/tests.xml --check    # fails if that would change it
 
-Tests that such a run leaves out are recorded beside the documents, after a run of their own:
+Only tests marked neither gpu nor slow count there, so that every machine makes the same table. The others count by
+records beside the documents, each with the commit it was made on:
 
     python -m pytest -m slow --junitxml=outputs/slow.xml
-    python scripts/make_support_table.py --record slow outputs/slow.xml
-    python -m pytest -m gpu --junitxml=outputs/gpu.xml
-    python scripts/make_support_table.py --record gpu outputs/gpu.xml --environment "NVIDIA H200, flash-attn 2.8"
+    python scripts/make_support_table.py --record slow outputs/slow.xml     # gpu: with --environment "H200, flash-attn"
 
 The options, and which tests prove each, are those of ``tests/options/table.py``.
 """
@@ -20,10 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -32,11 +32,12 @@ sys.path.insert(0, str(REPOSITORY))
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # the table imports verl, whose platform is chosen once
 warnings.filterwarnings("ignore", message=".* engine is not available")
 
-from tests.options.option import Option  # noqa: E402
+from tests.options.option import Case, Option  # noqa: E402
 from tests.options.table import OPTIONS  # noqa: E402
 
 TABLE = Path("docs/support.md")
 RECORDS = {name: Path(f"docs/data/support_{name}.json") for name in ("gpu", "slow")}
+PYTEST, SCRIPT = "python -m pytest", "python scripts/make_support_table.py"
 DEVICES = ("CPU", "1 GPU", "2 GPUs")
 HEADER = """\
 # Options that packed mode runs with
@@ -53,51 +54,82 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 """
 
 
-NO_GPU = """\
-No run on GPUs is recorded here yet, since none was green as a whole. The last, on two H200s, passed 82 tests and failed
-190: in 186 of them Liger had replaced the classes of the float32 reference in the same process. Such cases have
-processes of their own since, and were not run again. [Outcomes](data/gpu_tests_754f661.csv).
-"""
-
-
 @dataclass(frozen=True)
 class Results:
-    """Tests that passed.
+    """Tests that passed and prove an option.
 
     Attributes:
         options: names of options by test id, as the tests recorded them.
         environment: where the recorded tests ran.
+        commit: what was checked out when they were recorded.
     """
 
     options: dict[str, list[str]] = field(default_factory=dict)
     environment: str = ""
+    commit: str = ""
 
     @classmethod
     def from_junit(cls, path: Path) -> Results:
-        """Read what ``pytest --junitxml`` wrote.
-
-        Raises:
-            ValueError: a test failed, or the file holds no test.
-        """
+        """Read what ``pytest --junitxml`` wrote; ValueError where a test failed or there is none."""
         cases = list(ElementTree.parse(path).iter("testcase"))
         if not cases:
             raise ValueError(f"{path} holds no test")
         failed = [_id(case) for case in cases if case.find("failure") is not None or case.find("error") is not None]
         if failed:
             raise ValueError(f"{path}: {len(failed)} tests failed, the first of them {failed[0]}")
-        return cls({_id(case): _options(case) for case in cases if case.find("skipped") is None})
+        passed = {_id(case): _options(case) for case in cases if case.find("skipped") is None}
+        return cls({test: names for test, names in passed.items() if any(_proves(names, test))})
 
     @classmethod
-    def from_record(cls, path: Path) -> Results:
-        """Read what ``save`` wrote; nothing where there is no such file."""
-        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+    def from_record(cls, name: str, root: Path) -> Results:
+        """Read a record, if there is one; ValueError where it names no commit or a test that no longer exists."""
+        path = root / RECORDS[name]
+        if not path.exists():
+            return cls()
+        results = cls(**json.loads(path.read_text()))
+        try:
+            if not results.commit:
+                raise ValueError("it names no commit")
+            return results.only(name, root)
+        except ValueError as error:
+            raise ValueError(f"{RECORDS[name]}: {error}\nrenew it: {renewal(name)}") from error
 
-    def save(self, path: Path) -> None:
-        """Write the tests that prove an option, and no more of a machine than the given environment."""
-        proofs = {test: names for test, names in sorted(self.options.items()) if any(_proves(self, test))}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": self.environment, "options": proofs}
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    def only(self, kind: str, root: Path) -> Results:
+        """Those of one kind, in an order of their own."""
+        tests = sorted(self.options.items())
+        return replace(self, options={test: names for test, names in tests if kind_of(test, names, root) == kind})
+
+
+def renewal(name: str) -> str:
+    """The command that makes a record."""
+    environment = ' --environment "GPU, kernels"' if name == "gpu" else ""
+    results = f"outputs/{name}.xml"
+    return f"{PYTEST} -m {name} --junitxml={results} && {SCRIPT} --record {name} {results}{environment}"
+
+
+def commit_of(root: Path) -> str:
+    """Short hash of what is checked out, ``-dirty`` if more than documents has changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(["git", *arguments], cwd=root, text=True).strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
+def kind_of(test: str, names: list[str], root: Path) -> str:
+    """``gpu`` or ``slow``, as the test or its file is marked or, for options together, their case; else ``quick``."""
+    file, _, name = test.partition("::")
+    source = (root / file).read_text() if (root / file).exists() else ""
+    before, found, _ = source.partition(f"\ndef {name.partition('[')[0]}(")
+    if not found:
+        raise ValueError(f"the test {test} no longer exists")
+    decorators = f"{before}\n".rpartition("\n\n\n")[2]  # as ruff formats: they follow two blank lines
+    marks = decorators + source.partition("\npytestmark = ")[2].partition("\n\n")[0]
+    if "pytest.mark.gpu" in marks:
+        return "gpu"
+    case = Case(tuple(option for option in OPTIONS if option.name in names))
+    return "slow" if "pytest.mark.slow" in marks or case.slow else "quick"
 
 
 def _id(case: ElementTree.Element) -> str:
@@ -108,8 +140,8 @@ def _options(case: ElementTree.Element) -> list[str]:
     return [p.attrib["value"] for p in case.iter("property") if p.attrib["name"] == "option"]
 
 
-def _proves(results: Results, test: str) -> Iterable[Option]:
-    return (option for option in OPTIONS if option.name in results.options[test] or test.startswith(option.proofs))
+def _proves(names: list[str], test: str) -> Iterable[Option]:
+    return (option for option in OPTIONS if option.name in names or test.startswith(option.proofs))
 
 
 def merge(parts: Iterable[Results]) -> Results:
@@ -117,16 +149,10 @@ def merge(parts: Iterable[Results]) -> Results:
     return Results({test: names for part in parts for test, names in part.options.items()})
 
 
-def device_of(test: str) -> str:
-    """The column of a test."""
-    file = test.partition("::")[0].rpartition("/")[2]
-    return "2 GPUs" if "two_gpus" in file else "1 GPU" if "gpu" in file else "CPU"
-
-
-def row(option: Option, results: Results) -> str:
+def row(option: Option, results: Results, gpu: Results) -> str:
     """One line of the table."""
-    proofs = [test for test in results.options if option in _proves(results, test)]
-    devices = {device_of(test) for test in proofs}
+    proofs = [test for test, names in results.options.items() if option in _proves(names, test)]
+    devices = {"CPU" if test not in gpu.options else "2 GPUs" if "two_gpus" in test else "1 GPU" for test in proofs}
     status = ("rejected" if option.rejected else "exact") if proofs else "not run"
     refused = f"refused with {', '.join(sorted(option.refuses))}" if option.refuses else ""
     note = "; ".join(filter(None, [option.note, refused]))
@@ -135,57 +161,70 @@ def row(option: Option, results: Results) -> str:
     return f"| {' | '.join([option.name, override, status, str(len(proofs)), *marks, note])} |"
 
 
-def render(results: Results, environment: str) -> str:
+def described(name: str, record: Results) -> str:
+    """Where one record was made, or how to make it."""
+    where = ", ".join(filter(None, [record.environment, f"commit {record.commit}"]))
+    return f"- {name} tests: {where if record.commit else f'no run is recorded; make one with `{renewal(name)}`'}"
+
+
+def render(quick: Results, records: dict[str, Results]) -> str:
     """The whole document."""
+    results = merge([quick, *records.values()])
     columns = ["option", "override", "status", "tests", *DEVICES, "note"]
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|--:|---|---|---|---|"]
-    lines += [row(option, results) for option in sorted(OPTIONS, key=lambda option: option.rejected)]
-    where = f"GPU results: {environment}.\n" if environment else NO_GPU
-    return f"{HEADER}\n{where}\n" + "\n".join(lines) + "\n"
+    lines += [row(option, results, records["gpu"]) for option in sorted(OPTIONS, key=lambda option: option.rejected)]
+    where = "\n".join(described(name, record) for name, record in records.items())
+    return f"{HEADER}\n{where}\n\n" + "\n".join(lines) + "\n"
+
+
+def keep(name: str, files: list[Path], environment: str, commit: str, root: Path) -> None:
+    """Write a record, with no more of a machine than the given environment."""
+    merged = merge(map(Results.from_junit, files))
+    kept = replace(merged, environment=environment, commit=commit).only(name, root)
+    if not kept.options:
+        raise ValueError(f"no test in {', '.join(map(str, files))} is marked {name}, proves an option and passed")
+    path = root / RECORDS[name]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(kept), indent=1, ensure_ascii=False) + "\n")
+
+
+def make(files: list[Path], check: bool, root: Path) -> None:
+    """Write the document or, to check it, raise ValueError if that would change it."""
+    records = {name: Results.from_record(name, root) for name in RECORDS}
+    document = render(merge(map(Results.from_junit, files)).only("quick", root), records)
+    before = (root / TABLE).read_text() if (root / TABLE).exists() else ""
+    if not check:
+        (root / TABLE).write_text(document)
+    elif document != before:
+        changed = [line for line in document.splitlines() if line not in before.splitlines()]
+        first = f"; the first line to change: {changed[0]}" if changed else ""
+        raise ValueError(f"{TABLE} is stale{first}\nrenew it: {SCRIPT} --results {' '.join(map(str, files))}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 1 if the table is stale or cannot be made."""
     parser = argparse.ArgumentParser(description="docs/support.md from the results of the tests")
-    parser.add_argument("--results", type=Path, nargs="+", help="junit files of pytest, to make the table from")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--results", type=Path, nargs="+", help="junit files of pytest, to make the table from")
+    mode.add_argument("--record", nargs="+", metavar=("NAME", "JUNIT"), help="keep the proofs of kind gpu or slow")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if docs/support.md is stale")
-    parser.add_argument(
-        "--record", nargs="+", metavar=("NAME", "JUNIT"), help="keep results under docs/data: gpu, slow"
-    )
     parser.add_argument("--environment", default="", help="with --record: what they ran on")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help="folder that holds docs")
+    parser.add_argument("--commit", help="with --record: what was tested, where that is not what is checked out")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="checkout that holds docs and tests")
     options = parser.parse_args(arguments)
     try:
         if options.record:
             name, *files = options.record
             if name not in RECORDS or not files:
                 parser.error(f"--record takes one of {', '.join(RECORDS)}, and junit files")
-            merged = merge(Results.from_junit(Path(file)) for file in files)
-            Results(merged.options, options.environment).save(options.root / RECORDS[name])
-            return 0
-        if not options.results:
-            parser.error("give --results or --record")
-        records = {name: Results.from_record(options.root / path) for name, path in RECORDS.items()}
-        results = merge([*records.values(), *map(Results.from_junit, options.results)])
-    except (OSError, ValueError, ElementTree.ParseError) as error:
-        return fail(f"{error}; the table is made from a complete run without failures")
-    document = render(results, records["gpu"].environment)
-    path = options.root / TABLE
-    if not options.check:
-        path.write_text(document)
-        return 0
-    before = path.read_text().splitlines() if path.exists() else []
-    changed = [line for line in document.splitlines() if line not in before]
-    if document.splitlines() == before:
-        return 0
-    first = f"; the first line to change: {changed[0]}" if changed else ""
-    files = " ".join(map(str, options.results))
-    return fail(f"{TABLE} is stale{first}\nrenew it: python scripts/make_support_table.py --results {files}")
-
-
-def fail(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
-    return 1
+            commit = options.commit or commit_of(options.root)
+            keep(name, [Path(file) for file in files], options.environment, commit, options.root)
+        else:
+            make(options.results, options.check, options.root)
+    except (OSError, ValueError, ElementTree.ParseError, subprocess.CalledProcessError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

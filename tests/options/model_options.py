@@ -9,6 +9,8 @@ CUT, ROWS, HEAD, LAYERS, WEIGHTS = Place.CUT, Place.ROWS, Place.HEAD, Place.LAYE
 TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3, 0.7])
 """One for each of the samples of the matrix."""
 
+FUSED_IN_STOCK = "stock verl 0.9.1 fails with them under FSDP2 with untied embeddings"
+
 MODEL_OPTIONS: tuple[Option, ...] = (
     # Outputs.
     Option(
@@ -70,6 +72,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
         model={"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}},
         batch={"use_fused_kernels": True},
         refuses=frozenset({"sum of squared probabilities", "temperature of each sample"}),
+        note=FUSED_IN_STOCK,
     ),
     Option(
         "fused kernels, Triton",
@@ -79,6 +82,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
         batch={"use_fused_kernels": True},
         refuses=frozenset({"sum of squared probabilities", "temperature of each sample"}),
         needs_gpu=True,
+        note=FUSED_IN_STOCK,
     ),
     Option(
         "compiled entropy",

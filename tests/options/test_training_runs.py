@@ -73,7 +73,7 @@ RUNS = [
             f"{ACTOR}.entropy_coeff=0.01",
             "prefix_grouper.min_dedup_ratio=2",
         ),
-        rollout_tolerance=5e-3,  # verl hands merged adapters to the rollout in bf16
+        rollout_tolerance=2e-2,  # verl hands merged adapters to the rollout in bf16, whose step is 8e-3
     ),
     Run(
         "offload on two workers with KL in the reward",

@@ -12,6 +12,7 @@ WEIGHT_OPTIONS: tuple[Option, ...] = (
         f"{FSDP}.param_offload=True",
         frozenset({WEIGHTS}),
         engine={"param_offload": True},
+        note="on GPUs whose number divides every parameter, see docs/benchmarks.md",
     ),
     Option(
         "optimizer offload",
@@ -50,7 +51,10 @@ WEIGHT_OPTIONS: tuple[Option, ...] = (
         frozenset({WEIGHTS}),
         engine={"strategy": "fsdp", "use_orig_params": True},
         needs_gpu=True,
-        proofs=("tests/engine/test_gpu.py::test_bf16_error_is_at_most_that_of_stock_rmpad[whole head-fsdp]",),
+        proofs=(
+            "tests/engine/test_gpu.py::test_bf16_error_is_at_most_that_of_stock_rmpad[whole head-fsdp]",
+            "tests/engine/test_gpu.py::test_flat_parameters",
+        ),
         note="FSDP1 refuses models on a CPU",
     ),
     Option(
