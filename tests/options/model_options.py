@@ -108,7 +108,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "compiled layers",
-        "prefix_grouper.compile_layers=True",
+        f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2",
         frozenset({LAYERS, ROWS}),
         engine={"compile_layers": True},
         slow=True,
