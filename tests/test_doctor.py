@@ -201,6 +201,21 @@ def test_a_changed_part_of_verl_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
     assert "'verl<0.10,>=0.9.1'" in problem.fix
 
 
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [("import os; os.kill(os.getpid(), 9)", "ended with -9"), ("import time; time.sleep(60)", "more than 2 s")],
+    ids=["killed", "hanging"],
+)
+def test_an_import_of_verl_that_never_returns_is_a_problem(
+    script: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(engines, "SCRIPT", tmp_path / "script.py")
+    monkeypatch.setattr(engines, "TIMEOUT_S", 2)
+    (problem,) = engines.plugins(engines.fresh_process()).problems
+    assert error in problem.what
+
+
 def test_a_gpu_without_a_kernel_is_a_problem_and_no_gpu_is_not_two() -> None:
     (problem,) = environment.kernels("cuda", available=True).problems
     assert "flash_attn_2 needs flash-attn, which is not installed" in problem.what
@@ -318,10 +333,21 @@ def test_parts_of_a_group_are_those_that_the_engine_cuts(value: int, sp_size: in
     assert Limit("key", 8, counts_rows=True).parts(group) == 0
 
 
+@pytest.mark.parametrize(
+    "key", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"]
+)
+def test_ranks_that_share_a_sequence_multiply_the_budget_whichever_key_sets_them(packed: list[str], key: str) -> None:
+    rows = {row[0]: row[1] for row in sharing(compose_config([*packed, f"{key}=2"])).rows}
+    shared = "8192 tokens per GPU, shared by 2 GPUs: holds a whole group"
+    assert rows[f"{ACTOR}.ppo_max_token_len_per_gpu"] == shared
+
+
 def test_flop_bound_needs_a_checkpoint_and_grows_with_the_group(packed: list[str]) -> None:
     config = compose_config(packed)
     bounds = [flop_bound(config, Group(prompt=512, response=16, n=n)) for n in (1, 2, 8)]
-    assert bounds[0] == 1.0
-    assert 1.0 < bounds[1] < 2.0 < bounds[2] < 8.0
+    assert 1.0 < bounds[0] < 1.1, "with nothing shared, the head alone runs on fewer tokens"
+    assert bounds[0] < bounds[1] < 2.1 < bounds[2] < 8.0
+    wide = compose_config([*packed, "+actor_rollout_ref.model.override_config.intermediate_size=4096"])
+    assert flop_bound(wide, Group(prompt=512, response=16, n=8)) != bounds[2], "the override counts"
     config.actor_rollout_ref.model.path = "Qwen/Qwen3-4B"
     assert flop_bound(config, Group(prompt=512, response=16, n=2)) is None

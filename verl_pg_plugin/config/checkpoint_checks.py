@@ -62,7 +62,7 @@ def _violations_of(config: DictConfig, section: str) -> list[Violation]:
 
 
 def _tokenizer(config: DictConfig, section: str, path: str) -> Iterator[Violation]:
-    key, folder = _folder(config, section, "tokenizer_path", path)
+    key, folder = optional_folder(config, section, "tokenizer_path", path)
     if not _is_local(folder) or any(any(Path(folder).glob(name)) for name in VOCABULARY_FILES):
         return
     yield _violation(
@@ -75,7 +75,7 @@ def _tokenizer(config: DictConfig, section: str, path: str) -> Iterator[Violatio
 
 
 def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Violation]:
-    key, folder = _folder(config, section, "hf_config_path", path)
+    key, folder = optional_folder(config, section, "hf_config_path", path)
     if not _is_local(folder):
         return
     if not Path(folder, "config.json").is_file():
@@ -98,7 +98,7 @@ def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Viola
         fix = f'write "architectures": ["<its model class>"] into {folder}/config.json'
         yield _violation("checkpoint_config", key, folder, why, fix)
         return
-    update_model_config(hf_config, override_config_kwargs=_model_overrides(config, section))
+    update_model_config(hf_config, override_config_kwargs=model_overrides(config, section))
     reasons = unsupported_reasons(hf_config, trust_remote_code, value_model=section == CRITIC_MODEL)
     for reason in reasons:
         fix = reason.fix.replace(MODEL, section) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
@@ -107,14 +107,14 @@ def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Viola
         yield from unfit_options(config, section, hf_config)
 
 
-def _model_overrides(config: DictConfig, section: str) -> dict[str, Any]:
+def model_overrides(config: DictConfig, section: str) -> dict[str, Any]:
     """``model.override_config`` as verl's HFModelConfig reads it."""
     entry = OmegaConf.select(config, f"{section}.override_config")
     overrides: dict[str, Any] = OmegaConf.to_container(entry, resolve=True) if entry else {}  # type: ignore[assignment]
     return overrides.get("model_config", overrides)
 
 
-def _folder(config: DictConfig, section: str, name: str, path: str) -> tuple[str, str]:
+def optional_folder(config: DictConfig, section: str, name: str, path: str) -> tuple[str, str]:
     """Key and value of an optional path that defaults to the checkpoint's."""
     own = OmegaConf.select(config, f"{section}.{name}")
     return (f"{section}.{name}", str(own)) if own else (f"{section}.path", path)

@@ -24,7 +24,7 @@ class FreshProcess:
     """What ``fresh_process.py`` found.
 
     Attributes:
-        error: last line of stderr if verl itself could not be imported; the other fields are then empty.
+        error: why verl itself could not be imported, the last line of stderr; the other fields are then empty.
         engines: per model type and strategy, the class that verl would build.
         plugins: entry points of the group ``verl.plugins``.
         platform, device, vendor: verl's platform, e.g. PlatformCUDA, cuda, nvidia.
@@ -53,9 +53,13 @@ class FreshProcess:
 def fresh_process() -> FreshProcess:
     """Import verl in a new process of this environment, as verl's workers do."""
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.read_text()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return FreshProcess(error=f"it takes more than {TIMEOUT_S} s")
     if result.returncode:
-        return FreshProcess(error=result.stderr.strip().splitlines()[-1])
+        lines = result.stderr.strip().splitlines()
+        return FreshProcess(error=lines[-1] if lines else f"the process ended with {result.returncode}")  # a signal
     seen = json.loads(result.stdout.strip().splitlines()[-1])
     return FreshProcess(
         engines=tuple(seen.pop("engines")),

@@ -11,23 +11,25 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.model import update_model_config
 
 from verl_pg_plugin.config import Mode, mode_of
 from verl_pg_plugin.config.architecture import unsupported_reasons
+from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.model_fit import effective_sp_size
+from verl_pg_plugin.config.rule import REF
+from verl_pg_plugin.config.rule_parts import ACTOR, MODEL, ROLLOUT, in_both_roles
 from verl_pg_plugin.doctor.report import Problem, Section
 from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 
 __all__ = ["Group", "Limit", "flop_bound", "sharing"]
 
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
-ROLLOUT = "actor_rollout_ref.rollout"
 GROUP = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
-SP_SIZE = f"{ACTOR}.ulysses_sequence_parallel_size"
-# What the update, the reference log-probs and the old log-probs call their limits.
-ROLES = ((ACTOR, "ppo_", ""), (REF, "log_prob_", "log_prob_"), (ROLLOUT, "log_prob_", "log_prob_"))
+SP_SIZES = in_both_roles("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+# What the update, the reference log-probs and the old log-probs call their limits, and whose engine computes them.
+ROLES = ((ACTOR, "ppo_", "", ACTOR), (REF, "log_prob_", "log_prob_", REF), (ROLLOUT, "log_prob_", "log_prob_", ACTOR))
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ class Limit:
 
 def sharing(config: DictConfig) -> Section:
     """Estimate for the longest prompt and responses that the overrides allow."""
-    counts = {key: OmegaConf.select(config, key) for key in (*GROUP, SP_SIZE)}
-    limits = _limits(config)
-    wrong = _not_counts(counts | {limit.key: limit.value for limit in limits})
+    counts = {key: OmegaConf.select(config, key) for key in (*GROUP, *SP_SIZES)}
+    wrong = _not_counts(counts)
+    limits = [] if wrong else _limits(config)
+    wrong += _not_counts({limit.key: limit.value for limit in limits})
     if wrong or any(counts[key] is None for key in GROUP):
         return Section("Sharing", (("estimate", f"needs {', '.join(GROUP)}"),), tuple(wrong))
     group = Group(*(counts[key] for key in GROUP))
@@ -104,19 +107,21 @@ def sharing(config: DictConfig) -> Section:
 
 
 def flop_bound(config: DictConfig, group: Group) -> float | None:
-    """FLOPs of the group's sequences alone over those of the shared rows.
+    """FLOPs of stock verl, which computes every sequence alone and the head on all tokens, over those of shared rows.
 
     None without a local checkpoint of one of transformers' own architectures that can share prefixes.
 
     The model is built on the meta device: no weight is read.
     """
-    path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
-    if not Path(path, "config.json").is_file():
+    path = str(OmegaConf.select(config, f"{MODEL}.path"))
+    _, folder = optional_folder(config, MODEL, "hf_config_path", path)
+    if not Path(folder, "config.json").is_file():
         return None
     try:
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError, KeyError):  # unreadable, or code of its own: the validators say so where it matters
         return None
+    update_model_config(hf_config, override_config_kwargs=model_overrides(config, MODEL))
     if unsupported_reasons(hf_config, trust_remote_code=False):
         return None
     with torch.device("meta"):
@@ -127,18 +132,19 @@ def flop_bound(config: DictConfig, group: Group) -> float | None:
     ends = np.arange(group.n + 1) * tokens.shape[1]
     shared = build_packed_layout(tokens.reshape(-1), ends, np.full(group.n, group.prompt))
     alone = build_packed_layout(tokens[0], ends[:2], np.array([group.prompt]))
-    return group.n * flops.forward([alone]) / flops.forward([shared])
+    prompt_head = flops.per_head_row * (tokens.shape[1] - len(alone.head_rows))
+    return group.n * (flops.forward([alone]) + prompt_head) / flops.forward([shared])
 
 
 def _limits(config: DictConfig) -> list[Limit]:
     limits = []
-    for role, kind, switch in ROLES:
+    for role, kind, switch, engine in ROLES:
         if role == REF and not need_reference_policy(config):
             continue
         counts_rows = bool(OmegaConf.select(config, f"{role}.{switch}use_dynamic_bsz"))
         key = f"{role}.{kind}{'max_token_len_per_gpu' if counts_rows else 'micro_batch_size_per_gpu'}"
         value = OmegaConf.select(config, key)
-        sp_size = OmegaConf.select(config, SP_SIZE, default=1) if counts_rows else 1
+        sp_size = effective_sp_size(config, engine) if counts_rows else 1
         if value is not None:
             limits.append(Limit(key, value, counts_rows, sp_size))
     return limits
