@@ -1,5 +1,8 @@
 """``python -m verl_pg_plugin doctor``: what it finds, how it says so, and its exit codes."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from verl_pg_plugin.command import CommandError
 from verl_pg_plugin.doctor import engines, environment
 from verl_pg_plugin.doctor.overrides import compose_config, settings
 from verl_pg_plugin.doctor.report import Problem, Section, show
-from verl_pg_plugin.doctor.sharing import Group, Limit, flop_bound, sharing
+from verl_pg_plugin.doctor.sharing import Group, Limit, flop_bound, sharing, sharing_model
 from verl_pg_plugin.layout import build_packed_layout, build_prefix_order
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
@@ -114,6 +117,64 @@ def test_warnings_alone_leave_the_exit_code_0(capsys: pytest.CaptureFixture[str]
     assert "   fix: " + "y" * 300 in lines
 
 
+# The command where the package, or verl, cannot be set up
+
+
+def run_module(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "verl_pg_plugin", "doctor", *overrides],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+ENGINE_IS_GONE = "import sys; sys.modules['verl_pg_plugin.engine.fsdp_engine'] = None"
+OTHER_HOLDS_OUR_KEY = """
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+@EngineRegistry.register("language_model", "fsdp2", device="cuda", vendor="nvidia")
+class OtherEngine(BaseEngine):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("startup", "plugin", "platform", "cause", "fix"),
+    [
+        (
+            ENGINE_IS_GONE,
+            "",
+            "cpu",
+            "engines, and verl goes on without: ModuleNotFoundError: import of",
+            "correct what",
+        ),
+        ("", OTHER_HOLDS_OUR_KEY, "nvidia", "broken_plugin.OtherEngine is already registered", "correct what it names"),
+        (
+            "import sys; sys.modules['verl'] = None",
+            "",
+            "cpu",
+            "import verl fails: ModuleNotFoundError",
+            "correct what it names",
+        ),
+        ("", "", "no_such", "import verl fails: ValueError: Unknown platform 'no_such'", "unset VERL_PLATFORM"),
+    ],
+    ids=["engine", "registry", "verl", "platform"],
+)
+def test_what_keeps_the_package_from_registering_is_reported_by_the_command(
+    startup: str, plugin: str, platform: str, cause: str, fix: str, tmp_path: Path
+) -> None:
+    broken_plugin(tmp_path, plugin)
+    (tmp_path / "sitecustomize.py").write_text(startup)
+    result = run_module(f"{ROLLOUT}.n=4", PYTHONPATH=str(tmp_path), VERL_PLATFORM=platform)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = result.stdout.splitlines()
+    (number,) = (number for number, line in enumerate(lines) if line[:1].isdigit() and cause in line)
+    assert lines[number + 1].startswith(f"   fix: {fix}")
+
+
 # This machine
 
 
@@ -138,8 +199,7 @@ def test_what_verl_swallows_when_a_plugin_does_not_load_is_shown(
     assert not process.loads
     no_device, *problems = engines.plugins(process).problems
     assert "finds no cuda device" in no_device.what
-    found = {problem.what.split(" and says so")[0].rpartition(" ")[2]: problem for problem in problems}
-    ours, other = found["verl_pg_plugin"], found["broken_plugin"]
+    ours, other = sorted(problems, key=lambda problem: problem.is_warning)
     assert "import of verl_pg_plugin.engine.fsdp_engine halted" in ours.what
     assert "No module named 'no_such_package'" in other.what
     assert (ours.is_warning, other.is_warning) == (False, True)
@@ -344,10 +404,23 @@ def test_ranks_that_share_a_sequence_multiply_the_budget_whichever_key_sets_them
 
 def test_flop_bound_needs_a_checkpoint_and_grows_with_the_group(packed: list[str]) -> None:
     config = compose_config(packed)
-    bounds = [flop_bound(config, Group(prompt=512, response=16, n=n)) for n in (1, 2, 8)]
+    bounds = [flop_bound(sharing_model(config), Group(prompt=512, response=16, n=n)) for n in (1, 2, 8)]
     assert 1.0 < bounds[0] < 1.1, "with nothing shared, the head alone runs on fewer tokens"
     assert bounds[0] < bounds[1] < 2.1 < bounds[2] < 8.0
     wide = compose_config([*packed, "+actor_rollout_ref.model.override_config.intermediate_size=4096"])
-    assert flop_bound(wide, Group(prompt=512, response=16, n=8)) != bounds[2], "the override counts"
+    assert flop_bound(sharing_model(wide), Group(prompt=512, response=16, n=8)) != bounds[2], "the override counts"
     config.actor_rollout_ref.model.path = "Qwen/Qwen3-4B"
-    assert flop_bound(config, Group(prompt=512, response=16, n=2)) is None
+    assert sharing_model(config) is None
+
+
+def test_a_head_that_is_not_cut_in_chunks_is_a_remark(packed: list[str], tmp_path: Path) -> None:
+    def remark(*overrides: str) -> str | None:
+        section = sharing(compose_config([*packed, *overrides]))
+        assert section.problems == ()
+        return dict(section.rows).get("prefix_grouper.logits_chunk_size")
+
+    olmo = f"actor_rollout_ref.model.path={save_tiny_model(tmp_path, 'olmo2')}"
+    assert remark() is None
+    assert "logits of all response rows are held at once (model type olmo2" in (remark(olmo) or "")
+    assert remark(olmo, "prefix_grouper.logits_chunk_size=0") is None
+    assert remark(olmo, f"{ACTOR}.use_prefix_grouper=False") is None

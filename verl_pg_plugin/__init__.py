@@ -2,19 +2,43 @@
 
 verl imports this package in each of its processes (entry point group ``verl.plugins``). The import registers the
 engines, and on request the CPU default, with verl's registries; it starts no CUDA context and imports no attention
-kernels and no vLLM. verl swallows an exception here, so ``PrefixGrouperEngineConfig`` checks again that the engines are
-in force.
+kernels and no vLLM.
+
+A registration that fails is a logged warning and no exception: verl would swallow that (it logs it at DEBUG), and
+``python -m verl_pg_plugin doctor``, which imports this package first, could not report it. A run that asks for the mode
+still ends there, since ``PrefixGrouperEngineConfig`` checks again that the engines are in force.
 """
 
 import logging
 
-from verl_pg_plugin import cpu
-
 __version__ = "0.1.0"
 
-cpu.register()
+logger = logging.getLogger(__name__)
 
-from verl_pg_plugin.engine.registration import register_engines  # noqa: E402  (verl asks for the platform on import)
 
-register_engines()
-logging.getLogger(__name__).info("verl_pg_plugin %s: engines registered for fsdp and fsdp2", __version__)
+def register() -> None:
+    """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
+
+    Raises:
+        Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
+    """
+    from verl_pg_plugin import cpu
+
+    cpu.register()
+
+    from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
+
+    register_engines()
+
+
+try:
+    register()
+except Exception as error:
+    logger.warning(
+        "verl_pg_plugin %s: engines are not registered (%s: %s); python -m verl_pg_plugin doctor says more",
+        __version__,
+        type(error).__name__,
+        error,
+    )
+else:
+    logger.info("verl_pg_plugin %s: engines registered for fsdp and fsdp2", __version__)

@@ -157,8 +157,8 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.device",
-        "config/validate.py doctor/fresh_process.py doctor/overrides.py engine/fsdp_engine.py "
-        "engine/shared_prefix_engine.py main_ppo.py",
+        "config/rules.py config/validate.py doctor/fresh_process.py doctor/overrides.py engine/fsdp_engine.py "
+        "engine/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
         get_device_name="()",
@@ -167,7 +167,9 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.utils.flops_counter", "engine/plan_metrics.py", get_device_flops="(unit='T', device_name=None)"),
     *_parts("verl.utils.import_utils", "config/checkpoint_checks.py", import_external_libs="(external_libs=None)"),
     *_parts(
-        "verl.utils.model", "config/checkpoint_checks.py", update_model_config="(module_config, override_config_kwargs)"
+        "verl.utils.model",
+        "config/checkpoint_checks.py doctor/sharing.py",
+        update_model_config="(module_config, override_config_kwargs)",
     ),
     *_parts(
         "verl.utils.seqlen_balancing",

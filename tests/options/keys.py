@@ -4,6 +4,7 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 FSDP = f"{ACTOR}.fsdp_config"
 MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 SUPPORT = "tests/options"
 EXACTNESS = "tests/engine/test_exactness.py"

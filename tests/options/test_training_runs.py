@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.options.keys import ACTOR, FSDP, MODEL, REF
+from tests.options.keys import ACTOR, FSDP, MODEL, REF, ROLLOUT
 from tests.options.table import case_of
 from tests.test_end_to_end import REPOSITORY, train
 from verl_pg_plugin.config import Mode
@@ -95,6 +95,61 @@ RUNS = [
             f"{ACTOR}.use_kl_loss=False",
         ),
         num_workers=2,
+    ),
+    Run(
+        "groups larger than the budget at another temperature",
+        (
+            "a group larger than the token budget",
+            "attention recomputed in the backward",
+            "compiled entropy",
+            "temperature of the run",
+            "FSDP2 offload policy",
+        ),
+        (
+            f"{ACTOR}.ppo_max_token_len_per_gpu=288",
+            f"{REF}.log_prob_max_token_len_per_gpu=288",
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu=288",
+            f"{MODEL}.enable_gradient_checkpointing=True",
+            "prefix_grouper.recompute_attention=True",
+            f"{FSDP}.use_torch_compile=True",
+            f"{FSDP}.offload_policy=True",
+            f"{ROLLOUT}.temperature=0.7",
+        ),
+        least_dedup_ratio=2,
+    ),
+    Run(
+        "replicated shards and fixed micro-batches on four workers",
+        (
+            "hybrid sharding",
+            "fixed micro-batch size",
+            "weights kept after the forward",
+            "gradients reduced after every micro-batch",
+            "no gradient checkpointing",
+        ),
+        (
+            f"{FSDP}.fsdp_size=2",
+            f"{FSDP}.reshard_after_forward=False",
+            f"{FSDP}.use_no_sync_for_gradient_accumulation=False",
+            f"{ACTOR}.use_dynamic_bsz=False",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+            f"{REF}.log_prob_use_dynamic_bsz=False",
+            f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz=False",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+        ),
+        num_workers=4,
+        least_dedup_ratio=2,
+    ),
+    Run(
+        "four workers on one sequence in bf16",
+        ("Ulysses sequence parallelism, 4 ranks", "mixed precision bf16"),
+        (
+            f"{ACTOR}.ulysses_sequence_parallel_size=4",
+            f"{REF}.ulysses_sequence_parallel_size=4",
+            f"++{FSDP}.mixed_precision={{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}}",
+        ),
+        num_workers=4,
+        rollout_tolerance=5e-2,  # the rollout computes in float32
     ),
 ]
 

@@ -35,21 +35,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sections(overrides: list[str]) -> Iterator[Section]:
-    """Everything that can be said; a plugin that does not load leaves out what needs its modules."""
+    """Everything that can be said; verl or a plugin that does not load leaves out what needs its modules."""
     from verl_pg_plugin.doctor import engines, environment
 
     process = engines.fresh_process()
+    here = engines.registration_error() if process.loads else ""
+    loads = process.loads and not here
     config = None
-    if overrides and process.loads:
+    if overrides and loads:
         from verl_pg_plugin.doctor.overrides import compose_config, settings
         from verl_pg_plugin.doctor.sharing import sharing
 
         config = compose_config(overrides)  # first, since a wrong one ends in a single line
     yield environment.versions()
-    yield engines.plugins(process)
-    yield engines.engines(process)
-    yield environment.parts()
-    if process.loads:
+    yield engines.plugins(process, here)
+    if not process.error:  # nothing of a verl that cannot be imported can be looked at
+        yield engines.engines(process)
+        yield environment.parts()
+    if loads:
         yield environment.kernels(process.device, process.available)
     if config is not None:
         yield settings(config)

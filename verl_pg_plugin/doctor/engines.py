@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_pg_plugin import register
 from verl_pg_plugin.doctor.report import Problem, Section
 
-__all__ = ["FreshProcess", "engines", "fresh_process", "plugins"]
+__all__ = ["FreshProcess", "engines", "fresh_process", "plugins", "registration_error"]
 
 NAME = "verl_pg_plugin"
 SCRIPT = Path(__file__).with_name("fresh_process.py")
@@ -68,13 +69,22 @@ def fresh_process() -> FreshProcess:
     )
 
 
-def plugins(process: FreshProcess) -> Section:
-    """The platform that verl takes and the plugins that it loads."""
+def registration_error() -> str:
+    """Why this process could not register our engines, empty if it could.
+
+    It imported this package before verl, as ``main_ppo`` does; another plugin is then earlier than in a fresh process.
+    """
+    try:
+        register()
+    except Exception as error:  # whatever it is, the import of this package has only logged it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def plugins(process: FreshProcess, here: str = "") -> Section:
+    """The platform that verl takes and the plugins that it loads; ``here`` is this process' registration error."""
     if process.error:
-        problem = Problem(
-            f"import verl fails: {process.error}",
-            f"correct what it names; {sys.executable} -c 'import verl' shows where it happens",
-        )
+        problem = Problem(f"import verl fails: {process.error}", _import_fix(process.error))
         return Section("verl", (("import verl", process.error),), (problem,))
     problems = [_platform_problem(process)] if not process.available else []
     rows = [("platform", f"{process.platform}, device {process.device}, vendor {process.vendor}")]
@@ -90,7 +100,19 @@ def plugins(process: FreshProcess) -> Section:
         state = "loads" if plugin["allowed"] else "excluded by VERL_USE_EXTERNAL_PLUGINS"
         rows.append((f"plugin {plugin['name']}", plugin["error"] or state))
         problems += _plugin_problems(plugin)
+    if here:
+        rows.append((f"{NAME} imported before verl", here))
+        problems.append(_registration_problem(here))
     return Section("verl", tuple(rows), tuple(problems))
+
+
+def _import_fix(error: str) -> str:
+    if "Unknown platform" in error and os.environ.get("VERL_PLATFORM"):
+        return (
+            "unset VERL_PLATFORM, or export VERL_PLATFORM=cpu to run without a GPU (registered by this plugin: install "
+            "it, and keep VERL_USE_EXTERNAL_PLUGINS from excluding it)"
+        )
+    return f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
 
 
 def _platform_problem(process: FreshProcess) -> Problem:
@@ -100,13 +122,22 @@ def _platform_problem(process: FreshProcess) -> Problem:
     )
 
 
+def _registration_problem(error: str) -> Problem:
+    return Problem(
+        f"{NAME} cannot register its engines, and verl goes on without: {error}",
+        f"correct what it names; {sys.executable} -c 'import {NAME}; {NAME}.register()' shows where it happens",
+    )
+
+
 def _plugin_problems(plugin: dict[str, Any]) -> list[Problem]:
+    if plugin["error"] and plugin["name"] == NAME:
+        return [_registration_problem(plugin["error"])]
     if plugin["error"]:
         return [
             Problem(
                 f"verl cannot load the plugin {plugin['name']} and says so at DEBUG only: {plugin['error']}",
                 f"correct what it names; {sys.executable} -c 'import verl, {plugin['value']}' shows where it happens",
-                is_warning=plugin["name"] != NAME,
+                is_warning=True,
             )
         ]
     if not plugin["allowed"] and plugin["name"] == NAME:

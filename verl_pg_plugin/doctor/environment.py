@@ -34,15 +34,13 @@ EXTRAS = ("trainer",)
 
 def versions() -> Section:
     """Installed versions, and what is missing or outside the range that this package declares."""
-    import torch
-
     rows: list[tuple[str, ...]] = [("python", platform.python_version())]
     ranges = {requirement.name: str(requirement.specifier) for requirement in _requirements()}
     rows += [
         (name, _version(name) or "not installed", f"supported: {ranges[name]}" if ranges.get(name) else "")
         for name in PACKAGES
     ]
-    rows += [("CUDA of torch", str(torch.version.cuda or "none"))]
+    rows += [("CUDA of torch", _cuda_of_torch())]
     rows += [("GPU, driver, compute capability", gpu) for gpu in _gpus() or ["none (nvidia-smi finds no GPU)"]]
     return Section("Versions", tuple(rows), tuple(_requirement_problems()))
 
@@ -84,6 +82,14 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _cuda_of_torch() -> str:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # verl fails with it, which is a problem of its own
+        return f"unknown, torch cannot be imported: {error}"
+    return torch.version.cuda or "none"
 
 
 def _gpus() -> list[str]:

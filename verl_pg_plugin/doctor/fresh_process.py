@@ -1,7 +1,7 @@
 """What a process sees that imports verl first, as verl's workers do; writes one JSON line to stdout.
 
-The doctor runs this file's text with ``python -c``: its own process has imported the plugin already, and verl swallows
-what a plugin raises (it logs it at DEBUG).
+The doctor runs this file's text with ``python -c``: its own process has imported the plugin already. What a plugin
+raises verl logs at DEBUG, and ours logs it as a warning.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 GROUP = "verl.plugins"
+OURS = "verl_pg_plugin"
 STRATEGIES = ("fsdp", "fsdp2")
 MODEL_TYPES = ("language_model", "value_model")
 
@@ -24,8 +25,10 @@ def plugin(entry_point: EntryPoint) -> dict[str, Any]:
     error = ""
     if allowed:
         try:
-            entry_point.load()
-        except Exception as raised:  # whatever it is, it is what verl swallowed
+            module = entry_point.load()
+            if entry_point.name == OURS:
+                module.register()  # raises what the import only logs
+        except Exception as raised:  # whatever it is, no training would show it
             error = f"{type(raised).__name__}: {raised}"
     return {"name": entry_point.name, "value": entry_point.value, "allowed": allowed, "error": error}
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model import update_model_config
 
 from verl_pg_plugin.config import Mode, mode_of
-from verl_pg_plugin.config.architecture import unsupported_reasons
+from verl_pg_plugin.config.architecture import HEAD_COMES_LAST, unsupported_reasons
 from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.model_fit import effective_sp_size
@@ -24,9 +24,10 @@ from verl_pg_plugin.doctor.report import Problem, Section
 from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 
-__all__ = ["Group", "Limit", "flop_bound", "sharing"]
+__all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]
 
 GROUP = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
+LOGITS_CHUNK_SIZE = "prefix_grouper.logits_chunk_size"
 SP_SIZES = in_both_roles("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
 # What the update, the reference log-probs and the old log-probs call their limits, and whose engine computes them.
 ROLES = ((ACTOR, "ppo_", "", ACTOR), (REF, "log_prob_", "log_prob_", REF), (ROLLOUT, "log_prob_", "log_prob_", ACTOR))
@@ -92,7 +93,8 @@ def sharing(config: DictConfig) -> Section:
         ("longest group", f"{group.n} responses of {group.response} tokens to a prompt of {group.prompt}"),
         ("its tokens", f"{group.num_rows} instead of {group.num_alone}, {group.num_alone / group.num_rows:.2f}x fewer"),
     ]
-    bound = flop_bound(config, group)
+    hf_config = sharing_model(config)
+    bound = flop_bound(hf_config, group) if hf_config else None
     rows.append(
         (
             "its FLOPs",
@@ -103,15 +105,17 @@ def sharing(config: DictConfig) -> Section:
         rows.append(("in force", f"only with {USE_PREFIX_GROUPER}=True {USE_REMOVE_PADDING}=True (packed mode)"))
         return Section("Sharing", tuple(rows))
     rows += [(limit.key, f"{limit}: holds {_holds(limit.parts(group))}") for limit in limits]
+    if hf_config and hf_config.model_type not in HEAD_COMES_LAST and OmegaConf.select(config, LOGITS_CHUNK_SIZE):
+        known = ", ".join(sorted(HEAD_COMES_LAST))
+        why = f"model type {hf_config.model_type}, chunks are for {known}"
+        rows.append((LOGITS_CHUNK_SIZE, f"not in force: logits of all response rows are held at once ({why})"))
     return Section("Sharing", tuple(rows), tuple(_problems(group, limits)))
 
 
-def flop_bound(config: DictConfig, group: Group) -> float | None:
-    """FLOPs of stock verl, which computes every sequence alone and the head on all tokens, over those of shared rows.
+def sharing_model(config: DictConfig) -> PretrainedConfig | None:
+    """Config of the actor's checkpoint, overrides applied.
 
     None without a local checkpoint of one of transformers' own architectures that can share prefixes.
-
-    The model is built on the meta device: no weight is read.
     """
     path = str(OmegaConf.select(config, f"{MODEL}.path"))
     _, folder = optional_folder(config, MODEL, "hf_config_path", path)
@@ -122,8 +126,14 @@ def flop_bound(config: DictConfig, group: Group) -> float | None:
     except (ValueError, OSError, KeyError):  # unreadable, or code of its own: the validators say so where it matters
         return None
     update_model_config(hf_config, override_config_kwargs=model_overrides(config, MODEL))
-    if unsupported_reasons(hf_config, trust_remote_code=False):
-        return None
+    return None if unsupported_reasons(hf_config, trust_remote_code=False) else hf_config
+
+
+def flop_bound(hf_config: PretrainedConfig, group: Group) -> float:
+    """FLOPs of stock verl, which computes every sequence alone and the head on all tokens, over those of shared rows.
+
+    The model is built on the meta device: no weight is read.
+    """
     with torch.device("meta"):
         flops = ModelFlops.of(AutoModelForCausalLM.from_config(hf_config))
     # Every response repeats a token of its own, so sequences fork where the prompt ends.

@@ -44,6 +44,7 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
     Raises:
         RuntimeError: verl would build another engine, so asking for prefix sharing would do nothing.
     """
+    register_engines()  # the import of the package only logged why it could not
     engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
     if not issubclass(engine_cls, _ENGINES[model_type]):
         raise RuntimeError(
