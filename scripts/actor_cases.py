@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_pg_plugin.batching.balance import balance_groups
-from verl_pg_plugin.engine.flops import ModelFlops
-from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.engine.batch.sequences import read_sequences
 from verl_pg_plugin.engine.sharing_modes import lay_out_packed
 from verl_pg_plugin.synthetic import Sample, random_group
 

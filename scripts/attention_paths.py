@@ -8,7 +8,7 @@ import torch
 from attention_cases import Outcome, Problem
 
 from verl_pg_plugin.attention import PackedAttention, VarlenKernel, packed_attention, select_kernel
-from verl_pg_plugin.attention.kernels import KERNEL_NAMES, kernel_obstacle
+from verl_pg_plugin.attention.kernels.selection import KERNEL_NAMES, kernel_obstacle
 
 PATHS = tuple(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNEL_NAMES)
 BASELINE = "replicated:flash_attn_2"

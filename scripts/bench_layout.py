@@ -27,8 +27,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.engine.micro_batch_plan import plan_micro_batches
-from verl_pg_plugin.engine.sequences import read_sequences
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.engine.batch.sequences import read_sequences
 from verl_pg_plugin.engine.sharing_modes import lay_out_packed
 from verl_pg_plugin.layout import build_prefix_order
 

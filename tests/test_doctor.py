@@ -12,11 +12,11 @@ import torch
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.command import CommandError
-from verl_pg_plugin.doctor import engines, environment
-from verl_pg_plugin.doctor.overrides import compose_config, settings
-from verl_pg_plugin.doctor.report import Problem, Section, show
-from verl_pg_plugin.doctor.sharing import Group, Limit, flop_bound, sharing, sharing_model
+from verl_pg_plugin.cli.command import CommandError
+from verl_pg_plugin.cli.doctor import engines, environment
+from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
+from verl_pg_plugin.cli.doctor.report import Problem, Section, show
+from verl_pg_plugin.cli.doctor.sharing import Group, Limit, flop_bound, sharing, sharing_model
 from verl_pg_plugin.layout import build_packed_layout, build_prefix_order
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")

@@ -14,9 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import verl_pg_plugin
-from verl_pg_plugin import transformers_contract, verl_contract
-from verl_pg_plugin.contract import EXISTS, Part, differences, signature_of
-from verl_pg_plugin.verl_contract import PARTS, changes
+from verl_pg_plugin.contract import transformers as transformers_contract
+from verl_pg_plugin.contract import verl as verl_contract
+from verl_pg_plugin.contract.table import EXISTS, Part, differences, signature_of
+from verl_pg_plugin.contract.verl import PARTS, changes
 
 PACKAGE = Path(verl_pg_plugin.__file__).parent
 UPSTREAM = ("verl", "transformers")
@@ -102,7 +103,7 @@ def upstream_names(source: str) -> set[str]:
 def test_the_table_lists_every_upstream_name_that_a_file_uses(file: Path) -> None:
     user = str(file.relative_to(PACKAGE))
     unlisted = {path for path in upstream_names(file.read_text()) if user not in TABLE.get(path, ())}
-    assert not unlisted, f"add these to verl_contract.py or transformers_contract.py, with {user} as a user"
+    assert not unlisted, f"add these to contract/verl.py or contract/transformers.py, with {user} as a user"
 
 
 def test_names_are_found_in_functions_and_behind_modules() -> None:
@@ -218,7 +219,7 @@ def test_a_changed_signature_is_reported_readably(monkeypatch: pytest.MonkeyPatc
         "instead of (x, head_dim, seq_dim, group=None) in verl "
     )
     assert message.endswith(
-        "we know verl 0.9.1; needed by attention/ulysses.py, engine/row_shard.py, models/packed_inputs.py"
+        "we know verl 0.9.1; needed by attention/ulysses.py, engine/batch/row_shard.py, models/packed_inputs.py"
     )
 
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verl_pg_plugin import doctor, patch_model
-from verl_pg_plugin.command import CommandError
+from verl_pg_plugin.cli import doctor, patch_model
+from verl_pg_plugin.cli.command import CommandError
 
 SUBCOMMANDS = (doctor, patch_model)
 """Modules with ``add_parser(subparsers)``; it sets the default ``run(args)``, which may return an exit code."""

@@ -11,7 +11,7 @@ from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention import VarlenKernel, select_kernel
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
-from verl_pg_plugin.attention.kernels import kernel_obstacle
+from verl_pg_plugin.attention.kernels.selection import kernel_obstacle
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from verl_pg_plugin.attention import select_kernel
-from verl_pg_plugin.attention.kernels import KERNEL_NAMES
-from verl_pg_plugin.attention.sdpa import attend as attend_sdpa
-from verl_pg_plugin.config import attention_kernel
+from verl_pg_plugin.attention.kernels import specs
+from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa
+from verl_pg_plugin.attention.kernels.selection import KERNEL_NAMES
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -24,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr(attention_kernel, "version", version)
+    monkeypatch.setattr(specs, "version", version)
     return packages
 
 
@@ -113,7 +113,7 @@ def test_cuda_without_a_gpu_names_the_platform_that_needs_none() -> None:
 def test_a_broken_install_is_an_error_and_no_fallback(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, (9, 0))
     installed |= {"flash-attn-4", "flash-attn"}
-    monkeypatch.setitem(sys.modules, "verl_pg_plugin.attention.flash_attn_4", None)
+    monkeypatch.setitem(sys.modules, "verl_pg_plugin.attention.kernels.flash_attn_4", None)
     with pytest.raises(RuntimeError, match="flash_attn_4 is installed but cannot be imported"):
         select_kernel("auto", "cuda")
 

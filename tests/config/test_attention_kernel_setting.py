@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from verl_pg_plugin.config import attention_kernel
-from verl_pg_plugin.config.attention_kernel import attention_kernel_violation
+from verl_pg_plugin.attention.kernels import specs
+from verl_pg_plugin.attention.kernels.specs import attention_kernel_violation
 from verl_pg_plugin.config.validate import validate
 from verl_pg_plugin.config.violation import Setting
 
@@ -24,7 +24,7 @@ def installed(monkeypatch):
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr(attention_kernel, "version", version)
+    monkeypatch.setattr(specs, "version", version)
     return packages
 
 

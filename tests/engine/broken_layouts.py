@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_pg_plugin.engine.micro_batch_plan import shares_rows
-from verl_pg_plugin.engine.sequences import Sequences
+from verl_pg_plugin.engine.batch.micro_batch_plan import shares_rows
+from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PackedLayout
 

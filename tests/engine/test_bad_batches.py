@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.support import actor_loss, group, make_engine, save_tiny_model
-from verl_pg_plugin.engine.sequences import BatchError, read_sequences
+from verl_pg_plugin.engine.batch.sequences import BatchError, read_sequences
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -19,9 +19,9 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.engine import chunked_head
-from verl_pg_plugin.engine.chunked_head import ChunkedHead
-from verl_pg_plugin.engine.lm_head import HeadJob
+from verl_pg_plugin.engine.heads import chunked_head
+from verl_pg_plugin.engine.heads.chunked_head import ChunkedHead
+from verl_pg_plugin.engine.heads.lm_head import HeadJob
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]

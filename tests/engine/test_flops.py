@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import transformers
 
-from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 
 

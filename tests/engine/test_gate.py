@@ -21,7 +21,7 @@ from tests.support import (
     save_tiny_model,
 )
 from verl_pg_plugin.attention import PackedAttention, select_kernel
-from verl_pg_plugin.engine.micro_batch_plan import MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import Sample, make_batch
 

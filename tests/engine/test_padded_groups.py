@@ -19,8 +19,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.engine.padded_layout import build_padded_layout
-from verl_pg_plugin.engine.sequences import BatchError
+from verl_pg_plugin.engine.batch.sequences import BatchError
+from verl_pg_plugin.layout.padded_layout import build_padded_layout
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

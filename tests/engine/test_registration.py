@@ -43,7 +43,8 @@ def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line
         from verl.workers.engine import EngineRegistry
         print(EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__)
         print(EngineRegistry._engines["language_model"]["fsdp"]["cuda"].__module__)
-        print(torch.cuda.is_initialized(), sorted({"verl_pg_plugin.attention.flash_attn_2", "vllm"} & set(sys.modules)))
+        flash_attn_2 = "verl_pg_plugin.attention.kernels.flash_attn_2"
+        print(torch.cuda.is_initialized(), sorted({flash_attn_2, "vllm"} & set(sys.modules)))
         """,
         VERL_PLATFORM="cpu",
     )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.ranks import on_ranks
-from verl_pg_plugin.engine.row_shard import RowShard
+from verl_pg_plugin.engine.batch.row_shard import RowShard
 
 
 def test_one_rank_holds_all_rows_and_padding() -> None:

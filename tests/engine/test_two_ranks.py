@@ -19,7 +19,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.engine.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]

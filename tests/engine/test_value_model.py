@@ -17,8 +17,8 @@ from tests.engine.value_models import (
 )
 from tests.models.models import save_qwen3
 from tests.support import assert_same, clone, run_engine, save_tiny_model
+from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithValueHead
-from verl_pg_plugin.patch_model import patch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -29,10 +29,10 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
+from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.requirements import OFF
-from verl_pg_plugin.engine.sequences import Sequences
-from verl_pg_plugin.engine.token_comparison import Tolerance
-from verl_pg_plugin.engine.verify import MismatchError
+from verl_pg_plugin.engine.steps.token_comparison import Tolerance
+from verl_pg_plugin.engine.steps.verify import MismatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

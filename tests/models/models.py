@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from tests.support import VOCAB, Result, group, save_tiny_model
+from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout
-from verl_pg_plugin.patch_model import patch
 from verl_pg_plugin.synthetic import Sample
 
 SAMPLES = [*group(9, [5, 3, 7], seed=1), *group(1, [4, 1], seed=2), *group(6, [2], seed=3)]

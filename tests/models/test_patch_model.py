@@ -13,7 +13,7 @@ import transformers
 from tests.models.models import random_ids
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.patch_model import BACKUP_FILE, MODELING_FILE
+from verl_pg_plugin.cli.patch_model import BACKUP_FILE, MODELING_FILE
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """One attention op over a packed layout, its kernels, and its entry in transformers' attention registry."""
 
 from verl_pg_plugin.attention.interface import ATTENTION_NAME, register_attention
-from verl_pg_plugin.attention.kernels import VarlenKernel, select_kernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
 from verl_pg_plugin.attention.packed_attention import PackedAttention, packed_attention
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import nn
 from verl.utils.attention_utils import pad_input, unpad_input
 
 from verl_pg_plugin.attention.interface import kernel_options, packed_attention_forward
-from verl_pg_plugin.attention.kernels import VarlenKernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.attention.packed_attention import CallCounter, PackedAttention
 from verl_pg_plugin.attention.ulysses import UlyssesAttention, ulysses_attention_forward
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, to_device
-from verl_pg_plugin.attention.kernels import VarlenKernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.layout import PackedLayout
 
 

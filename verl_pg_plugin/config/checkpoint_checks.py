@@ -12,7 +12,7 @@ from verl.trainer.ppo.utils import need_critic
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import update_model_config
 
-from verl_pg_plugin.config.architecture import unsupported_reasons
+from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, mode_of
 from verl_pg_plugin.config.model_fit import CRITIC_MODEL, unfit_options
 from verl_pg_plugin.config.violation import Setting, Violation

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPEngineConfig
 
-from verl_pg_plugin.config.attention_kernel import ATTENTION_KERNELS
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS
 
 __all__ = ["PrefixGrouperEngineConfig", "PrefixGrouperOptions"]
 
@@ -34,7 +34,7 @@ class PrefixGrouperOptions(BaseConfig):
         verify_every: n of ``verify=every_n``, in micro-batches.
         verify_rows: samples to recompute in each.
         verify_tolerance: largest error per token, relative to the larger of 1 and the value; None for one that is
-            measured in the run (``engine.token_comparison``).
+            measured in the run (``engine.steps.token_comparison``).
         on_mismatch: raise, or go on as rmpad.
 
     Raises:

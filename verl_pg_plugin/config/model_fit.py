@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_pg_plugin.config.architecture import HEAD_COMES_LAST
+from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST
 from verl_pg_plugin.config.mode import USE_REMOVE_PADDING, mode_of
 from verl_pg_plugin.config.rule import CRITIC, REF, Rule
 from verl_pg_plugin.config.rule_parts import ACTOR, SHARING

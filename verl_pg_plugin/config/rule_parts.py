@@ -7,7 +7,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from verl_pg_plugin.config.architecture import REPLACED_ATTENTION
+from verl_pg_plugin.architectures.checks import REPLACED_ATTENTION
 from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode
 from verl_pg_plugin.config.rule import CRITIC, REF, Offends, add_as, set_to

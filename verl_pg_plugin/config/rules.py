@@ -9,7 +9,7 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.config.architecture import REPLACED_ATTENTION
+from verl_pg_plugin.architectures.checks import REPLACED_ATTENTION
 from verl_pg_plugin.config.fused_kernels import BACKEND, fused_backend_obstacle
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.rule import CRITIC, REF, Rule, add_as, packed_or, set_to

@@ -12,14 +12,14 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.engine.chunked_head import ChunkedHead
-from verl_pg_plugin.engine.fused_head import FusedHead, check_fused_batch
+from verl_pg_plugin.engine.heads.chunked_head import ChunkedHead
+from verl_pg_plugin.engine.heads.fused_head import FusedHead, check_fused_batch
+from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
+from verl_pg_plugin.engine.heads.value_model import load_value_model
 from verl_pg_plugin.engine.layout_forward import LayoutForward
-from verl_pg_plugin.engine.lm_head import HeadJob, JobHead
 from verl_pg_plugin.engine.requirements import check_lm_head
 from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
 from verl_pg_plugin.engine.sharing_modes import PackedMode
-from verl_pg_plugin.engine.value_model import load_value_model
 
 
 class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead):

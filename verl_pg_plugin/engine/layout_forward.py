@@ -10,9 +10,9 @@ from verl_pg_plugin.attention import PackedAttention
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.attention.grouped_attention import OpaqueGrouping, PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
-from verl_pg_plugin.engine.padded_layout import PaddedLayout
-from verl_pg_plugin.engine.row_shard import RowShard
+from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.layout.padded_layout import PaddedLayout
 
 Layout: TypeAlias = PackedLayout | PaddedLayout
 LayoutAttention: TypeAlias = PackedAttention | UlyssesAttention | PaddedGroups

@@ -9,14 +9,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
-from verl_pg_plugin.config.architecture import (
+from verl_pg_plugin.architectures.checks import (
     REPLACED_ATTENTION,
     Reason,
     class_reasons,
     config_reasons,
     lm_head_reasons,
 )
-from verl_pg_plugin.engine.sequences import BatchError
+from verl_pg_plugin.engine.batch.sequences import BatchError
 
 OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 PACKED = "set model.use_remove_padding=True (packed mode)"

@@ -23,16 +23,16 @@ from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.attention import ATTENTION_NAME, VarlenKernel, register_attention, select_kernel
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.engine.batch.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.engine.batch.plan_metrics import plan_metrics
+from verl_pg_plugin.engine.batch.sequences import read_sequences
 from verl_pg_plugin.engine.compiled_layers import compile_layers
-from verl_pg_plugin.engine.flops import ModelFlops
 from verl_pg_plugin.engine.layout_forward import LayoutForward
-from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
-from verl_pg_plugin.engine.plan_metrics import plan_metrics
 from verl_pg_plugin.engine.requirements import OFF, check_batch, check_model, check_no_dropout, check_options
 from verl_pg_plugin.engine.saved_attention import save_attention
-from verl_pg_plugin.engine.sequences import read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
-from verl_pg_plugin.engine.verify import Verifier
+from verl_pg_plugin.engine.steps.verify import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from verl.utils import tensordict_utils as tu
 from verl_pg_plugin.attention import PackedAttention, VarlenKernel
 from verl_pg_plugin.attention.grouped_attention import PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesAttention
+from verl_pg_plugin.engine.batch.row_shard import RowShard
+from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
 from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
-from verl_pg_plugin.engine.padded_layout import PaddedLayout, build_padded_layout
-from verl_pg_plugin.engine.row_shard import RowShard
-from verl_pg_plugin.engine.sequences import BatchError, Sequences
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout
+from verl_pg_plugin.layout.padded_layout import PaddedLayout, build_padded_layout
 
 
 class SharingMode(Protocol):

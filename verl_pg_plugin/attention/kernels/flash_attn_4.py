@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-from verl_pg_plugin.attention.kernel_inputs import cast_under_autocast, deterministic_backward
+from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast, deterministic_backward
 
 # flash-attn 2.8 ships an early copy in the same folder, which has no such argument.
 if "max_seqlen_k" not in inspect.signature(_flash_attn_fwd).parameters:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import torch_functional as verl_F
 
-from verl_pg_plugin.config.architecture import HEAD_COMES_LAST
+from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import torch.distributed as dist
 from verl.utils.flops_counter import get_device_flops
 
-from verl_pg_plugin.engine.flops import ModelFlops
-from verl_pg_plugin.engine.micro_batch_plan import MicroBatchPlan
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
 from verl_pg_plugin.engine.ranks import over_ranks
 
 

@@ -8,7 +8,7 @@ import inspect
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from verl_pg_plugin.attention.kernel_inputs import cast_under_autocast
+from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast
 
 # torch 2.11 infers grouped heads from the shapes; later versions want to be told.
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

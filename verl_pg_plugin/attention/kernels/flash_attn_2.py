@@ -3,7 +3,7 @@
 import torch
 from flash_attn import flash_attn_varlen_func
 
-from verl_pg_plugin.attention.kernel_inputs import cast_under_autocast, deterministic_backward
+from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast, deterministic_backward
 
 
 def attend(

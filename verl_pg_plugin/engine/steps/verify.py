@@ -15,12 +15,12 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention import VarlenKernel
 from verl_pg_plugin.config import PrefixGrouperOptions
-from verl_pg_plugin.engine.micro_batch_plan import LAYOUT_KEY, shares_rows, unshared
+from verl_pg_plugin.engine.batch.micro_batch_plan import LAYOUT_KEY, shares_rows, unshared
+from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.batch.sequences import Sequences, read_sequences
 from verl_pg_plugin.engine.ranks import over_ranks
-from verl_pg_plugin.engine.row_selection import select_rows
-from verl_pg_plugin.engine.sequences import Sequences, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
-from verl_pg_plugin.engine.token_comparison import (
+from verl_pg_plugin.engine.steps.token_comparison import (
     Comparison,
     Responses,
     Tolerance,

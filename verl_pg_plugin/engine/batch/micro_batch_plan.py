@@ -10,10 +10,10 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, read_sequences
 from verl_pg_plugin.engine.layout_forward import Layout
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
-from verl_pg_plugin.engine.row_selection import select_rows
-from verl_pg_plugin.engine.sequences import BatchError, Sequences, read_sequences
 from verl_pg_plugin.engine.sharing_modes import lay_out_packed
 from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_prefix_order
 from verl_pg_plugin.layout.prefix_order import IntArray

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from verl_pg_plugin.doctor.report import Problem, Section
+from verl_pg_plugin.cli.doctor.report import Problem, Section
 
 __all__ = ["kernels", "parts", "versions"]
 
@@ -47,7 +47,7 @@ def versions() -> Section:
 
 def parts() -> Section:
     """Parts of verl and transformers that look otherwise than when our code was written."""
-    from verl_pg_plugin.verl_contract import PARTS, changes
+    from verl_pg_plugin.contract.verl import PARTS, changes
 
     found = changes()
     state = f"{len(found)} of {len(PARTS)} differ" if found else f"all {len(PARTS)} are as they were"
@@ -66,7 +66,7 @@ def kernels(device: str, available: bool) -> Section:
         device: as verl names it, "cuda" or "cpu".
         available: whether there is such a device; where none is, no kernel can be found and none is missed.
     """
-    from verl_pg_plugin.attention.kernels import KERNEL_NAMES, kernel_obstacle, select_kernel
+    from verl_pg_plugin.attention.kernels.selection import KERNEL_NAMES, kernel_obstacle, select_kernel
 
     rows = [(name, kernel_obstacle(name, device) or "can run") for name in KERNEL_NAMES]
     try:

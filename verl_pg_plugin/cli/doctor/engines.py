@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_pg_plugin import register
-from verl_pg_plugin.doctor.report import Problem, Section
+from verl_pg_plugin.cli.doctor.report import Problem, Section
 
 __all__ = ["FreshProcess", "engines", "fresh_process", "plugins", "registration_error"]
 

@@ -13,15 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model import update_model_config
 
+from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST, unsupported_reasons
+from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.config import Mode, mode_of
-from verl_pg_plugin.config.architecture import HEAD_COMES_LAST, unsupported_reasons
 from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.model_fit import effective_sp_size
 from verl_pg_plugin.config.rule import REF
 from verl_pg_plugin.config.rule_parts import ACTOR, MODEL, ROLLOUT, in_both_roles
-from verl_pg_plugin.doctor.report import Problem, Section
-from verl_pg_plugin.engine.flops import ModelFlops
+from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 
 __all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]

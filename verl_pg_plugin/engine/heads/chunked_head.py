@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl_pg_plugin.engine.lm_head import HeadJob, JobHead, head_obstacles
+from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead, head_obstacles
 
 logger = logging.getLogger(__name__)
 

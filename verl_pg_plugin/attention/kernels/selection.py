@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from verl_pg_plugin.config.attention_kernel import ATTENTION_KERNEL, KERNELS
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
 
 KERNEL_NAMES = tuple(KERNELS)
 """Kernels that can be asked for by name; "auto" picks the first that fits the device."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from verl_pg_plugin.doctor.report import Section, show
+from verl_pg_plugin.cli.doctor.report import Section, show
 
 __all__ = ["add_parser", "run"]
 
@@ -36,15 +36,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _sections(overrides: list[str]) -> Iterator[Section]:
     """Everything that can be said; verl or a plugin that does not load leaves out what needs its modules."""
-    from verl_pg_plugin.doctor import engines, environment
+    from verl_pg_plugin.cli.doctor import engines, environment
 
     process = engines.fresh_process()
     here = engines.registration_error() if process.loads else ""
     loads = process.loads and not here
     config = None
     if overrides and loads:
-        from verl_pg_plugin.doctor.overrides import compose_config, settings
-        from verl_pg_plugin.doctor.sharing import sharing
+        from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
+        from verl_pg_plugin.cli.doctor.sharing import sharing
 
         config = compose_config(overrides)  # first, since a wrong one ends in a single line
     yield environment.versions()

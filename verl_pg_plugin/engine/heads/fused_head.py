@@ -10,8 +10,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.config.fused_kernels import fused_backend_obstacle
-from verl_pg_plugin.engine.lm_head import HeadJob, JobHead, head_obstacles
-from verl_pg_plugin.engine.sequences import BatchError
+from verl_pg_plugin.engine.batch.sequences import BatchError
+from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead, head_obstacles
 
 OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 FusedOutputs = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -46,17 +46,21 @@ class KernelSpec:
 
 KERNELS: dict[str, KernelSpec] = {
     "flash_attn_4": KernelSpec(
-        "verl_pg_plugin.attention.flash_attn_4",
+        "verl_pg_plugin.attention.kernels.flash_attn_4",
         "cuda",
         (9, 0),
         "flash-attn-4",
         "pip install --pre flash-attn-4",
     ),
     "flash_attn_2": KernelSpec(
-        "verl_pg_plugin.attention.flash_attn_2", "cuda", (8, 0), "flash-attn", 'pip install "verl-pg-plugin[gpu]"'
+        "verl_pg_plugin.attention.kernels.flash_attn_2",
+        "cuda",
+        (8, 0),
+        "flash-attn",
+        'pip install "verl-pg-plugin[gpu]"',
     ),
-    "torch_varlen": KernelSpec("verl_pg_plugin.attention.torch_varlen", "cuda", (8, 0)),
-    "sdpa": KernelSpec("verl_pg_plugin.attention.sdpa"),
+    "torch_varlen": KernelSpec("verl_pg_plugin.attention.kernels.torch_varlen", "cuda", (8, 0)),
+    "sdpa": KernelSpec("verl_pg_plugin.attention.kernels.sdpa"),
 }
 """Every kernel by name; on a GPU, "auto" takes the first that runs there and needs one, elsewhere sdpa."""
 

@@ -7,8 +7,8 @@ at and our code still fits, correct the table.
 
 from __future__ import annotations
 
-from verl_pg_plugin.contract import EXISTS, Part, differences, parts_of
-from verl_pg_plugin.transformers_contract import TRANSFORMERS_PARTS
+from verl_pg_plugin.contract.table import EXISTS, Part, differences, parts_of
+from verl_pg_plugin.contract.transformers import TRANSFORMERS_PARTS
 
 __all__ = ["PARTS", "VERL_PARTS", "changes"]
 
@@ -77,7 +77,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.workers.engine.base",
-        "engine/registration.py doctor/fresh_process.py",
+        "engine/registration.py cli/doctor/fresh_process.py",
         BaseEngine=EXISTS,
         EngineRegistry=EXISTS,
     ),
@@ -123,7 +123,7 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(
         "verl.trainer.ppo.utils",
-        "config/checkpoint_checks.py config/rule.py doctor/overrides.py doctor/sharing.py main_ppo.py",
+        "config/checkpoint_checks.py config/rule.py cli/doctor/overrides.py cli/doctor/sharing.py main_ppo.py",
         need_critic="(config)",
         need_reference_policy="(config)",
     ),
@@ -151,24 +151,26 @@ VERL_PARTS: tuple[Part, ...] = (
     # Functions that are called.
     *_parts(
         "verl.utils.config",
-        "cpu/server.py doctor/overrides.py main_ppo.py",
+        "cpu/server.py cli/doctor/overrides.py main_ppo.py",
         omega_conf_to_dataclass="(config, dataclass_type=None)",
         validate_config="(config, use_reference_policy, use_critic)",
     ),
     *_parts(
         "verl.utils.device",
-        "config/rules.py config/validate.py doctor/fresh_process.py doctor/overrides.py engine/fsdp_engine.py "
-        "engine/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
+        "config/rules.py config/validate.py cli/doctor/fresh_process.py cli/doctor/overrides.py engine/fsdp_engine.py "
+        "engine/heads/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
         get_device_name="()",
         get_torch_device="()",
     ),
-    *_parts("verl.utils.flops_counter", "engine/plan_metrics.py", get_device_flops="(unit='T', device_name=None)"),
+    *_parts(
+        "verl.utils.flops_counter", "engine/batch/plan_metrics.py", get_device_flops="(unit='T', device_name=None)"
+    ),
     *_parts("verl.utils.import_utils", "config/checkpoint_checks.py", import_external_libs="(external_libs=None)"),
     *_parts(
         "verl.utils.model",
-        "config/checkpoint_checks.py doctor/sharing.py",
+        "config/checkpoint_checks.py cli/doctor/sharing.py",
         update_model_config="(module_config, override_config_kwargs)",
     ),
     *_parts(
@@ -178,9 +180,9 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.tensordict_utils",
-        "engine/fsdp_engine.py engine/fused_head.py engine/micro_batch_plan.py engine/requirements.py "
-        "engine/row_selection.py engine/shared_prefix_engine.py engine/sharing_modes.py engine/verify.py synthetic.py "
-        "upstream.py",
+        "engine/fsdp_engine.py engine/heads/fused_head.py engine/batch/micro_batch_plan.py engine/requirements.py "
+        "engine/batch/row_selection.py engine/shared_prefix_engine.py engine/sharing_modes.py engine/steps/verify.py "
+        "synthetic.py upstream.py",
         get="(tensordict, key, default=None)",
         assign_non_tensor="(tensor_dict, **kwargs)",
         assign_non_tensor_data="(tensor_dict, key, val)",
@@ -191,22 +193,25 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.utils.torch_dtypes.PrecisionType", "cpu/server.py", to_dtype="(precision)"),
     *_parts(
         "verl.utils.torch_functional",
-        "engine/lm_head.py",
+        "engine/heads/lm_head.py",
         calculate_sum_pi_squared_from_logits="(logits)",
         logprobs_from_logits="(logits, labels, inplace_backward=True)",
     ),
     *_parts(
         "verl.utils.experimental.torch_functional",
-        "engine/fused_head.py",
+        "engine/heads/fused_head.py",
         FusedLinearForPPO="(chunk_size=512, impl_backend='torch')",
     ),
     *_parts(
         "verl.utils.experimental.torch_functional.FusedLinearForPPO",
-        "engine/fused_head.py",
+        "engine/heads/fused_head.py",
         forward="(self, hidden_states, vocab_weights, input_ids, temperature=1.0)",
     ),
     *_parts(
-        "verl.utils.kernel.linear_cross_entropy", "engine/fused_head.py", needs="triton", linear_cross_entropy=EXISTS
+        "verl.utils.kernel.linear_cross_entropy",
+        "engine/heads/fused_head.py",
+        needs="triton",
+        linear_cross_entropy=EXISTS,
     ),
     *_parts(
         "verl.utils.attention_utils",
@@ -217,7 +222,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.ulysses",
-        "attention/ulysses.py engine/row_shard.py models/packed_inputs.py",
+        "attention/ulysses.py engine/batch/row_shard.py models/packed_inputs.py",
         gather_heads_scatter_seq="(x, head_dim, seq_dim, group=None)",
         gather_seq_scatter_heads="(x, seq_dim, head_dim, unpadded_dim_size=0, group=None)",
         gather_outputs_and_unpad="(x, gather_dim, unpad_dim=None, padding_size=0, grad_scaler=True, group=None)",
@@ -228,7 +233,7 @@ VERL_PARTS: tuple[Part, ...] = (
         ),
     ),
     # The CPU default: platform and rollout.
-    *_parts("verl.plugin.platform", "doctor/fresh_process.py", get_platform="()"),
+    *_parts("verl.plugin.platform", "cli/doctor/fresh_process.py", get_platform="()"),
     *_parts("verl.plugin.platform.platform_manager", "cpu/platform.py", PlatformRegistry=EXISTS),
     *_parts("verl.plugin.platform.platform_manager.PlatformRegistry", "cpu/platform.py", register="(platform)"),
     *_parts("verl.plugin.platform.platform_base", "cpu/platform.py", PlatformBase=EXISTS),

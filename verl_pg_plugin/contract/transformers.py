@@ -1,8 +1,8 @@
-"""The parts of transformers that this package extends, calls or asks, and how they must look; see ``verl_contract``."""
+"""The parts of transformers that this package extends, calls or asks, and how they must look; see ``contract.verl``."""
 
 from __future__ import annotations
 
-from verl_pg_plugin.contract import EXISTS, Part, parts_of
+from verl_pg_plugin.contract.table import EXISTS, Part, parts_of
 
 __all__ = ["TRANSFORMERS_PARTS"]
 
@@ -26,26 +26,26 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     *_parts("transformers.PretrainedConfig", "engine/shared_prefix_engine.py", _attn_implementation=EXISTS),
     *_parts(
         "transformers.PretrainedConfig",
-        "engine/flops.py engine/shared_prefix_engine.py",
+        "cost/flops.py engine/shared_prefix_engine.py",
         get_text_config="(self, decoder=None, encoder=None)",
     ),
     *_parts(
         "transformers.PreTrainedModel",
-        "config/architecture.py engine/compiled_layers.py",
+        "architectures/checks.py engine/compiled_layers.py",
         _supports_attention_backend=EXISTS,
         _is_stateful=EXISTS,
         _no_split_modules=EXISTS,
     ),
     *_parts(
         "transformers.PreTrainedModel",
-        "engine/flops.py",
+        "cost/flops.py",
         get_output_embeddings="(self)",
         get_input_embeddings="(self)",
     ),
     *_parts(
         "transformers",
-        f"config/architecture.py config/checkpoint_checks.py cpu/generation.py cpu/server.py doctor/sharing.py "
-        f"engine/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
+        f"architectures/checks.py config/checkpoint_checks.py cpu/generation.py cpu/server.py cli/doctor/sharing.py "
+        f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
         MODEL_FOR_CAUSAL_LM_MAPPING=EXISTS,

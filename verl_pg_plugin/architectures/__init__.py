@@ -1,0 +1,1 @@
+"""Which transformers architectures can share prefixes."""

@@ -1,0 +1,1 @@
+"""What rows cost: one model for micro-batches, balance, benchmarks, doctor and metrics."""

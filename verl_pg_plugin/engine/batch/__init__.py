@@ -1,0 +1,1 @@
+"""From a verl batch to micro-batches with a layout each."""

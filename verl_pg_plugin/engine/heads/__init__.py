@@ -1,0 +1,1 @@
+"""What runs behind the last decoder layer."""
