@@ -11,8 +11,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.engine.batch.sequences import read_sequences
-from verl_pg_plugin.engine.sharing_modes import lay_out_packed
+from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.synthetic import Sample, random_group
 
 SHAPES: dict[str, dict[str, Any]] = {

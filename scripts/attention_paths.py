@@ -7,10 +7,12 @@ import numpy as np
 import torch
 from attention_cases import Outcome, Problem
 
-from verl_pg_plugin.attention import PackedAttention, VarlenKernel, packed_attention, select_kernel
-from verl_pg_plugin.attention.kernels.selection import KERNEL_NAMES, kernel_obstacle
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
+from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.shared_rows import AttentionOptions
 
-PATHS = tuple(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNEL_NAMES)
+PATHS = tuple(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNELS)
 BASELINE = "replicated:flash_attn_2"
 
 
@@ -55,9 +57,9 @@ def build_path(path: str, problem: Problem) -> Run:
     kernel = select_kernel(name, problem.device.type)
     if route == "replicated":
         return _replicated(problem, kernel)
-    packed = PackedAttention.from_layout(problem.layout, kernel, problem.device)
+    packed = PackedRows.from_layout(problem.layout, kernel, problem.device)
     return _over_packed_rows(
-        problem, lambda q, k, v: packed_attention(q, k, v, packed, softmax_scale=problem.softmax_scale)
+        problem, lambda q, k, v: packed.attend_packed(q, k, v, AttentionOptions(problem.softmax_scale))
     )
 
 

@@ -26,13 +26,16 @@ from rich.table import Table
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
-from verl_pg_plugin.engine.batch.sequences import read_sequences
-from verl_pg_plugin.engine.sharing_modes import lay_out_packed
+from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
+from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import build_prefix_order
 
 VOCAB = 151_936
+
+PACKED_MODE = PackedMode(kernel=select_kernel("sdpa", "cpu"))
 
 
 def make_batch(num_sequences: int, n: int, prompt_length: int, response_length: int, max_token_len: int) -> TensorDict:
@@ -76,7 +79,7 @@ def measure(batch: TensorDict, max_token_len: int, repeats: int) -> dict[str, li
     limits = MicroBatchLimits(max_rows=max_token_len)
     cut = cut_micro_batches(order, limits)
     steps: dict[str, Callable[[], object]] = {
-        "plan": lambda: plan_micro_batches(batch, None),
+        "plan": lambda: plan_micro_batches(batch, None, 1, PACKED_MODE),
         "read": lambda: read_sequences(batch),
         "sort": lambda: build_prefix_order(sequences.tokens, sequences.offsets),
         "cut": lambda: cut_micro_batches(order, limits),
@@ -107,7 +110,7 @@ def main() -> int:
     medians = []
     for n in args.group_sizes:
         batch = make_batch(args.num_sequences, n, args.prompt_length, args.response_length, args.max_token_len)
-        layouts = plan_micro_batches(batch, None).layouts
+        layouts = plan_micro_batches(batch, None, 1, PACKED_MODE).layouts
         dedup = sum(layout.num_logical_tokens for layout in layouts) / sum(layout.num_rows for layout in layouts)
         seconds = measure(batch, args.max_token_len, args.repeats)
         medians.append(statistics.median(seconds["plan"]))

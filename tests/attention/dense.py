@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from tests.layout.tries import sequence_rows
-from verl_pg_plugin.attention import PackedAttention, VarlenKernel, packed_attention, select_kernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.shared_rows import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 
@@ -75,10 +77,10 @@ def dense_outcome(
 def packed_outcome(
     tensors: Tensors, layout: PackedLayout, window_size: int = -1, kernel: VarlenKernel | None = None
 ) -> Outcome:
-    """``packed_attention`` of the same tensors."""
+    """``PackedRows`` of the same tensors."""
     device = tensors.q.device
-    packed = PackedAttention.from_layout(layout, kernel or select_kernel("sdpa", device.type), device)
+    packed = PackedRows.from_layout(layout, kernel or select_kernel("sdpa", device.type), device)
     q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    out = packed_attention(q, k, v, packed, softmax_scale=q.shape[-1] ** -0.5, window_size=window_size)
+    out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size))
     out.backward(tensors.grad_out)
     return Outcome(out.detach(), q.grad, k.grad, v.grad)

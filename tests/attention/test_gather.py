@@ -53,9 +53,7 @@ def test_every_copy_of_a_row_is_found_where_its_readers_keys_begin(batch: Batch)
     layout = batch.layout()
     index = GatherIndex.from_layout(layout, "cpu")
     bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
-    for row, (segment, position) in enumerate(
-        zip(index.row_segment.tolist(), index.position_ids.tolist(), strict=True)
-    ):
+    for row, (segment, position) in enumerate(zip(index.row_segment.tolist(), index.key_place.tolist(), strict=True)):
         copies = [start + position for start in starts[bounds[segment] : bounds[segment + 1]]]
         assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()
 

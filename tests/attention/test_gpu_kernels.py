@@ -9,9 +9,8 @@ from tests.attention.dense import Outcome, Tensors, dense_outcome, packed_outcom
 from tests.attention.test_gather import BigGroup
 from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
-from verl_pg_plugin.attention import VarlenKernel, select_kernel
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
-from verl_pg_plugin.attention.kernels.selection import kernel_obstacle
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [
@@ -62,7 +61,7 @@ def replicated_outcome(
 
     q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     scale, longest = q.shape[-1] ** -0.5, max(lengths)
-    out = kernel.attend(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, window_size=window)
+    out = kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, window_size=window)
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
@@ -125,7 +124,7 @@ def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
     q = torch.zeros(2, 1, 64, dtype=torch.bfloat16, device="cuda")
     bounds = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
     with pytest.raises(NotImplementedError, match="no softcap"):
-        kernel.attend(q, q, q, bounds, bounds, 2, 2, softmax_scale=1.0, softcap=30.0)
+        kernel(q, q, q, bounds, bounds, 2, 2, softmax_scale=1.0, softcap=30.0)
 
 
 def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:

@@ -9,15 +9,10 @@ from transformers import AttentionInterface
 
 from tests.attention.dense import random_tensors
 from tests.layout.tries import batch_of
-from verl_pg_plugin.attention import (
-    ATTENTION_NAME,
-    PackedAttention,
-    packed_attention,
-    register_attention,
-    select_kernel,
-)
-from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward
-from verl_pg_plugin.attention.interface import packed_attention_forward
+from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention, shared_rows_attention
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.shared_rows import AttentionOptions
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,))).layout()
 TENSORS = random_tensors(LAYOUT.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
@@ -27,21 +22,21 @@ class Layer(nn.Module):
     layer_idx = 7
 
 
-def packed() -> PackedAttention:
-    return PackedAttention.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+def packed() -> PackedRows:
+    return PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
 
 
 def call(module: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (TENSORS.q, TENSORS.k, TENSORS.v))
     options = {"attention_mask": None, "prefix_grouper": packed(), **kwargs}
-    out, weights = packed_attention_forward(module or Layer(), q, k, v, **options)
+    out, weights = shared_rows_attention(module or Layer(), q, k, v, **options)
     assert weights is None
     return out
 
 
 def expected(**kwargs: Any) -> torch.Tensor:
     options = {"softmax_scale": 8**-0.5, **kwargs}
-    return packed_attention(TENSORS.q, TENSORS.k, TENSORS.v, packed(), **options).unsqueeze(0)
+    return packed().attend_packed(TENSORS.q, TENSORS.k, TENSORS.v, AttentionOptions(**options)).unsqueeze(0)
 
 
 def test_outputs_have_the_shape_that_decoders_reshape_next() -> None:
@@ -91,4 +86,15 @@ def test_a_bidirectional_module_is_refused_even_if_nobody_says_is_causal() -> No
 def test_registering_twice_changes_nothing() -> None:
     register_attention()
     register_attention()
-    assert AttentionInterface()[ATTENTION_NAME] is grouped_attention_forward
+    assert AttentionInterface()[ATTENTION_NAME] is shared_rows_attention
+
+
+def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:
+    rows = packed()
+    for _ in range(3):
+        call(prefix_grouper=rows)
+    assert rows.calls == {ATTENTION: 3}
+
+
+def test_moe_decoders_hand_on_output_router_logits() -> None:
+    assert torch.equal(call(output_router_logits=True), expected())

@@ -10,7 +10,9 @@ import transformers
 
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from tests.support import save_tiny_model
-from verl_pg_plugin.attention import ATTENTION_NAME, PackedAttention, register_attention, select_kernel
+from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
 
 PROMPT = tuple(range(30, 51))
 BATCH = batch_of(
@@ -53,7 +55,7 @@ def load(path: str | Path, attention: str) -> transformers.PreTrainedModel:
 
 
 def packed_logits(
-    model: transformers.PreTrainedModel, batch: Batch, attention: PackedAttention | None = None, **options: Any
+    model: transformers.PreTrainedModel, batch: Batch, attention: PackedRows | None = None, **options: Any
 ) -> torch.Tensor:
     """(T, V) logits of all rows, or of those that ``logits_to_keep`` names."""
     layout = batch.layout()
@@ -66,12 +68,12 @@ def packed_logits(
         prefix_grouper=attention,
         **options,
     )
-    assert attention.calls.value == model.config.num_hidden_layers
+    assert attention.calls[ATTENTION] == model.config.num_hidden_layers
     return output.logits.squeeze(0)
 
 
-def attention_of(batch: Batch) -> PackedAttention:
-    return PackedAttention.from_layout(batch.layout(), select_kernel("sdpa", "cpu"), "cpu")
+def attention_of(batch: Batch) -> PackedRows:
+    return PackedRows.from_layout(batch.layout(), select_kernel("sdpa", "cpu"), "cpu")
 
 
 def stock_logits(model: transformers.PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -80,7 +82,7 @@ def stock_logits(model: transformers.PreTrainedModel, tokens: tuple[int, ...]) -
 
 
 def response_loss_of_packed(
-    model: transformers.PreTrainedModel, batch: Batch, attention: PackedAttention | None = None
+    model: transformers.PreTrainedModel, batch: Batch, attention: PackedRows | None = None
 ) -> torch.Tensor:
     layout = batch.layout()
     head_rows = torch.from_numpy(layout.head_rows)
@@ -154,7 +156,7 @@ def test_activation_recompute_gives_the_same_gradients(models: Pair) -> None:
     attention = attention_of(BATCH)
     recomputed = gradients(model, response_loss_of_packed(model, BATCH, attention))
     model.gradient_checkpointing_disable()
-    assert attention.calls.value == 2 * model.config.num_hidden_layers  # the layers did run twice
+    assert attention.calls[ATTENTION] == 2 * model.config.num_hidden_layers  # the layers did run twice
     for name, want in stored.items():
         torch.testing.assert_close(recomputed[name], want, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 

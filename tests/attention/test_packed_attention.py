@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from tests.attention.dense import Outcome, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, batches, segment_paths, sequence_rows
-from verl_pg_plugin.attention import PackedAttention, packed_attention, select_kernel
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.shared_rows import AttentionOptions
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
@@ -73,25 +75,16 @@ def test_the_output_has_the_dtype_of_the_queries(dtype: torch.dtype) -> None:
     assert {outcome.out.dtype, outcome.dq.dtype, outcome.dk.dtype, outcome.dv.dtype} == {dtype}
 
 
-def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:
-    layout = GROUP.layout()
-    packed = PackedAttention.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
-    tensors = random_tensors(layout.num_rows, 2, 1, 4, seed=4, dtype=torch.float32)
-    for _ in range(3):
-        packed_attention(tensors.q, tensors.k, tensors.v, packed, softmax_scale=1.0)
-    assert packed.calls.value == 3
-
-
 def test_softcap_on_sdpa_is_refused_and_not_ignored() -> None:
     layout = GROUP.layout()
-    packed = PackedAttention.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
     tensors = random_tensors(layout.num_rows, 2, 1, 4, seed=5, dtype=torch.float32)
     with pytest.raises(NotImplementedError, match=r"softcap needs prefix_grouper\.attention_kernel=flash_attn_2"):
-        packed_attention(tensors.q, tensors.k, tensors.v, packed, softmax_scale=1.0, softcap=30.0)
+        packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(1.0, softcap=30.0))
 
 
 def test_where_nothing_is_shared_no_key_is_copied() -> None:
     layout = batch_of(((1, 2, 3), (4, 5)), ((6, 7), (8,))).layout()
-    packed = PackedAttention.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
     assert packed.kv_index is None
-    assert PackedAttention.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").kv_index is not None
+    assert PackedRows.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").kv_index is not None

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_pg_plugin.engine.batch.micro_batch_plan import shares_rows
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PackedLayout
@@ -17,7 +16,7 @@ def no_fault(layout: PackedLayout) -> PackedLayout:
     return layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BrokenMode(PackedMode):
     """``fault`` happens to every layout that shares rows, and to no other."""
 
@@ -25,7 +24,7 @@ class BrokenMode(PackedMode):
 
     def lay_out(self, sequences: Sequences) -> PackedLayout:
         layout = super().lay_out(sequences)
-        return self.fault(layout) if shares_rows(layout) else layout
+        return self.fault(layout) if layout.shares_rows else layout
 
 
 def wrong_kv_row(layout: PackedLayout) -> PackedLayout:

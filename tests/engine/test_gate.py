@@ -10,6 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
 from tests.support import (
+    PACKED_MODE,
     Result,
     actor_loss,
     assert_same,
@@ -20,7 +21,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention import PackedAttention, select_kernel
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -37,11 +39,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plan(batch: TensorDict, ratio: float = 1.0) -> MicroBatchPlan:
-    return plan_micro_batches(batch, None, min_dedup_ratio=ratio)
+    return plan_micro_batches(batch, None, 1, PACKED_MODE, ratio)
 
 
 def uses_kv_index(layout: PackedLayout) -> bool:
-    return PackedAttention.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu").kv_index is not None
+    return PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu").kv_index is not None
 
 
 def num_tokens(samples: list[Sample]) -> int:

@@ -1,5 +1,6 @@
 """Gradient checkpointing recomputes attention when asked to, keeps it otherwise, and gives one gradient."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.engine.saved_attention import FORWARD_OPS, save_attention
+from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.engine.saved_attention import save_attention
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -29,12 +31,12 @@ class CountForwards(TorchDispatchMode):
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += func.name() in FORWARD_OPS["sdpa"]
+        self.calls += func.name() in KERNELS["sdpa"].saved_ops
         return func(*args, **(kwargs or {}))
 
 
 def test_an_operator_that_a_release_renamed_is_an_error(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORWARD_OPS, "sdpa", ("aten::no_such_attention",))
+    monkeypatch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], saved_ops=("aten::no_such_attention",)))
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
     with pytest.raises(RuntimeError, match=r"no operator aten::no_such_attention.*recompute_attention=True"):
         save_attention(model, "sdpa")

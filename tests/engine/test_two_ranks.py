@@ -48,7 +48,7 @@ def run_splits(rank: int, path: str) -> dict[tuple[str, str], tuple[Result, int]
     for split, rows in SPLITS.items():
         for cut, settings in CUTS.items():
             batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **settings), rows[rank])
-            plan = plan_micro_batches(clone(batch), engine.get_data_parallel_group())
+            plan = plan_micro_batches(clone(batch), engine.get_data_parallel_group(), 1, engine.sharing)
             results[split, cut] = run_engine(engine, batch, actor_loss()), len(plan.micro_batches)
     return results
 

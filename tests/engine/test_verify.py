@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,7 @@ def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(
     qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
-    monkeypatch.setattr(engine, "num_attention_layers", 3)
+    monkeypatch.setattr(engine, "shared_model", replace(engine.shared_model, layers=Counter(attention=3)))
     with pytest.raises(RuntimeError, match=f"ran in 2 of 3 layers.*{OFF}"):
         infer(engine, make_batch(SAMPLES))
 

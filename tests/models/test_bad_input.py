@@ -7,15 +7,16 @@ import torch
 from prefix_grouper import PrefixGrouper
 
 from tests.models.models import SAMPLES, layout_of, load, random_ids
-from verl_pg_plugin.attention import PackedAttention, select_kernel
-from verl_pg_plugin.attention.grouped_attention import UnsharedSegments, grouped_attention_forward
+from verl_pg_plugin.attention.interface import shared_rows_attention
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
 
 IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)
 GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
 LAYOUT = layout_of(SAMPLES)
 ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
-PREPARED = PackedAttention.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+PREPARED = PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,11 @@ def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> No
 
 
 def test_sinks_and_softcap_are_rejected_or_computed_but_never_dropped() -> None:
-    segments = UnsharedSegments(select_kernel("sdpa", "cpu"), torch.tensor([0, 3], dtype=torch.int32), 3)
+    segments = PackedRows.unshared(select_kernel("sdpa", "cpu"), torch.tensor([0, 3], dtype=torch.int32), 3, 3)
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(RuntimeError, match=r"Linear .*asks for s_aux"):
-        grouped_attention_forward(
+        shared_rows_attention(
             torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, s_aux=torch.ones(2)
         )
     with pytest.raises(NotImplementedError, match="softcap"):
-        grouped_attention_forward(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, softcap=30.0)
+        shared_rows_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, softcap=30.0)

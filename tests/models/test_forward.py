@@ -11,7 +11,7 @@ from verl.trainer.ppo.prefix_grouper_utils import build_position_ids_for_prefix_
 
 from tests.models.models import SAMPLES, layout_of, load, pad, random_ids, reference, result, save_qwen3, unpack
 from tests.support import assert_same, group
-from verl_pg_plugin.attention import ATTENTION_NAME, register_attention
+from verl_pg_plugin.attention.interface import ATTENTION_NAME, register_attention
 from verl_pg_plugin.synthetic import Sample
 
 TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification

@@ -18,8 +18,10 @@ from verl.utils.ulysses import (
 from tests.models.models import SAMPLES, layout_of, load, pad, reference, result, unpack
 from tests.models.test_forward import responses, upstream_batch
 from tests.support import Result, assert_same
-from verl_pg_plugin.attention import PackedAttention, select_kernel
-from verl_pg_plugin.attention.ulysses import UlyssesAttention
+from verl_pg_plugin.attention.interface import ATTENTION
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.ulysses import UlyssesRows
 from verl_pg_plugin.models.split_llama.modeling_split_llama import SplitLlamaConfig
 
 LAYOUT = layout_of(SAMPLES)
@@ -64,11 +66,11 @@ def sliced_by_the_caller(model: Any) -> Result:
         torch.from_numpy(LAYOUT.position_ids).unsqueeze(0),
         dist.get_world_size(),
     )
-    attention = PackedAttention.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
-    ulysses = UlyssesAttention(attention, LAYOUT.num_rows, dist.group.WORLD)
+    attention = PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+    ulysses = UlyssesRows(attention, LAYOUT.num_rows, dist.group.WORLD)
     logits = model(rows, position_ids=position_ids, prefix_grouper=ulysses).logits
     logits = gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
-    assert attention.calls.value == model.config.num_hidden_layers
+    assert ulysses.calls[ATTENTION] == model.config.num_hidden_layers
     return result(model, unpack(logits, LAYOUT, SAMPLES), SAMPLES)
 
 

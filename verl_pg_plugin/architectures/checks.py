@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import (
@@ -16,6 +15,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+
+from verl_pg_plugin.architectures.reason import Reason
+from verl_pg_plugin.mixers import MIXERS, count_layers, unknown_layer_types
+from verl_pg_plugin.modalities import modality_obstacles
 
 __all__ = [
     "HEAD_COMES_LAST",
@@ -33,20 +36,7 @@ HEAD_COMES_LAST = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 """Attention implementations that attention over shared prefixes stands in for."""
 
-SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
-SINK_MODEL_TYPES = frozenset({"gpt_oss", "deepseek_v4", "openai_privacy_filter"})
-OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why an architecture is rejected; an empty ``fix`` leaves another checkpoint or mode as the way out."""
-
-    why: str
-    fix: str = ""
 
 
 def unsupported_reasons(
@@ -70,7 +60,7 @@ def unsupported_reasons(
 
 def config_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     """What the config alone says against sharing prefixes."""
-    return [reason for check in _CHECKS if (reason := check(hf_config)) is not None]
+    return [reason for check in _CHECKS for reason in check(hf_config)]
 
 
 def class_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
@@ -89,60 +79,36 @@ def lm_head_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
     return []
 
 
-def _encoder_decoder(hf_config: PretrainedConfig) -> Reason | None:
+def _encoder_decoder(hf_config: PretrainedConfig) -> list[Reason]:
     if getattr(hf_config, "is_encoder_decoder", False):
-        return Reason(f"{hf_config.model_type} is an encoder-decoder; only decoders share causal prefixes")
-    return None
+        return [Reason(f"{hf_config.model_type} is an encoder-decoder; only decoders share causal prefixes")]
+    return []
 
 
-def _multimodal(hf_config: PretrainedConfig) -> Reason | None:
-    found = [name for name in OTHER_MODALITIES if getattr(hf_config, name, None) is not None]
-    if found:
-        return Reason(f"{hf_config.model_type} is multimodal ({found[0]}); only text models are supported")
+def _length_dependent_rope(hf_config: PretrainedConfig) -> list[Reason]:
     rope: Any = getattr(hf_config, "rope_parameters", None) or {}
-    if "mrope_section" in rope:
-        return Reason(f"{hf_config.model_type} uses three-dimensional position ids (mrope)")
-    return None
-
-
-def _length_dependent_rope(hf_config: PretrainedConfig) -> Reason | None:
-    rope: Any = getattr(hf_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        return Reason(
-            f"rope_type={rope['rope_type']} takes its frequencies from the longest sequence of a micro-batch, so a "
+    # One set of parameters, or one for each type of layer.
+    types = [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]
+    return [
+        Reason(
+            f"rope_type={rope_type} takes its frequencies from the longest sequence of a micro-batch, so a "
             "sequence's log-probs would depend on its neighbours"
         )
-    return None
+        for rope_type in types
+        if rope_type in LENGTH_DEPENDENT_ROPE
+    ]
 
 
-def _layer_types(hf_config: PretrainedConfig) -> Reason | None:
-    other = sorted(set(getattr(hf_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+def _layer_types(hf_config: PretrainedConfig) -> list[Reason]:
+    other = unknown_layer_types(hf_config.get_text_config())
     if other:
-        return Reason(f"{hf_config.model_type} has layers other than causal attention: {', '.join(other)}")
-    return None
+        return [Reason(f"{hf_config.model_type} has layers other than causal attention: {', '.join(other)}")]
+    return []
 
 
-def _attention_sinks(hf_config: PretrainedConfig) -> Reason | None:
-    if hf_config.model_type in SINK_MODEL_TYPES:
-        return Reason(f"{hf_config.model_type} adds learned attention sinks to the softmax")
-    return None
-
-
-def _sparse_indexer(hf_config: PretrainedConfig) -> Reason | None:
-    if getattr(hf_config, "index_topk", None):
-        return Reason(f"{hf_config.model_type} selects keys with a sparse-attention indexer")
-    return None
-
-
-def _attention_dropout(hf_config: PretrainedConfig) -> Reason | None:
-    for name in DROPOUT_FIELDS:
-        value = getattr(hf_config, name, 0.0)
-        if value:
-            return Reason(
-                f"{name}={value}: a shared prefix would be dropped out once for all its responses",
-                fix=f"++actor_rollout_ref.model.override_config.{name}=0.0",
-            )
-    return None
+def _mixers(hf_config: PretrainedConfig) -> list[Reason]:
+    config = hf_config.get_text_config()
+    return [reason for name in count_layers(config) for reason in MIXERS[name].obstacles(config)]
 
 
 def _causal_lm_reasons(hf_config: PretrainedConfig) -> list[Reason]:
@@ -159,12 +125,10 @@ def _value_model_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     return class_reasons(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)])
 
 
-_CHECKS: tuple[Callable[[PretrainedConfig], Reason | None], ...] = (
+_CHECKS: tuple[Callable[[PretrainedConfig], list[Reason]], ...] = (
     _encoder_decoder,
-    _multimodal,
+    modality_obstacles,
     _length_dependent_rope,
     _layer_types,
-    _attention_sinks,
-    _sparse_indexer,
-    _attention_dropout,
+    _mixers,
 )

@@ -15,19 +15,20 @@ class GatherIndex:
 
     Attributes:
         rows: (K,) int32 row of each copy.
-        row_segment, position_ids: (T,) int32 segment and position of each row.
+        row_segment: (T,) int32 segment of each row.
+        key_place: (T,) int32 its place among the keys of every segment that reads it.
         reader_bounds, reader_starts: for each segment, where the keys of the segments that read it begin.
     """
 
     rows: torch.Tensor
     row_segment: torch.Tensor
-    position_ids: torch.Tensor
+    key_place: torch.Tensor
     reader_bounds: torch.Tensor
     reader_starts: torch.Tensor
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device | str) -> "GatherIndex":
-        """A row's copy in a segment that reads it lies at the row's position within that segment's keys."""
+        """A row's copy in a segment that reads it lies at ``key_place`` within that segment's keys."""
         parents, starts = layout.segment_parent.tolist(), layout.cu_seqlens_k[:-1].tolist()
         readers: list[list[int]] = [[] for _ in parents]
         for segment in range(len(parents)):
@@ -39,7 +40,7 @@ class GatherIndex:
         return cls(
             rows=to_device(layout.kv_rows, torch.int32, device),
             row_segment=to_device(np.repeat(np.arange(len(parents)), num_rows), torch.int32, device),
-            position_ids=to_device(layout.position_ids, torch.int32, device),
+            key_place=to_device(layout.key_place, torch.int32, device),
             reader_bounds=to_device(np.cumsum([0, *map(len, readers)]), torch.int32, device),
             reader_starts=to_device(np.concatenate(readers), torch.int32, device),
         )
@@ -73,7 +74,7 @@ class _GatherRows(torch.autograd.Function):
             from verl_pg_plugin.attention.segment_sum import sum_readers
 
             return sum_readers(
-                grad.contiguous(), index.row_segment, index.position_ids, index.reader_bounds, index.reader_starts
+                grad.contiguous(), index.row_segment, index.key_place, index.reader_bounds, index.reader_starts
             ), None
         accumulate = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)

@@ -1,8 +1,10 @@
-"""Attention over shared prefixes under a name in transformers' ``AttentionInterface``.
+"""Attention over shared rows under a name in transformers' ``AttentionInterface``.
 
 A model whose config names this implementation calls it in every layer and hands through the keyword arguments
-of its ``forward``; the layout travels as ``prefix_grouper``. No model file is patched.
+of its ``forward``; the rows travel as ``prefix_grouper``. No model file is patched.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -10,16 +12,67 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from verl_pg_plugin.attention.packed_attention import PackedAttention, packed_attention
+from verl_pg_plugin.attention.shared_rows import AttentionOptions, SharedRows
 
 ATTENTION_NAME = "prefix_grouper_packed"
+ATTENTION = "attention"
+"""Under this name ``SharedRows.calls`` counts attention layers."""
 
 # Keywords that decoders pass and that change nothing here: positions are in q and k already, the rest concerns
-# caches, outputs and masks that a packed forward does not have.
-_WITHOUT_EFFECT = frozenset({"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"})
+# caches, outputs, losses and masks that a forward over shared rows does not have.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_router_logits",
+    }
+)
 
 
-def kernel_options(
+@torch.compiler.disable  # compiled layers call it as it is: its index maps differ in every micro-batch
+def shared_rows_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prefix_grouper: SharedRows | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of shared rows, with the signature of transformers' attention functions.
+
+    Args:
+        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the rows are padded groups.
+        attention_mask: must be None, ``prefix_grouper`` says what a row sees.
+        prefix_grouper: the rows of this forward.
+        kwargs: see ``attention_options``.
+
+    Returns:
+        (B, T, H, D) and None for the attention weights.
+
+    Raises:
+        TypeError: ``prefix_grouper`` is of another type.
+        RuntimeError: no ``prefix_grouper``, or something that the kernels do not compute, see ``attention_options``.
+    """
+    if prefix_grouper is None:
+        raise RuntimeError(
+            f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
+            "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
+    if not isinstance(prefix_grouper, SharedRows):
+        raise TypeError(
+            f"attention cannot use a prefix_grouper of type {type(prefix_grouper).__qualname__}; pass a PrefixGrouper "
+            "or a PackedLayout to the model's forward, or a SharedRows whose rows are the input"
+        )
+    options = attention_options(module, query, attention_mask, **kwargs)
+    prefix_grouper.calls[ATTENTION] += 1
+    return prefix_grouper.attend(query, key, value, options), None
+
+
+def attention_options(
     module: nn.Module,
     query: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -29,8 +82,8 @@ def kernel_options(
     softcap: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> dict[str, Any]:
-    """Keywords of a ``VarlenAttention`` from those of transformers' attention functions.
+) -> AttentionOptions:
+    """What a layer asks of attention, from the keywords of transformers' attention functions.
 
     Args:
         query: (B, H, T, D); its D gives the default scaling.
@@ -53,43 +106,12 @@ def kernel_options(
             f"{_where(module)} asks for {', '.join(sorted(unsupported))}, which packed attention does not compute; "
             "set actor_rollout_ref.actor.use_prefix_grouper=False"
         )
-    return {
-        "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "window_size": -1 if sliding_window is None else sliding_window - 1,
-        "softcap": softcap or 0.0,
-    }
-
-
-def packed_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    prefix_grouper: PackedAttention | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """``packed_attention`` with the signature of transformers' attention functions.
-
-    Args:
-        query: (1, H, T, D); key, value: (1, G, T, D).
-        prefix_grouper: the state made by the engine for this forward.
-        kwargs: see ``kernel_options``.
-
-    Returns:
-        (1, T, H, D) and None for the attention weights.
-
-    Raises:
-        RuntimeError: called without a layout, or see ``kernel_options``.
-    """
-    if prefix_grouper is None:
-        raise RuntimeError(
-            f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
-            "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
-    options = kernel_options(module, query, attention_mask, **kwargs)
-    q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q_THD, k_TGD, v_TGD, prefix_grouper, **options).unsqueeze(0), None
+    return AttentionOptions(
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window_size=-1 if sliding_window is None else sliding_window - 1,
+        softcap=softcap or 0.0,
+        layer_idx=getattr(module, "layer_idx", 0),
+    )
 
 
 def _where(module: nn.Module) -> str:
@@ -98,6 +120,4 @@ def _where(module: nn.Module) -> str:
 
 def register_attention() -> None:
     """Make ``ATTENTION_NAME`` a valid ``attn_implementation``; calling it again changes nothing."""
-    from verl_pg_plugin.attention.grouped_attention import grouped_attention_forward  # it imports this module
-
-    AttentionInterface.register(ATTENTION_NAME, grouped_attention_forward)
+    AttentionInterface.register(ATTENTION_NAME, shared_rows_attention)

@@ -10,7 +10,7 @@ def _sum_readers_kernel(
     grad_ptr,
     total_ptr,
     row_segment_ptr,
-    position_ptr,
+    place_ptr,
     reader_bounds_ptr,
     reader_starts_ptr,
     width: tl.constexpr,
@@ -19,14 +19,14 @@ def _sum_readers_kernel(
     """One program per row: add its copies, one in each reader of its segment, in the order of the readers."""
     row = tl.program_id(0).to(tl.int64)
     segment = tl.load(row_segment_ptr + row)
-    position = tl.load(position_ptr + row).to(tl.int64)
+    place = tl.load(place_ptr + row).to(tl.int64)
     first = tl.load(reader_bounds_ptr + segment)
     last = tl.load(reader_bounds_ptr + segment + 1)
     column = tl.arange(0, block)
     inside = column < width
     total = tl.zeros((block,), dtype=tl.float32)
     for reader in range(first, last):
-        copy = tl.load(reader_starts_ptr + reader).to(tl.int64) + position
+        copy = tl.load(reader_starts_ptr + reader).to(tl.int64) + place
         total += tl.load(grad_ptr + copy * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(total_ptr + row * width + column, total.to(total_ptr.dtype.element_ty), mask=inside)
 
@@ -34,7 +34,7 @@ def _sum_readers_kernel(
 def sum_readers(
     grad: torch.Tensor,
     row_segment: torch.Tensor,
-    position_ids: torch.Tensor,
+    key_place: torch.Tensor,
     reader_bounds: torch.Tensor,
     reader_starts: torch.Tensor,
 ) -> torch.Tensor:
@@ -43,7 +43,7 @@ def sum_readers(
     Args:
         grad: (K, ...) gradient of the gathered rows, contiguous.
         row_segment: (T,) int32 segment of each row.
-        position_ids: (T,) int32 place of a row within the keys of every segment that reads it.
+        key_place: (T,) int32 place of a row within the keys of every segment that reads it.
         reader_bounds: (S+1,) int32 the readers of segment s are ``reader_starts[bounds[s]:bounds[s + 1]]``.
         reader_starts: int32 first key of each reader in the packed keys.
 
@@ -57,7 +57,7 @@ def sum_readers(
         grad,
         total,
         row_segment,
-        position_ids,
+        key_place,
         reader_bounds,
         reader_starts,
         width=width,

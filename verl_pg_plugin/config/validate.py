@@ -5,7 +5,8 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, attention_kernel_violation
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL
+from verl_pg_plugin.config.attention_kernel import attention_kernel_violation
 from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.rules import RULES

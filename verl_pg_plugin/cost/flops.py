@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from verl_pg_plugin.engine.layout_forward import Layout
+from verl_pg_plugin.layout import Layout
 
 
 @dataclass(frozen=True)

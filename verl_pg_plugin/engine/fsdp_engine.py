@@ -12,14 +12,13 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_pg_plugin import upstream
+from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.heads.chunked_head import ChunkedHead
 from verl_pg_plugin.engine.heads.fused_head import FusedHead, check_fused_batch
 from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
 from verl_pg_plugin.engine.heads.value_model import load_value_model
-from verl_pg_plugin.engine.layout_forward import LayoutForward
 from verl_pg_plugin.engine.requirements import check_lm_head
 from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
-from verl_pg_plugin.engine.sharing_modes import PackedMode
 
 
 class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead):
@@ -40,8 +39,9 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
         return module
 
     def _install_head(self, module: nn.Module) -> JobHead | None:
-        if not isinstance(self.sharing, PackedMode):
-            return None  # a head with a job takes the rows it is given, and columns of padded groups hold others too
+        assert self.sharing is not None
+        if not self.sharing.head_takes_jobs:
+            return None
         if self.model_config.use_fused_kernels:
             return FusedHead.install(module, self.model_config.fused_kernel_options.get("impl_backend"))
         return ChunkedHead.install(module, self.engine_config.prefix_grouper.logits_chunk_size)
@@ -56,23 +56,23 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         if self.sharing is None:
             return super().prepare_model_inputs(micro_batch)
-        forward = self.lay_out(micro_batch)
-        job = self._head_job(forward, micro_batch)
+        rows = self.rows_of(micro_batch)
+        job = self._head_job(rows, micro_batch)
         in_head = self.job_head is not None and self.job_head.takes(job)
-        return {**forward.model_inputs(), "logits_to_keep": forward.head_columns}, (forward, job, in_head)
+        return {**rows.model_inputs(), "logits_to_keep": rows.head_columns}, (rows, job, in_head)
 
-    def _head_job(self, forward: LayoutForward, micro_batch: TensorDict) -> HeadJob:
+    def _head_job(self, rows: ForwardRows, micro_batch: TensorDict) -> HeadJob:
         temperature = micro_batch["temperature"]
         if isinstance(temperature, torch.Tensor):
             per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
-            temperature = per_sample.index_select(0, forward.head_sequence)
+            temperature = per_sample.index_select(0, rows.head_sequence)
         entropy_from_logits = self.compute_entropy_from_logits
         if self.engine_config.entropy_from_logits_with_chunking:
             entropy_from_logits = partial(
                 entropy_from_logits, chunk_size=self.engine_config.entropy_from_logits_chunk_size
             )
         return HeadJob(
-            labels=forward.labels,
+            labels=rows.labels,
             temperature=temperature if isinstance(temperature, torch.Tensor) else float(temperature),
             with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
             with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
@@ -85,15 +85,15 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
     ) -> dict[str, torch.Tensor]:
         if self.sharing is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        forward, job, in_head = output_args
-        self.check_every_layer_attended(forward)
-        rows_NV = forward.at_head_rows(output.logits)
-        if in_head and rows_NV.shape[-1] != len(job.names):
+        rows, job, in_head = output_args
+        self.shared_model.check_every_layer_mixed(rows)
+        logits_NV = rows.at_head_rows(output.logits)
+        if in_head and logits_NV.shape[-1] != len(job.names):
             raise RuntimeError(
                 "the model's logits are not what its head returned; set prefix_grouper.logits_chunk_size=0 and "
                 "actor_rollout_ref.model.use_fused_kernels=False"
             )
-        return self.jagged_outputs(forward, job.names, rows_NV if in_head else job.outputs(rows_NV), micro_batch)
+        return self.jagged_outputs(rows, job.names, logits_NV if in_head else job.outputs(logits_NV), micro_batch)
 
 
 class PrefixGrouperFSDPEngineWithValueHead(SharedPrefixMixin, FSDPEngineWithValueHead):
@@ -112,15 +112,15 @@ class PrefixGrouperFSDPEngineWithValueHead(SharedPrefixMixin, FSDPEngineWithValu
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         if self.sharing is None:
             return super().prepare_model_inputs(micro_batch)
-        forward = self.lay_out(micro_batch)
-        return forward.model_inputs(), forward
+        rows = self.rows_of(micro_batch)
+        return rows.model_inputs(), rows
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
     ) -> dict[str, torch.Tensor]:
         if self.sharing is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        forward = output_args
-        self.check_every_layer_attended(forward)
-        values_N1 = forward.at_head_rows(output.logits.index_select(1, forward.head_columns))
-        return self.jagged_outputs(forward, ["values"], values_N1, micro_batch)
+        rows = output_args
+        self.shared_model.check_every_layer_mixed(rows)
+        values_N1 = rows.at_head_rows(output.logits.index_select(1, rows.head_columns))
+        return self.jagged_outputs(rows, ["values"], values_N1, micro_batch)

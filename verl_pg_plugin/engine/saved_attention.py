@@ -11,27 +11,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-FORWARD_OPS = {
-    "flash_attn_4": ("verl_pg_plugin::flash_attn_4_forward",),
-    "flash_attn_2": ("flash_attn::_flash_attn_varlen_forward",),
-    "torch_varlen": ("torch_attn::_varlen_attn",),
-    "sdpa": (
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-    ),
-}
-"""What the forward of each loaded kernel may be to torch's dispatcher."""
+from verl_pg_plugin.attention.kernels.specs import KERNELS
 
 
 def save_attention(module: Any, kernel_name: str) -> None:
-    """Checkpoint the layers of a transformers model but for their attention kernel, one of ``FORWARD_OPS``.
+    """Checkpoint the layers of a transformers model but for their attention kernel.
 
     Raises:
         RuntimeError: the kernel's package has renamed its operator, so nothing would be kept.
     """
-    saved = FORWARD_OPS[kernel_name]
+    saved = KERNELS[kernel_name].saved_ops
     for op in saved:
         namespace, _, name = op.partition("::")
         if not hasattr(getattr(torch.ops, namespace), name):

@@ -18,21 +18,20 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.attention import ATTENTION_NAME, VarlenKernel, register_attention, select_kernel
-from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.engine.batch.micro_batch_plan import LAYOUT_KEY, MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.engine.batch.layout_field import layout_of
+from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import plan_metrics
-from verl_pg_plugin.engine.batch.sequences import read_sequences
-from verl_pg_plugin.engine.compiled_layers import compile_layers
-from verl_pg_plugin.engine.layout_forward import LayoutForward
-from verl_pg_plugin.engine.requirements import OFF, check_batch, check_model, check_no_dropout, check_options
-from verl_pg_plugin.engine.saved_attention import save_attention
+from verl_pg_plugin.engine.forward_rows import ForwardRows
+from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
+from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.modalities import Modality, modality_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ class SharedPrefixMixin:
 
     Attributes:
         sharing: the mode, or None for the stock engine.
+        shared_model: the model as the mode runs it, once it is built.
         verifier: checks live micro-batches; None where nothing is verified.
 
     Raises:
@@ -55,6 +55,7 @@ class SharedPrefixMixin:
 
     engine_config: Any
     model_config: Any
+    shared_model: SharedModel
     rank: int
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: dist.ProcessGroup | None
@@ -72,16 +73,26 @@ class SharedPrefixMixin:
 
         assert_in_force(self.engine_config.strategy, self.model_config.model_type)
         check_options(self.engine_config, self.model_config)
-        kernel = select_kernel(self.engine_config.prefix_grouper.attention_kernel, get_device_name())
-        self.sharing = self._packed_mode(kernel) if self.model_config.use_remove_padding else PaddedGroupsMode(kernel)
+        hf_config = self.model_config.hf_config
+        kernel = select_kernel(
+            self.engine_config.prefix_grouper.attention_kernel,
+            get_device_name(),
+            attention_needs(hf_config.get_text_config()),
+        )
+        modality = modality_of(hf_config)
+        if self.model_config.use_remove_padding:
+            self.sharing = self._packed_mode(kernel, modality)
+        else:
+            self.sharing = PaddedGroupsMode(kernel=kernel, modality=modality)
         if self.rank == 0:
             # A warning, because verl's workers hide everything below and the choice decides the speed of the run.
             logger.warning("%s mode: attention kernel %s (%s)", self.sharing.name, kernel.name, kernel.reason)
 
-    def _packed_mode(self, kernel: VarlenKernel) -> PackedMode:
+    def _packed_mode(self, kernel: VarlenKernel, modality: Modality) -> PackedMode:
         config = self.engine_config
         return PackedMode(
-            kernel,
+            kernel=kernel,
+            modality=modality,
             row_multiple=config.pad_to_length_bucket if config.pad_to_length else 1,
             static_rows=config.prefix_grouper.static_rows,
             sp_group=self.ulysses_parallel_group,
@@ -90,17 +101,10 @@ class SharedPrefixMixin:
     def _build_module(self) -> nn.Module:
         if self.sharing is None:
             return super()._build_module()  # type: ignore[misc]
-        register_attention()
-        self.model_config.hf_config._attn_implementation = ATTENTION_NAME
+        prepare_config(self.model_config.hf_config)
         with self._stock_forward():
             module: Any = super()._build_module()  # type: ignore[misc]
-        check_model(module)
-        if self.engine_config.prefix_grouper.compile_layers:
-            compile_layers(module, dynamic=not self.engine_config.prefix_grouper.static_rows)
-        if module.is_gradient_checkpointing and not self.engine_config.prefix_grouper.recompute_attention:
-            save_attention(module, self.sharing.kernel.name)
-        self.num_attention_layers = module.config.get_text_config().num_hidden_layers
-        self.model_flops = ModelFlops.of(module)
+        self.shared_model = prepare_model(module, self.sharing, self.engine_config.prefix_grouper)
         return module
 
     @contextmanager
@@ -120,11 +124,10 @@ class SharedPrefixMixin:
         module = super()._build_fsdp_module(module)  # type: ignore[misc]
         if self.sharing is None or self.engine_config.prefix_grouper.verify == "off":
             return module
-        assert isinstance(self.sharing, PackedMode), "check_options refuses the other"
         self.verifier = Verifier(
             options=self.engine_config.prefix_grouper,
             mode=self.sharing,
-            num_layers=self.num_attention_layers,
+            num_layers=self.shared_model.num_layers,
             dtype=self._autocast_dtype,
             group=self.get_data_parallel_group(),
             attending_with=self._attending_with,
@@ -134,7 +137,7 @@ class SharedPrefixMixin:
     @contextmanager
     def _attending_with(self, kernel: VarlenKernel) -> Iterator[None]:
         mode = self.sharing
-        assert isinstance(mode, PackedMode)
+        assert mode is not None
         self.sharing = replace(mode, kernel=kernel)
         try:
             yield
@@ -168,7 +171,7 @@ class SharedPrefixMixin:
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
-            plans.append(plan_micro_batches(data, dp_group, sp_size, mode.lay_out, self.min_dedup_ratio))
+            plans.append(plan_micro_batches(data, dp_group, sp_size, mode, self.min_dedup_ratio))
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
@@ -179,7 +182,7 @@ class SharedPrefixMixin:
         metrics = plan_metrics(
             plans[0],
             sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches)),
-            self.model_flops,
+            self.shared_model.flops,
             time.perf_counter() - start,
             forward_only,
             self.get_data_parallel_group(),
@@ -197,26 +200,17 @@ class SharedPrefixMixin:
             logger.log(level, text, plan.num_rmpad, len(plan.micro_batches), self.min_dedup_ratio)
             self._told_of_rmpad = True
 
-    def lay_out(self, micro_batch: TensorDict) -> LayoutForward:
+    def rows_of(self, micro_batch: TensorDict) -> ForwardRows:
         """The micro-batch's layout, planned or made now, on its device."""
         assert self.sharing is not None
-        layout = tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
+        layout = layout_of(micro_batch)
         if layout is None:
-            layout = self.sharing.lay_out(read_sequences(micro_batch))
-        return self.sharing.forward(layout, micro_batch)
-
-    def check_every_layer_attended(self, forward: LayoutForward) -> None:
-        """Raise RuntimeError if the model has layers that mix tokens by other means."""
-        calls = forward.attention.calls.value
-        if calls != self.num_attention_layers:
-            raise RuntimeError(
-                f"attention over shared prefixes ran in {calls} of {self.num_attention_layers} layers of "
-                f"{self.model_config.architectures}: its other layers mix tokens in a way that is not supported; {OFF}"
-            )
+            layout = self.sharing.lay_out(self.sharing.read(micro_batch))
+        return self.sharing.to_device(layout, micro_batch)
 
     def jagged_outputs(
-        self, forward: LayoutForward, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict
+        self, rows: ForwardRows, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict
     ) -> dict[str, torch.Tensor]:
         """C named outputs of the head rows, as the jagged tensors that verl's losses read."""
-        offsets, columns_AC = micro_batch["input_ids"].offsets(), forward.of_all_ranks(columns_NC)
-        return {name: forward.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}
+        offsets, columns_AC = micro_batch["input_ids"].offsets(), rows.of_all_ranks(columns_NC)
+        return {name: rows.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}

@@ -1,58 +1,78 @@
 """The two ways to compute shared prefixes once: packed rows, or upstream's padded groups."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.attention import PackedAttention, VarlenKernel
-from verl_pg_plugin.attention.grouped_attention import PaddedGroups
-from verl_pg_plugin.attention.ulysses import UlyssesAttention
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.padded_groups import PaddedGroups
+from verl_pg_plugin.attention.ulysses import UlyssesRows
 from verl_pg_plugin.engine.batch.row_shard import RowShard
-from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
-from verl_pg_plugin.engine.layout_forward import Layout, LayoutForward
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout
-from verl_pg_plugin.layout.padded_layout import PaddedLayout, build_padded_layout
+from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_packed, read_sequences
+from verl_pg_plugin.engine.forward_rows import ForwardRows
+from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout, build_padded_layout
+from verl_pg_plugin.modalities import MODALITIES, Modality
+
+L = TypeVar("L", bound=Layout)
 
 
-class SharingMode(Protocol):
-    """What an engine asks of a mode."""
+@dataclass(frozen=True, kw_only=True)
+class SharingMode(ABC, Generic[L]):
+    """What an engine asks of a mode.
+
+    Attributes:
+        name: for logs and metrics.
+        head_takes_jobs: whether the head may be told to compute log-probs itself; one with a job takes the rows it is
+            given, and columns of padded groups hold others too.
+        kernel: the attention kernel of this process.
+        modality: what the model reads.
+        static_rows: pad rows to the token budget, so that all micro-batches have one shape.
+    """
 
     name: ClassVar[str]
+    head_takes_jobs: ClassVar[bool]
+    kernel: VarlenKernel
+    modality: Modality = MODALITIES["text"]
+    static_rows: bool = False
 
-    @property
-    def kernel(self) -> VarlenKernel:
-        """The attention kernel of this process."""
+    def read(self, data: TensorDict) -> Sequences:
+        """The sequences of a batch; raises ``BatchError`` for one that it cannot read."""
+        return read_sequences(data, self.modality)
 
+    @abstractmethod
     def check_batch(self, data: TensorDict) -> None:
         """Raise ``BatchError`` for a mini-batch whose settings the mode does not support."""
 
-    def lay_out(self, sequences: Sequences) -> Layout:
+    @abstractmethod
+    def lay_out(self, sequences: Sequences) -> L:
         """Rows of one micro-batch."""
 
-    def num_padding_rows(self, layout: Layout, micro_batch: TensorDict) -> int:
-        """Rows that ``forward`` adds to those of the layout."""
+    @abstractmethod
+    def num_padding_rows(self, layout: L, micro_batch: TensorDict) -> int:
+        """Rows that ``to_device`` adds to those of the layout."""
 
-    def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
-        """The layout on the micro-batch's device, with what the attention layers need."""
+    @abstractmethod
+    def to_device(self, layout: L, micro_batch: TensorDict) -> ForwardRows:
+        """The layout on the micro-batch's device, with what the layers that mix tokens need."""
 
 
-@dataclass(frozen=True)
-class PackedMode:
+@dataclass(frozen=True, kw_only=True)
+class PackedMode(SharingMode[PackedLayout]):
     """Every shared prefix once and no padding, unless one is asked for.
 
     Attributes:
         row_multiple: pad rows to a multiple of it (verl's ``pad_to_length_bucket``).
-        static_rows: pad rows to the token budget, so that all micro-batches have one shape.
         sp_group: Ulysses group whose ranks share the rows; None for no sequence parallelism.
     """
 
     name: ClassVar[str] = "packed"
-    kernel: VarlenKernel
+    head_takes_jobs: ClassVar[bool] = True
     row_multiple: int = 1
-    static_rows: bool = False
     sp_group: dist.ProcessGroup | None = None
 
     def check_batch(self, data: TensorDict) -> None:
@@ -65,19 +85,14 @@ class PackedMode:
     def lay_out(self, sequences: Sequences) -> PackedLayout:
         return lay_out_packed(sequences)
 
-    def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
-        assert isinstance(layout, PackedLayout)
+    def to_device(self, layout: PackedLayout, micro_batch: TensorDict) -> ForwardRows:
         device = micro_batch["input_ids"].device
         shard = RowShard(layout.num_rows + self.num_padding_rows(layout, micro_batch), self.sp_group)
-        attention = PackedAttention.from_layout(layout, self.kernel, device)
-        return LayoutForward.from_packed(
-            layout,
-            attention if self.sp_group is None else UlyssesAttention(attention, shard.num_padded_rows, self.sp_group),
-            shard,
-            device,
-        )
+        rows = PackedRows.from_layout(layout, self.kernel, device)
+        shared = rows if self.sp_group is None else UlyssesRows(rows, shard.num_padded_rows, self.sp_group)
+        return ForwardRows.from_packed(layout, shared, shard, device)
 
-    def num_padding_rows(self, layout: Layout, micro_batch: TensorDict) -> int:
+    def num_padding_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
         sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
         num_rows = layout.num_rows
         if self.static_rows:
@@ -92,12 +107,12 @@ class PackedMode:
         return num_rows - layout.num_rows
 
 
-@dataclass(frozen=True)
-class PaddedGroupsMode:
+@dataclass(frozen=True, kw_only=True)
+class PaddedGroupsMode(SharingMode[PaddedLayout]):
     """Groups as padded lines, ``prefix_grouper.PrefixGrouper`` (https://github.com/johncaged/PrefixGrouper) inside."""
 
     name: ClassVar[str] = "prefix_grouper"
-    kernel: VarlenKernel
+    head_takes_jobs: ClassVar[bool] = False
 
     def check_batch(self, data: TensorDict) -> None:
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
@@ -109,18 +124,12 @@ class PaddedGroupsMode:
     def lay_out(self, sequences: Sequences) -> PaddedLayout:
         return build_padded_layout(sequences.tokens, sequences.offsets, sequences.prompt_lengths)
 
-    def num_padding_rows(self, layout: Layout, micro_batch: TensorDict) -> int:
+    def num_padding_rows(self, layout: PaddedLayout, micro_batch: TensorDict) -> int:
         return 0  # lines of a padded layout have their padding
 
-    def forward(self, layout: Layout, micro_batch: TensorDict) -> LayoutForward:
+    def to_device(self, layout: PaddedLayout, micro_batch: TensorDict) -> ForwardRows:
         from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
-        assert isinstance(layout, PaddedLayout)
         device = micro_batch["input_ids"].device
-        groups = PaddedGroups(PrefixGrouper(layout.group_info, device=device), self.kernel)
-        return LayoutForward.from_padded_groups(layout, groups, device)
-
-
-def lay_out_packed(sequences: Sequences) -> PackedLayout:
-    """The packed rows of some sequences."""
-    return build_packed_layout(sequences.tokens, sequences.offsets, sequences.prompt_lengths, sequences.classes)
+        groups = PaddedGroups(PrefixGrouper(layout.group_info, device=device), self.kernel, layout)
+        return ForwardRows.from_padded_groups(layout, groups, device)

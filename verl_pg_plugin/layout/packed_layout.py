@@ -25,7 +25,8 @@ class PackedLayout:
 
     Attributes:
         input_ids: (T,) token of each row.
-        position_ids: (T,) its position in every sequence that contains it.
+        position_ids: (T,) its position in every sequence that contains it, as the model's rotary embedding takes it.
+        key_place: (T,) its place among the keys of every segment that reads it.
         labels: (T,) the token each row predicts.
         segment_parent: (S,) segment that a segment continues; -1 for a root. Parents come first.
         segment_start: (S,) position of a segment's first row = rows of all its ancestors.
@@ -41,6 +42,7 @@ class PackedLayout:
 
     input_ids: IntArray
     position_ids: IntArray
+    key_place: IntArray
     labels: IntArray
     segment_parent: IntArray
     segment_start: IntArray
@@ -62,6 +64,11 @@ class PackedLayout:
     def num_roots(self) -> int:
         """Groups: sets of sequences that share at least their first row."""
         return int((self.segment_parent < 0).sum())
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row is read by more than one segment, so that attention differs from plain rmpad."""
+        return len(self.kv_rows) > self.num_rows
 
     @property
     def max_seqlen_q(self) -> int:
@@ -109,7 +116,7 @@ def build_packed_layout(
     tail_stop = (offsets[order.sequences] + order.num_rows).tolist()
     tails = [slice(start, stop) for start, stop in zip(tail_start, tail_stop, strict=True)]
     labels = [tokens[tail.start + 1 : tail.stop + 1] for tail in tails]
-    position_ids = np.arange(num_rows) - np.repeat(first_row - order.num_shared, order.num_new)
+    place = np.arange(num_rows) - np.repeat(first_row - order.num_shared, order.num_new)
 
     segment_row = first_row[segment_tail] + segment_start - order.num_shared[segment_tail]
     cu_seqlens_q = np.append(segment_row, num_rows)
@@ -129,7 +136,8 @@ def build_packed_layout(
 
     return PackedLayout(
         input_ids=np.concatenate([tokens[tail] for tail in tails]),
-        position_ids=position_ids,
+        position_ids=place,
+        key_place=place,
         labels=np.concatenate(labels),
         segment_parent=segment_parent,
         segment_start=segment_start,

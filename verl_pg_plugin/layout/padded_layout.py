@@ -52,6 +52,11 @@ class PaddedLayout:
         return len(self.group_info)
 
     @property
+    def shares_rows(self) -> bool:
+        """Always: the responses of a line read its prefix."""
+        return True
+
+    @property
     def num_attention_pairs(self) -> int:
         """(query, key) pairs under the causal mask, for counting FLOPs."""
         return sum(

@@ -19,9 +19,12 @@ from verl.utils.ulysses import (
     ulysses_pad_and_slice_inputs,
 )
 
-from verl_pg_plugin.attention import ATTENTION_NAME, PackedAttention, VarlenKernel, select_kernel
-from verl_pg_plugin.attention.grouped_attention import Grouping, OpaqueGrouping, PaddedGroups, UnsharedSegments
-from verl_pg_plugin.attention.ulysses import UlyssesAttention
+from verl_pg_plugin.attention.interface import ATTENTION_NAME
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.padded_groups import PaddedGroups
+from verl_pg_plugin.attention.shared_rows import SharedRows
+from verl_pg_plugin.attention.ulysses import UlyssesRows
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ class TrunkInputs:
     input_ids: torch.Tensor | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | dict | None = None
-    prefix_grouper: Grouping | OpaqueGrouping | None = None
+    prefix_grouper: SharedRows | None = None
     padded_rows: torch.Tensor | None = None
     padded_shape: tuple[int, int] = (0, 0)
     num_sp_padding: int | None = None
@@ -114,7 +117,7 @@ def pack_padded(
     rows, indices, cu_seqlens, max_seqlen, *_ = unpad_input(input_ids.unsqueeze(-1), mask)
     positions = index_first_axis(position_ids.expand_as(input_ids).reshape(-1, 1), indices)
     cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a row of padding is no segment
-    segments = UnsharedSegments(kernel_of(config, input_ids.device), cu_seqlens, int(max_seqlen))
+    segments = PackedRows.unshared(kernel_of(config, input_ids.device), cu_seqlens, int(max_seqlen), len(rows))
     batch_size, seqlen = input_ids.shape
     return _over_ranks(rows.T, positions.T, segments, indices, (batch_size, seqlen))
 
@@ -132,7 +135,7 @@ def use_layout(
             raise ValueError(f"prefix_grouper lays out {layout.num_rows} rows, but {name} is {tuple(rows.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    packed = PackedAttention.from_layout(layout, kernel_of(config, input_ids.device), input_ids.device)
+    packed = PackedRows.from_layout(layout, kernel_of(config, input_ids.device), input_ids.device)
     return _over_ranks(input_ids, position_ids, packed)
 
 
@@ -188,7 +191,7 @@ def kernel_of(config: PretrainedConfig, device: torch.device) -> VarlenKernel:
 def _over_ranks(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    over_all_rows: PackedAttention | UnsharedSegments,
+    over_all_rows: SharedRows,
     padded_rows: torch.Tensor | None = None,
     padded_shape: tuple[int, int] = (0, 0),
 ) -> TrunkInputs:
@@ -196,6 +199,6 @@ def _over_ranks(
     sp_size = get_ulysses_sequence_parallel_world_size()
     if sp_size == 1:
         return TrunkInputs(input_ids, position_ids, NO_MASK, over_all_rows, padded_rows, padded_shape)
-    attention = UlyssesAttention(over_all_rows, input_ids.shape[1], get_ulysses_sequence_parallel_group())
+    shared = UlyssesRows(over_all_rows, input_ids.shape[1], get_ulysses_sequence_parallel_group())
     input_ids, position_ids, num_sp_padding = ulysses_pad_and_slice_inputs(input_ids, position_ids, sp_size)
-    return TrunkInputs(input_ids, position_ids, NO_MASK, attention, padded_rows, padded_shape, num_sp_padding)
+    return TrunkInputs(input_ids, position_ids, NO_MASK, shared, padded_rows, padded_shape, num_sp_padding)

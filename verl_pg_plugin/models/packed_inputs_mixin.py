@@ -9,9 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from verl_pg_plugin.attention import PackedAttention
-from verl_pg_plugin.attention.grouped_attention import OpaqueGrouping, PaddedGroups
-from verl_pg_plugin.attention.ulysses import UlyssesAttention
+from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.models.packed_inputs import NO_MASK, TrunkInputs, pack_padded, use_layout, use_padded_groups
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
     from prefix_grouper import PrefixGrouper
 
-    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | PackedAttention | UlyssesAttention | PaddedGroups
+    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | SharedRows
 
 
 class PackedInputsMixin:
@@ -62,9 +60,8 @@ class PackedInputsMixin:
             use_cache: None asks for no cache when the batch is packed.
             logits_to_keep: as in transformers: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
-                groups. ``PackedLayout``: packed rows. ``PackedAttention``, ``UlyssesAttention`` or
-                ``PaddedGroups``: rows (or this rank's slice of them) that the caller prepared; they are run as
-                they are.
+                groups. ``PackedLayout``: packed rows. ``SharedRows``: rows (or this rank's slice of them) that the
+                caller prepared; they are run as they are.
 
         Returns:
             ``logits`` (B, S, V) on the caller's positions, zero at padding; (1, T, V) for packed rows.
@@ -121,7 +118,7 @@ class PackedInputsMixin:
         position_ids: torch.Tensor | None,
         prefix_grouper: PrefixGrouperLike,
     ) -> TrunkInputs:
-        prepared = isinstance(prefix_grouper, PackedAttention | UlyssesAttention | PaddedGroups | OpaqueGrouping)
+        prepared = isinstance(prefix_grouper, SharedRows)
         if (prepared or isinstance(prefix_grouper, PackedLayout)) and attention_mask is not None:
             raise ValueError("this prefix_grouper says which rows exist: pass attention_mask=None with it")
         if isinstance(prefix_grouper, PackedLayout):
@@ -134,8 +131,8 @@ class PackedInputsMixin:
 
         if not isinstance(prefix_grouper, PrefixGrouper):
             raise TypeError(
-                "prefix_grouper must be a PrefixGrouper, PackedLayout, PackedAttention, UlyssesAttention or "
-                f"PaddedGroups, not {type(prefix_grouper).__qualname__}"
+                "prefix_grouper must be a PrefixGrouper, PackedLayout or SharedRows, not "
+                f"{type(prefix_grouper).__qualname__}"
             )
         return use_padded_groups(self.config, input_ids, attention_mask, position_ids, prefix_grouper)
 

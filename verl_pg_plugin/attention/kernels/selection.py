@@ -7,14 +7,18 @@ heads, D head dim, S segments.
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
-
-KERNEL_NAMES = tuple(KERNELS)
-"""Kernels that can be asked for by name; "auto" picks the first that fits the device."""
+from verl_pg_plugin.attention.kernels.specs import (
+    ATTENTION_KERNEL,
+    ATTENTION_KERNELS,
+    KERNELS,
+    AttentionNeeds,
+    candidates,
+)
 
 
 class VarlenAttention(Protocol):
@@ -56,42 +60,42 @@ class VarlenKernel:
     reason: str
     attend: VarlenAttention
 
+    def __call__(
+        self, q_THD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """A ``VarlenAttention`` whose values may be narrower than its keys, as in multi-head latent attention."""
+        narrower = k_KGD.shape[-1] - v_KGD.shape[-1]
+        if not narrower or KERNELS[self.name].narrow_values:
+            return self.attend(q_THD, k_KGD, v_KGD, *args, **kwargs)
+        out_THD = self.attend(q_THD, k_KGD, F.pad(v_KGD, (0, narrower)), *args, **kwargs)
+        return out_THD[..., : v_KGD.shape[-1]]
 
-def select_kernel(name: str, device_type: str) -> VarlenKernel:
+
+def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = None) -> VarlenKernel:
     """Choose the attention kernel of this process.
 
     Args:
-        name: "auto" or one of ``KERNEL_NAMES``. On a GPU auto takes the fastest that is installed, in the order of
-            ``KERNELS``, and never the slow sdpa.
+        name: one of ``ATTENTION_KERNELS``. On a GPU auto takes the fastest that is installed and fits the model, in the
+            order of ``KERNELS``, and never the slow sdpa.
         device_type: "cuda" or "cpu".
+        needs: of the model; None for any.
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: the kernel is not installed or cannot run on the device; the message names the fix.
+        RuntimeError: the kernel is not installed or cannot run on the device or this model; the message names the fix.
     """
-    if name != "auto" and name not in KERNELS:
-        raise ValueError(f"unknown attention kernel {name!r}; choose auto or one of {', '.join(KERNEL_NAMES)}")
-    if name != "auto":
-        obstacle = kernel_obstacle(name, device_type)
-        if obstacle:
-            raise RuntimeError(f"attention kernel {name} {obstacle}")
-        return VarlenKernel(name, f"{ATTENTION_KERNEL}={name}", load_kernel(name))
-
-    reason = f"{ATTENTION_KERNEL}=auto on device {device_type}"
-    if device_type != "cuda":
-        return VarlenKernel("sdpa", reason, load_kernel("sdpa"))
-    obstacles: list[str] = []
-    for candidate, spec in KERNELS.items():
-        if spec.device_type != device_type:
-            continue
-        obstacle = kernel_obstacle(candidate, device_type)
+    if name not in ATTENTION_KERNELS:
+        raise ValueError(f"unknown attention kernel {name!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
+    reasons = [f"{ATTENTION_KERNEL}={name}" + (f" on device {device_type}" if name == "auto" else "")]
+    for candidate in candidates(name, device_type):
+        obstacle = kernel_obstacle(candidate, device_type) or KERNELS[candidate].misfit(needs or AttentionNeeds())
         if not obstacle:
-            reason = "; ".join([reason, *obstacles])
-            return VarlenKernel(candidate, reason, load_kernel(candidate))
-        obstacles.append(f"{candidate} {obstacle}")
-    raise RuntimeError(
-        f"no attention kernel for this GPU: {'; '.join(obstacles)}; or set {ATTENTION_KERNEL}=sdpa (slow)"
-    )
+            return VarlenKernel(candidate, "; ".join(reasons), load_kernel(candidate))
+        reasons.append(f"{candidate} {obstacle}")
+    if name != "auto":
+        raise RuntimeError(f"attention kernel {reasons[-1]}")
+    way_out = f"; or set {ATTENTION_KERNEL}=sdpa (slow)" if device_type == "cuda" else ""
+    raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
 
 
 def kernel_obstacle(name: str, device_type: str) -> str:
@@ -122,5 +126,5 @@ def load_kernel(name: str) -> VarlenAttention:
     except ImportError as error:
         raise RuntimeError(
             f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it ({spec.install}) or "
-            f"set {ATTENTION_KERNEL} to another of {', '.join(KERNEL_NAMES)}"
+            f"set {ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
         ) from error

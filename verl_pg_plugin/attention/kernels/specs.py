@@ -1,32 +1,55 @@
-"""The attention kernels of packed mode: their names, what each needs, and whether this machine has it."""
+"""The attention kernels: what each needs, what it computes, and whether this machine has it.
+
+A new kernel is its file beside this one and its entry in ``KERNELS``. This module imports none of them, nor torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from verl_pg_plugin.config.violation import Setting, Violation
-
 ATTENTION_KERNEL = "prefix_grouper.attention_kernel"
 
 
 @dataclass(frozen=True)
+class AttentionNeeds:
+    """What the attention layers of a model ask of a kernel.
+
+    Attributes:
+        head_dims: (width of queries and keys, width of values) of every kind of layer.
+        softcap: scores are capped.
+    """
+
+    head_dims: frozenset[tuple[int, int]] = frozenset()
+    softcap: bool = False
+
+
+@dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel needs.
+    """What a kernel needs and computes.
 
     Attributes:
         module: imported when the kernel is chosen, never before; its function ``attend`` is the kernel.
+        saved_ops: what its forward may be to torch's dispatcher; gradient checkpointing keeps their outputs.
         device_type: the only device that runs it; None for every device.
         min_capability: lowest compute capability of a CUDA device.
         package: distribution that must be installed; None where torch is enough.
         install: command that installs the package.
+        head_dim_multiple, max_head_dim: widths of a head that it takes; None for no largest.
+        softcap: whether it caps scores.
+        narrow_values: whether values may be narrower than keys; where not, ``VarlenKernel`` pads them.
     """
 
     module: str
+    saved_ops: tuple[str, ...]
     device_type: str | None = None
     min_capability: tuple[int, int] = (0, 0)
     package: str | None = None
     install: str = ""
+    head_dim_multiple: int = 1
+    max_head_dim: int | None = None
+    softcap: bool = False
+    narrow_values: bool = False
 
     @property
     def installed(self) -> bool:
@@ -43,49 +66,76 @@ class KernelSpec:
             return False
         return True
 
+    def misfit(self, needs: AttentionNeeds) -> str:
+        """What a model needs and this kernel does not compute; empty if nothing."""
+        if needs.softcap and not self.softcap:
+            return "does not cap scores (softcap)"
+        for width in sorted({max(dims) for dims in needs.head_dims}):
+            if width % self.head_dim_multiple:
+                return f"takes heads of a multiple of {self.head_dim_multiple} numbers, the model's have {width}"
+            if self.max_head_dim is not None and width > self.max_head_dim:
+                return f"takes heads of up to {self.max_head_dim} numbers, the model's have {width}"
+        return ""
+
 
 KERNELS: dict[str, KernelSpec] = {
     "flash_attn_4": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_4",
-        "cuda",
-        (9, 0),
-        "flash-attn-4",
-        "pip install --pre flash-attn-4",
+        saved_ops=("verl_pg_plugin::flash_attn_4_forward",),
+        device_type="cuda",
+        min_capability=(9, 0),
+        package="flash-attn-4",
+        install="pip install --pre flash-attn-4",
+        head_dim_multiple=8,
+        max_head_dim=256,
+        softcap=True,
     ),
     "flash_attn_2": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_2",
-        "cuda",
-        (8, 0),
-        "flash-attn",
-        'pip install "verl-pg-plugin[gpu]"',
+        saved_ops=("flash_attn::_flash_attn_varlen_forward",),
+        device_type="cuda",
+        min_capability=(8, 0),
+        package="flash-attn",
+        install='pip install "verl-pg-plugin[gpu]"',
+        head_dim_multiple=8,
+        max_head_dim=256,
+        softcap=True,
     ),
-    "torch_varlen": KernelSpec("verl_pg_plugin.attention.kernels.torch_varlen", "cuda", (8, 0)),
-    "sdpa": KernelSpec("verl_pg_plugin.attention.kernels.sdpa"),
+    "torch_varlen": KernelSpec(
+        "verl_pg_plugin.attention.kernels.torch_varlen",
+        saved_ops=("torch_attn::_varlen_attn",),
+        device_type="cuda",
+        min_capability=(8, 0),
+        head_dim_multiple=8,
+        max_head_dim=256,
+    ),
+    "sdpa": KernelSpec(
+        "verl_pg_plugin.attention.kernels.sdpa",
+        saved_ops=(
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+        ),
+        narrow_values=True,
+    ),
 }
-"""Every kernel by name; on a GPU, "auto" takes the first that runs there and needs one, elsewhere sdpa."""
+"""Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs there, needs one and fits the
+model; elsewhere sdpa."""
 
 ATTENTION_KERNELS = ("auto", *KERNELS)
 
 
-def attention_kernel_violation(setting: Setting, device_name: str) -> Violation | None:
-    """Why the kernel cannot run on this machine, or None when nothing speaks against it.
+def candidates(name: str, device_type: str) -> tuple[str, ...]:
+    """Kernels that a setting stands for on a device, in the order in which they are tried."""
+    if name != "auto":
+        return (name,)
+    if device_type != "cuda":
+        return ("sdpa",)
+    return tuple(kernel for kernel, spec in KERNELS.items() if spec.device_type == device_type)
 
-    Starts no CUDA context, so the compute capability of a GPU is left to the engine.
 
-    Args:
-        setting: the requested kernel and the config key that it came from.
-        device_name: device type as verl names it, such as "cuda" or "cpu".
-    """
-    if setting.value not in ATTENTION_KERNELS:
-        why, fix = f"the attention kernels are {', '.join(ATTENTION_KERNELS)}", f"{setting.key}=auto"
-        return Violation("attention_kernel", (setting,), why, fix)
-    if setting.value == "auto":  # sdpa on a CPU, torch's own kernel on a GPU where no package is installed
-        return None
-    spec = KERNELS[setting.value]
-    if spec.device_type not in (None, device_name):
-        why = f"{setting.value} runs on device {spec.device_type!r}, this machine's is {device_name!r}"
-        return Violation("attention_kernel", (setting,), why, f"{setting.key}=auto")
-    if not spec.installed:
-        why = f"it needs the package {spec.package}, which is not installed"
-        return Violation("attention_kernel", (setting,), why, f"{spec.install}, or {setting.key}=auto")
-    return None
+def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
+    """Why no kernel that ``name`` stands for computes a model's attention, installed or not; empty if one does."""
+    misfits = [f"{kernel} {why}" for kernel in candidates(name, device_type) if (why := KERNELS[kernel].misfit(needs))]
+    return "; ".join(misfits) if len(misfits) == len(candidates(name, device_type)) else ""

@@ -66,9 +66,10 @@ def kernels(device: str, available: bool) -> Section:
         device: as verl names it, "cuda" or "cpu".
         available: whether there is such a device; where none is, no kernel can be found and none is missed.
     """
-    from verl_pg_plugin.attention.kernels.selection import KERNEL_NAMES, kernel_obstacle, select_kernel
+    from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, select_kernel
+    from verl_pg_plugin.attention.kernels.specs import KERNELS
 
-    rows = [(name, kernel_obstacle(name, device) or "can run") for name in KERNEL_NAMES]
+    rows = [(name, kernel_obstacle(name, device) or "can run") for name in KERNELS]
     try:
         chosen = select_kernel("auto", device)
     except RuntimeError as error:

@@ -1,8 +1,10 @@
 """Plan the micro-batches of a mini-batch on every rank, together."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -10,16 +12,15 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
 from verl_pg_plugin.engine.batch.row_selection import select_rows
-from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, read_sequences
-from verl_pg_plugin.engine.layout_forward import Layout
+from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
-from verl_pg_plugin.engine.sharing_modes import lay_out_packed
-from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout import Layout, PrefixOrder, build_prefix_order
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-LAYOUT_KEY = "prefix_grouper_layout"
-"""Non-tensor field of a micro-batch that carries its layout from the plan to the forward."""
+if TYPE_CHECKING:
+    from verl_pg_plugin.engine.sharing_modes import SharingMode
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MicroBatchPlan:
     """Micro-batches of this rank; every rank of the group has as many.
 
     Attributes:
-        micro_batches: rows of the mini-batch, each with its layout under ``LAYOUT_KEY``.
+        micro_batches: rows of the mini-batch, each with its layout in it, see ``layout_field``.
         indices: which rows those are, as verl's ``restore_dynamic_batch`` expects them.
     """
 
@@ -37,12 +38,12 @@ class MicroBatchPlan:
     @property
     def layouts(self) -> list[Layout]:
         """The layout that each micro-batch carries: once it has run, the one it ran with."""
-        return [tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None) for micro_batch in self.micro_batches]
+        return [layout_of(micro_batch) for micro_batch in self.micro_batches]
 
     @property
     def num_rmpad(self) -> int:
         """Micro-batches that run as plain rmpad, since they share nothing or were not let."""
-        return sum(not shares_rows(layout) for layout in self.layouts)
+        return sum(not layout.shares_rows for layout in self.layouts)
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class _Cut:
 def plan_micro_batches(
     data: TensorDict,
     dp_group: dist.ProcessGroup | None,
-    sp_size: int = 1,
-    lay_out: Callable[[Sequences], Layout] = lay_out_packed,
+    sp_size: int,
+    mode: SharingMode,
     min_dedup_ratio: float = 1.0,
 ) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
@@ -67,7 +68,7 @@ def plan_micro_batches(
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         dp_group: ranks that must run the same number of micro-batches; None for this rank alone.
         sp_size: ranks that share one sequence; multiplies the token budget as in verl.
-        lay_out: makes the rows of one micro-batch.
+        mode: reads the batch and makes the rows of one micro-batch.
         min_dedup_ratio: a micro-batch that would share less (logical over physical tokens) is laid out as plain rmpad,
             cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
             nothing but the mini-batch counts.
@@ -79,7 +80,7 @@ def plan_micro_batches(
     limits = _limits(data, sp_size)
 
     def sort() -> tuple[Sequences, PrefixOrder]:
-        sequences = read_sequences(data)
+        sequences = mode.read(data)
         return sequences, build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
 
     sequences, order = on_every_rank(sort, dp_group)
@@ -94,7 +95,7 @@ def plan_micro_batches(
         micro_batches = select_rows(data, indices)
         for micro_batch, cut in zip(micro_batches, cuts, strict=True):
             rows = sequences.select(cut.sequences)
-            tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, lay_out(rows if cut.shared else unshared(rows)))
+            set_layout(micro_batch, mode.lay_out(rows if cut.shared else unshared(rows)))
         return MicroBatchPlan(micro_batches=micro_batches, indices=indices)
 
     return on_every_rank(finish, dp_group)
@@ -103,11 +104,6 @@ def plan_micro_batches(
 def unshared(sequences: Sequences) -> Sequences:
     """The same sequences, none of which may share a row with another: packed mode lays them out as plain rmpad."""
     return replace(sequences, classes=np.arange(len(sequences.prompt_lengths)))
-
-
-def shares_rows(layout: Layout) -> bool:
-    """Whether a row is read by more than one segment, so that attention differs from plain rmpad."""
-    return not isinstance(layout, PackedLayout) or len(layout.kv_rows) > layout.num_rows
 
 
 def _cut(

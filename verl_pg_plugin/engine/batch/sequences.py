@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl_pg_plugin.layout import PackedLayout, build_packed_layout
 from verl_pg_plugin.layout.prefix_order import IntArray
-
-
-class BatchError(ValueError):
-    """A batch that packed mode cannot compute; the message names the cause and the fix."""
+from verl_pg_plugin.modalities import MODALITIES, Modality
+from verl_pg_plugin.modalities.batch_error import OFF, BatchError
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,13 @@ class Sequences:
         )
 
 
-def read_sequences(data: TensorDict) -> Sequences:
+def read_sequences(data: TensorDict, modality: Modality = MODALITIES["text"]) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
     Args:
         data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an
             ``attention_mask`` (legacy left-right padding); ``position_ids`` jagged or absent; ``temperature``.
+        modality: of the model.
 
     Raises:
         BatchError: a field is missing, of the wrong type, or a prompt or response is empty.
@@ -55,19 +55,10 @@ def read_sequences(data: TensorDict) -> Sequences:
     if missing:
         raise BatchError(
             f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
-            "pass batches as verl's trainers make them, or set actor_rollout_ref.actor.use_prefix_grouper=False"
+            f"pass batches as verl's trainers make them, or {OFF}"
         )
-    input_ids = data["input_ids"]
-    if not input_ids.is_nested:
-        raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
-    tokens = input_ids.values()
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise BatchError(f"input_ids must be integers, got {tokens.dtype}; use torch.int64")
-    if _has_multi_modal_inputs(data):
-        raise BatchError(
-            "packed mode does not support multi_modal_inputs; set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
-    offsets = _numpy(input_ids.offsets()).astype(np.int64)
+    content = modality.read(data)
+    offsets = content.offsets
     prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
         if (lengths < 1).any():
@@ -80,12 +71,16 @@ def read_sequences(data: TensorDict) -> Sequences:
             f"row {row}: input_ids has {int(np.diff(offsets)[row])} tokens, prompts and responses together "
             f"{int((prompt_lengths + response_lengths)[row])}; they must be the same sequence"
         )
-    _check_positions(data, offsets)
     temperature = data.get("temperature", None)
     classes = None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
-    return Sequences(tokens=_numpy(tokens), offsets=offsets, prompt_lengths=prompt_lengths, classes=classes)
+    return Sequences(tokens=content.keys, offsets=offsets, prompt_lengths=prompt_lengths, classes=classes)
+
+
+def lay_out_packed(sequences: Sequences) -> PackedLayout:
+    """The packed rows of some sequences."""
+    return build_packed_layout(sequences.tokens, sequences.offsets, sequences.prompt_lengths, sequences.classes)
 
 
 def _numpy(tensor: torch.Tensor) -> IntArray:
@@ -102,28 +97,3 @@ def _lengths(data: TensorDict, name: str) -> IntArray:
     mask, prompt_width = data["attention_mask"], data["prompts"].shape[1]
     part = mask[:, :prompt_width] if name == "prompts" else mask[:, prompt_width:]
     return _numpy(part.sum(dim=1)).astype(np.int64)
-
-
-def _check_positions(data: TensorDict, offsets: IntArray) -> None:
-    """Positions must count 0, 1, 2, ...: sharing compares tokens only."""
-    position_ids = data.get("position_ids", None)
-    if position_ids is None:
-        return
-    if position_ids.dim() != 2:
-        raise BatchError(
-            f"packed mode does not support {position_ids.dim()}-D (mrope) position_ids; "
-            "set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
-    counted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-    if not np.array_equal(_numpy(position_ids.values()), counted):
-        raise BatchError(
-            "position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; "
-            "set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
-
-
-def _has_multi_modal_inputs(data: TensorDict) -> bool:
-    inputs = data.get("multi_modal_inputs", None)
-    if inputs is None:
-        return False
-    return any(bool(getattr(row, "data", row)) for row in inputs)

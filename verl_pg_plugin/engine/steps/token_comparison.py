@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from verl_pg_plugin.attention import VarlenKernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.layout.prefix_order import IntArray
 
 Responses: TypeAlias = Mapping[str, list[torch.Tensor]]

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.attention import VarlenKernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.config import PrefixGrouperOptions
-from verl_pg_plugin.engine.batch.micro_batch_plan import LAYOUT_KEY, shares_rows, unshared
+from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
+from verl_pg_plugin.engine.batch.micro_batch_plan import unshared
 from verl_pg_plugin.engine.batch.row_selection import select_rows
-from verl_pg_plugin.engine.batch.sequences import Sequences, read_sequences
+from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.ranks import over_ranks
-from verl_pg_plugin.engine.sharing_modes import PackedMode
+from verl_pg_plugin.engine.sharing_modes import SharingMode
 from verl_pg_plugin.engine.steps.token_comparison import (
     Comparison,
     Responses,
@@ -47,7 +48,7 @@ class Verifier:
 
     Attributes:
         options: when to verify, how much, and what a mismatch does.
-        mode: packed mode of the engine.
+        mode: of the engine.
         num_layers, dtype: of the model, for the message and the tolerance.
         group: ranks that go on or stop together.
         attending_with: makes ``forward_step`` use another attention kernel within a block.
@@ -59,7 +60,7 @@ class Verifier:
     """
 
     options: PrefixGrouperOptions
-    mode: PackedMode
+    mode: SharingMode
     num_layers: int
     dtype: torch.dtype
     group: dist.ProcessGroup | None
@@ -104,7 +105,7 @@ class Verifier:
         if kind in self.verified:
             return False
         # The first that shares anything on any rank: the others would prove nothing.
-        return any(over_ranks(shares_rows(self._layout(micro_batch)), self.group))
+        return any(over_ranks(self._layout(micro_batch).shares_rows, self.group))
 
     def _verified(
         self,
@@ -114,7 +115,7 @@ class Verifier:
         forward_only: bool,
         kind: str,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        sequences = read_sequences(micro_batch)
+        sequences = self.mode.read(micro_batch)
         rows = self._choose(sequences, micro_batch)
         # Before the forward and not after it: FSDP2 expects a forward's backward to come next.
         expected, tolerances = self._alone(step, micro_batch, sequences, rows)
@@ -150,7 +151,7 @@ class Verifier:
 
         def forward() -> Responses:
             samples = select_rows(micro_batch, [rows])[0]
-            tu.assign_non_tensor_data(samples, LAYOUT_KEY, layout)
+            set_layout(samples, layout)
             with torch.no_grad():
                 _, output = step(samples, None, True)
             return read_responses(output["model_output"], list(range(len(rows))), sequences.prompt_lengths)
@@ -176,14 +177,13 @@ class Verifier:
         return chosen[rows_alone <= max(self._layout(micro_batch).num_rows, rows_alone[0])].tolist()
 
     def _layout(self, micro_batch: TensorDict) -> Any:
-        layout = tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
-        return self.mode.lay_out(read_sequences(micro_batch)) if layout is None else layout
+        layout = layout_of(micro_batch)
+        return self.mode.lay_out(self.mode.read(micro_batch)) if layout is None else layout
 
     def _unshare(self, micro_batch: TensorDict) -> None:
         """Make ``micro_batch`` run as plain rmpad."""
-        if shares_rows(self._layout(micro_batch)):
-            layout = self.mode.lay_out(unshared(read_sequences(micro_batch)))
-            tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
+        if self._layout(micro_batch).shares_rows:
+            set_layout(micro_batch, self.mode.lay_out(unshared(self.mode.read(micro_batch))))
 
     def _describe(self, comparison: Comparison, rows: list[int], micro_batch: TensorDict, kind: str) -> str | None:
         worst = comparison.worst

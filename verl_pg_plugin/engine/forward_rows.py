@@ -1,32 +1,26 @@
-"""Inputs and outputs of one forward over a layout: rows into the model, values back onto verl's jagged positions."""
+"""The rows of one forward on the device: what goes into the model, and values back onto verl's jagged positions."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
-from verl_pg_plugin.attention import PackedAttention
 from verl_pg_plugin.attention.gather import to_device
-from verl_pg_plugin.attention.grouped_attention import OpaqueGrouping, PaddedGroups
-from verl_pg_plugin.attention.ulysses import UlyssesAttention
+from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.engine.batch.row_shard import RowShard
-from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.padded_layout import PaddedLayout
-
-Layout: TypeAlias = PackedLayout | PaddedLayout
-LayoutAttention: TypeAlias = PackedAttention | UlyssesAttention | PaddedGroups
+from verl_pg_plugin.layout import PackedLayout, PaddedLayout
 
 
 @dataclass(frozen=True)
-class LayoutForward:
+class ForwardRows:
     """A layout on the device, ready for the model.
 
     Shape legend: G lines of S rows (packed: one line), N head rows of this rank, W columns that hold them, A head rows
     of all ranks that share the rows, M response tokens.
 
     Attributes:
-        attention: what the attention layers need.
+        shared: what the layers that mix tokens are handed.
         input_ids, position_ids: (G, S) int64.
         head_columns: (W,) int64 columns the head runs on.
         head_index: (N,) int64 place of each head row in those columns of all lines; None if they are the head rows.
@@ -38,7 +32,7 @@ class LayoutForward:
         num_logical_tokens: length of verl's jagged values.
     """
 
-    attention: LayoutAttention
+    shared: SharedRows
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     head_columns: torch.Tensor
@@ -53,8 +47,8 @@ class LayoutForward:
 
     @classmethod
     def from_packed(
-        cls, layout: PackedLayout, attention: LayoutAttention, shard: RowShard, device: torch.device | str
-    ) -> "LayoutForward":
+        cls, layout: PackedLayout, shared: SharedRows, shard: RowShard, device: torch.device | str
+    ) -> "ForwardRows":
         """Move what a forward over this rank's packed rows needs to ``device``."""
 
         def move(array: np.ndarray) -> torch.Tensor:
@@ -64,7 +58,7 @@ class LayoutForward:
         # A head never runs on nothing: a rank without head rows computes its first row, which nobody reads.
         columns = layout.head_rows[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
         return cls(
-            attention=attention,
+            shared=shared,
             input_ids=move(shard.take(layout.input_ids)[None]),
             position_ids=move(shard.take(layout.position_ids)[None]),
             head_columns=move(columns),
@@ -79,9 +73,7 @@ class LayoutForward:
         )
 
     @classmethod
-    def from_padded_groups(
-        cls, layout: PaddedLayout, attention: LayoutAttention, device: torch.device | str
-    ) -> "LayoutForward":
+    def from_padded_groups(cls, layout: PaddedLayout, shared: SharedRows, device: torch.device | str) -> "ForwardRows":
         """Move what a forward over padded lines needs to ``device``."""
 
         def move(array: np.ndarray) -> torch.Tensor:
@@ -90,7 +82,7 @@ class LayoutForward:
         line, column = np.divmod(layout.head_rows, layout.input_ids.shape[1])
         head_columns, place = np.unique(column, return_inverse=True)
         return cls(
-            attention=attention,
+            shared=shared,
             input_ids=move(layout.input_ids),
             position_ids=move(layout.position_ids),
             head_columns=move(head_columns),
@@ -110,7 +102,7 @@ class LayoutForward:
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "attention_mask": None,
-            "prefix_grouper": OpaqueGrouping(self.attention),
+            "prefix_grouper": self.shared,
         }
 
     def at_head_rows(self, x_GWV: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""Attention over a packed layout: for each segment, its rows attend to its ancestors' rows and their own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, to_device
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.shared_rows import AttentionOptions, SharedRows
+from verl_pg_plugin.layout import PackedLayout
+
+
+class PackedRows(SharedRows):
+    """T packed rows of S segments on the device.
+
+    Attributes:
+        kernel: the varlen kernel to call.
+        num_rows: T; rows after them are padding, which attends to nothing.
+        kv_index: gathers the keys and values of every segment; None where nothing is shared, so each row is a key
+            of its own segment alone and copying would change nothing.
+        cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
+        max_seqlen_q, max_seqlen_k: in rows.
+    """
+
+    def __init__(
+        self,
+        kernel: VarlenKernel,
+        num_rows: int,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        kv_index: GatherIndex | None = None,
+        layout: PackedLayout | None = None,
+    ) -> None:
+        super().__init__(layout)
+        self.kernel = kernel
+        self.num_rows = num_rows
+        self.kv_index = kv_index
+        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
+        self.max_seqlen_q, self.max_seqlen_k = max_seqlen_q, max_seqlen_k
+
+    @classmethod
+    def from_layout(cls, layout: PackedLayout, kernel: VarlenKernel, device: torch.device | str) -> PackedRows:
+        """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
+        return cls(
+            kernel=kernel,
+            num_rows=layout.num_rows,
+            cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32, device),
+            cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
+            max_seqlen_q=layout.max_seqlen_q,
+            max_seqlen_k=layout.max_seqlen_k,
+            kv_index=GatherIndex.from_layout(layout, device) if layout.shares_rows else None,
+            layout=layout,
+        )
+
+    @classmethod
+    def unshared(cls, kernel: VarlenKernel, cu_seqlens: torch.Tensor, max_seqlen: int, num_rows: int) -> PackedRows:
+        """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
+        return cls(kernel, num_rows, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return self.attend_packed(q_THD, k_TGD, v_TGD, options).unsqueeze(0)
+
+    def attend_packed(
+        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Causal attention of T packed rows in which siblings never see each other.
+
+        Keys and values are gathered as ``[ancestors' rows | own rows]`` per segment, in the order of their
+        positions, so the causal mask, sliding windows and softcap of an ordinary varlen kernel stay exact.
+
+        Args:
+            q_THD: (T, H, D) queries; rows after ``num_rows`` are padding.
+            k_TGD, v_TGD: (T, G, D) keys and values of the same rows.
+
+        Returns:
+            (T, H, D), dtype of ``q_THD``; zero at padding rows.
+        """
+        num_padding = len(q_THD) - self.num_rows
+        if num_padding:
+            q_THD, k_TGD, v_TGD = (x[: self.num_rows] for x in (q_THD, k_TGD, v_TGD))
+        k_KGD, v_KGD = self.read(k_TGD, v_TGD, options)
+        out_THD = self.kernel(
+            q_THD,
+            k_KGD,
+            v_KGD,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            **options.of_kernel,
+        )
+        return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
+
+    def read(
+        self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K, G, D) keys and values that the segments see, from those of the rows."""
+        if self.kv_index is None:
+            return k_TGD, v_TGD
+        return gather_rows(k_TGD, self.kv_index), gather_rows(v_TGD, self.kv_index)

@@ -1,0 +1,79 @@
+"""The rows of one forward and how they attend: what a model's layers are handed as ``prefix_grouper``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from verl_pg_plugin.layout import Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What one layer asks of attention.
+
+    Attributes:
+        softmax_scale, window_size, softcap: see ``VarlenAttention``.
+        layer_idx: place of the layer in the model.
+    """
+
+    softmax_scale: float
+    window_size: int = -1
+    softcap: float = 0.0
+    layer_idx: int = 0
+
+    @property
+    def of_kernel(self) -> dict[str, Any]:
+        """Keywords of a ``VarlenAttention``."""
+        return {"softmax_scale": self.softmax_scale, "window_size": self.window_size, "softcap": self.softcap}
+
+
+class SharedRows(ABC):
+    """Made by the engine for one forward, which a layer may run more than once (gradient checkpointing).
+
+    No dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
+    for every size of the tensors inside.
+
+    Attributes:
+        layout: what the rows are; None where a model made them from a padded batch.
+        calls: layers that mixed these rows so far, by the name of their mixer. The engine compares it with the model,
+            so a layer that mixes tokens by other means is an error and not a wrong number.
+    """
+
+    def __init__(self, layout: Layout | None) -> None:
+        self.layout = layout
+        self.calls: Counter[str] = Counter()
+        self._indices: dict[Callable[..., Any], Any] = {}
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Causal attention in which rows see their own sequences only.
+
+        Args:
+            query: (B, H, T, D), rotary embedding applied.
+            key, value: (B, G, T, D) of the same rows; values may be narrower.
+
+        Returns:
+            (B, T, H, D) in the dtype of ``query`` and the width of ``value``.
+        """
+
+    def index(self, make: Callable[[Layout], T]) -> T:
+        """What ``make`` derives from the layout, derived once per forward and not once per layer.
+
+        Raises:
+            RuntimeError: these rows have no layout.
+        """
+        if self.layout is None:
+            raise RuntimeError("rows that a model packed by itself have no layout; only attention can mix them")
+        if make not in self._indices:
+            self._indices[make] = make(self.layout)
+        return self._indices[make]

@@ -1,0 +1,19 @@
+"""The layout of a micro-batch travels inside it, from the plan to the forward."""
+
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+LAYOUT_KEY = "prefix_grouper_layout"
+"""Non-tensor field of a micro-batch."""
+
+
+def layout_of(micro_batch: TensorDict) -> Any:
+    """The layout that a micro-batch carries: once it has run, the one it ran with; None if nobody planned it."""
+    return tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
+
+
+def set_layout(micro_batch: TensorDict, layout: Any) -> None:
+    """Give a micro-batch its layout."""
+    tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)

@@ -1,0 +1,76 @@
+"""Make an unwrapped transformers model run over shared rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.engine.compiled_layers import compile_layers
+from verl_pg_plugin.engine.forward_rows import ForwardRows
+from verl_pg_plugin.engine.requirements import OFF, check_model
+from verl_pg_plugin.engine.saved_attention import save_attention
+from verl_pg_plugin.mixers import MIXERS, count_layers
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.engine.sharing_modes import SharingMode
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """What an engine remembers of the model that it built.
+
+    Attributes:
+        name: its class.
+        layers: how many of its layers each mixer computes, by the mixer's name.
+        flops: its cost.
+    """
+
+    name: str
+    layers: Counter[str]
+    flops: ModelFlops
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers.total()
+
+    def check_every_layer_mixed(self, rows: ForwardRows) -> None:
+        """Raise RuntimeError if layers mixed tokens by other means in the forward of ``rows``."""
+        for mixer, num_layers in self.layers.items():
+            calls = rows.shared.calls[mixer]
+            if calls != num_layers:
+                raise RuntimeError(
+                    f"{mixer} over shared prefixes ran in {calls} of {num_layers} layers of {self.name}: its other "
+                    f"layers mix tokens in a way that is not supported; {OFF}"
+                )
+
+
+def prepare_config(config: PretrainedConfig) -> None:
+    """Change the config from which a model is built."""
+    for name in count_layers(config.get_text_config()):
+        MIXERS[name].prepare(config)
+
+
+def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions) -> SharedModel:
+    """Let the mixers take over, compile and checkpoint as asked.
+
+    Args:
+        module: built from a config that went through ``prepare_config``.
+
+    Raises:
+        ValueError: the model cannot run over shared rows.
+    """
+    check_model(module)
+    config = module.config.get_text_config()
+    layers = count_layers(config)
+    for name in layers:
+        MIXERS[name].install(module)
+    if options.compile_layers:
+        compile_layers(module, dynamic=not options.static_rows)
+    if module.is_gradient_checkpointing and not options.recompute_attention:
+        save_attention(module, mode.kernel.name)
+    return SharedModel(name=type(module).__name__, layers=layers, flops=ModelFlops.of(module))

@@ -1,0 +1,36 @@
+"""How layers mix tokens, one file for each way; a new one is its file and its line in ``MIXERS``."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.mixers.attention import FULL, Attention
+from verl_pg_plugin.mixers.protocol import Mixer, PairCost
+
+__all__ = ["MIXERS", "Mixer", "PairCost", "count_layers", "unknown_layer_types"]
+
+MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (Attention(),)}
+"""Every mixer by name; a layer type belongs to the first that claims it."""
+
+
+def count_layers(config: PretrainedConfig) -> Counter[str]:
+    """Layers of a text config by the name of their mixer; those that no mixer claims are left out."""
+    return Counter(
+        mixer.name
+        for layer_type in _layer_types(config)
+        for mixer in MIXERS.values()
+        if layer_type in mixer.layer_types
+    )
+
+
+def unknown_layer_types(config: PretrainedConfig) -> list[str]:
+    """Layer types of a text config that no mixer claims, sorted."""
+    return sorted(set(_layer_types(config)).difference(*(mixer.layer_types for mixer in MIXERS.values())))
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    types = getattr(config, "layer_types", None)
+    return list(types)[:num_layers] if types else [FULL] * num_layers

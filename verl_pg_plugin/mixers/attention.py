@@ -1,0 +1,78 @@
+"""Softmax attention, the first mixer: transformers calls ours by name, so no layer is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.architectures.reason import Reason
+from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
+from verl_pg_plugin.attention.kernels.specs import AttentionNeeds
+from verl_pg_plugin.mixers.protocol import PairCost
+
+# Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
+SINK_MODEL_TYPES = frozenset({"gpt_oss", "deepseek_v4", "openai_privacy_filter"})
+DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Attention:
+    """Causal attention over all earlier tokens or those in a sliding window."""
+
+    name: ClassVar[str] = ATTENTION
+    layer_types: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
+    spreads_over_ranks: ClassVar[bool] = True
+
+    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+        reasons = []
+        if config.model_type in SINK_MODEL_TYPES:
+            reasons.append(Reason(f"{config.model_type} adds learned attention sinks to the softmax"))
+        if getattr(config, "index_topk", None):
+            reasons.append(Reason(f"{config.model_type} selects keys with a sparse-attention indexer"))
+        for name in DROPOUT_FIELDS:
+            if value := getattr(config, name, 0.0):
+                why = f"{name}={value}: a shared prefix would be dropped out once for all its responses"
+                reasons.append(Reason(why, fix=f"++actor_rollout_ref.model.override_config.{name}=0.0"))
+        return reasons
+
+    def prepare(self, config: PretrainedConfig) -> None:
+        register_attention()
+        config._attn_implementation = ATTENTION_NAME
+
+    def install(self, module: Any) -> None:
+        """Nothing to do: layers look their attention up by the name in the config."""
+
+    def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
+        """Two FLOPs per pair and number of a query for the scores, two per number of a value for the output."""
+        layers: Counter[int | None] = Counter()
+        for layer_type in attention_layer_types(config):
+            layers[config.sliding_window if layer_type == SLIDING else None] += 1
+        key_width, value_width = max(attention_needs(config).head_dims)
+        per_layer = 2 * (key_width + value_width) * config.num_attention_heads
+        return tuple(PairCost(per_layer * count, window) for window, count in layers.items())
+
+
+def attention_layer_types(config: PretrainedConfig) -> list[str]:
+    """``FULL`` or ``SLIDING`` for every attention layer of a text config.
+
+    Raises:
+        ValueError: the config does not say how many layers it has.
+    """
+    types = getattr(config, "layer_types", None)
+    if types:
+        return [layer_type for layer_type in types[: config.num_hidden_layers] if layer_type in Attention.layer_types]
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return [SLIDING if sliding else FULL] * config.num_hidden_layers
+
+
+def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
+    """What the attention layers of a text config ask of a kernel."""
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: DeepSeek-V2 and its kin
+        widths = {(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)}
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        wider = getattr(config, "global_head_dim", None)  # of Gemma 4's full-attention layers
+        widths = {(width, width) for width in (head_dim, wider) if width}
+    return AttentionNeeds(frozenset(widths), softcap=bool(getattr(config, "attn_logit_softcapping", None)))

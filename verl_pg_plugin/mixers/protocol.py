@@ -1,0 +1,52 @@
+"""What the engine, the validators and the cost model ask of a way in which layers mix tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from verl_pg_plugin.architectures.reason import Reason
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """(query, key) pairs of some layers.
+
+    Attributes:
+        flops: forward FLOPs of one pair over all of them.
+        window: keys that a query sees, itself included; None for all.
+    """
+
+    flops: float
+    window: int | None = None
+
+
+class Mixer(Protocol):
+    """One way in which a layer lets tokens see earlier ones, over shared rows.
+
+    A layer that mixes tokens adds one to ``SharedRows.calls[name]`` in each of its forwards.
+
+    Attributes:
+        name: the key in ``MIXERS`` and in ``SharedRows.calls``.
+        layer_types: entries of a config's ``layer_types`` that it computes.
+        spreads_over_ranks: whether it mixes rows of a Ulysses group.
+    """
+
+    name: ClassVar[str]
+    layer_types: ClassVar[frozenset[str]]
+    spreads_over_ranks: ClassVar[bool]
+
+    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+        """Why its layers in a model with this text config cannot share rows; empty if they can."""
+
+    def prepare(self, config: PretrainedConfig) -> None:
+        """Change the config before the model is built from it."""
+
+    def install(self, module: Any) -> None:
+        """Make the layers of an unwrapped transformers model mix shared rows."""
+
+    def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
+        """FLOPs that grow with pairs of tokens, of its layers in a model with this text config."""

@@ -1,0 +1,32 @@
+"""Kinds of content, one file each; a new one is its file and its line in ``MODALITIES``."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.architectures.reason import Reason
+from verl_pg_plugin.modalities.protocol import Content, Modality
+from verl_pg_plugin.modalities.text import Text
+
+__all__ = ["MODALITIES", "Content", "Modality", "modality_obstacles", "modality_of"]
+
+MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (Text(),)}
+"""Every modality by name; a model has the first that it has no obstacle to."""
+
+
+def modality_obstacles(config: PretrainedConfig) -> list[Reason]:
+    """Why no modality fits a model, in the words of the first; empty if one does."""
+    obstacles = [modality.obstacles(config) for modality in MODALITIES.values()]
+    return obstacles[0] if all(obstacles) else []
+
+
+def modality_of(config: PretrainedConfig) -> Modality:
+    """The modality of a model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for modality in MODALITIES.values():
+        if not modality.obstacles(config):
+            return modality
+    raise ValueError("; ".join(reason.why for reason in modality_obstacles(config)))

@@ -1,0 +1,54 @@
+"""What the engine and the validators ask of a kind of content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from verl_pg_plugin.layout import Layout
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from verl_pg_plugin.architectures.reason import Reason
+
+
+@dataclass(frozen=True)
+class Content:
+    """The tokens of B sequences, laid one after the other.
+
+    Attributes:
+        keys: (N,) integers; two sequences may share a row only where theirs are equal. For text the token ids.
+        offsets: (B+1,) bounds of the sequences.
+    """
+
+    keys: IntArray
+    offsets: IntArray
+
+    def model_inputs(self, layout: Layout, device: torch.device | str) -> dict[str, Any]:
+        """Keywords of the model's ``forward`` beside token ids and positions."""
+        return {}
+
+
+class Modality(Protocol):
+    """One kind of content.
+
+    Attributes:
+        name: the key in ``MODALITIES``.
+    """
+
+    name: ClassVar[str]
+
+    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+        """Why a model with this config does not take this content, or not with shared rows; empty if it does."""
+
+    def read(self, data: TensorDict) -> Content:
+        """The content of a batch in verl's no-padding format.
+
+        Raises:
+            BatchError: it holds something else.
+        """

@@ -1,0 +1,63 @@
+"""Text: token ids, whose positions count from 0 in every sequence."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.architectures.reason import Reason
+from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.protocol import Content
+
+OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
+
+
+class Text:
+    """Language models without other inputs."""
+
+    name: ClassVar[str] = "text"
+
+    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+        found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
+        if found:
+            return [Reason(f"{config.model_type} is multimodal ({found[0]}); only text models are supported")]
+        rope: Any = getattr(config, "rope_parameters", None) or {}
+        if "mrope_section" in rope:
+            return [Reason(f"{config.model_type} uses three-dimensional position ids (mrope)")]
+        return []
+
+    def read(self, data: TensorDict) -> Content:
+        input_ids = data["input_ids"]
+        if not input_ids.is_nested:
+            raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
+        tokens = input_ids.values()
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise BatchError(f"input_ids must be integers, got {tokens.dtype}; use torch.int64")
+        if _has_multi_modal_inputs(data):
+            raise BatchError(f"packed mode does not support multi_modal_inputs; {OFF}")
+        offsets = input_ids.offsets().cpu().numpy().astype(np.int64)
+        _check_positions(data, offsets)
+        return Content(keys=tokens.detach().cpu().numpy(), offsets=offsets)
+
+
+def _check_positions(data: TensorDict, offsets: np.ndarray) -> None:
+    """Positions must count 0, 1, 2, ...: sharing compares tokens only."""
+    position_ids = data.get("position_ids", None)
+    if position_ids is None:
+        return
+    if position_ids.dim() != 2:
+        raise BatchError(f"packed mode does not support {position_ids.dim()}-D (mrope) position_ids; {OFF}")
+    counted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    if not np.array_equal(position_ids.values().detach().cpu().numpy(), counted):
+        raise BatchError(f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {OFF}")
+
+
+def _has_multi_modal_inputs(data: TensorDict) -> bool:
+    inputs = data.get("multi_modal_inputs", None)
+    if inputs is None:
+        return False
+    return any(bool(getattr(row, "data", row)) for row in inputs)
