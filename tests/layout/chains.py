@@ -1,0 +1,160 @@
+"""Parts of a chain without a model: their rows by tokens, and the stack as an engine keeps it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.layout.tries import Batch, Key, batch_of
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
+from verl_pg_plugin.layout import build_prefix_order
+from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
+
+
+@st.composite
+def tries(draw: st.DrawFn, max_sequences: int = 14) -> Batch:
+    """Groups with a trie of one to four levels each, and prompts that end at any depth."""
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = []
+    for root in range(draw(st.integers(1, 3))):
+        stems: list[tuple[int, ...]] = [(root, *range(50, 50 + draw(st.integers(1, 8))))]
+        for level in range(draw(st.integers(1, 4))):
+            stems = [
+                (*stem, *(100 * level + child for _ in range(draw(st.integers(0, 4)))))
+                for stem in stems
+                for child in range(draw(st.integers(1, 3)))
+            ][: max(max_sequences // (root + 1), 1)]
+        for stem in stems:
+            tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+            whole = (*stem, *tail)
+            prompt = draw(st.integers(1, len(whole) - 1))
+            pairs.append((whole[:prompt], whole[prompt:]))
+    return batch_of(*draw(st.permutations(pairs)))
+
+
+@st.composite
+def limits_for(draw: st.DrawFn, batch: Batch) -> MicroBatchLimits:
+    """Limits that every single sequence meets."""
+    longest = max(map(len, batch.sequences)) - 1
+    max_rows = draw(st.integers(longest, 2 * longest) | st.none())
+    max_sequences = draw(st.none() | st.integers(1, 4))
+    return MicroBatchLimits(max_rows, max_sequences)
+
+
+@st.composite
+def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> ChainPlan:
+    """Cuts of a batch under any limits, weights and costs."""
+    weight, cost = st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.0, 0.25, 1.0])
+    options = {
+        "limits": draw(limits_for(batch)),
+        "weights": CarryWeights(draw(weight), draw(weight)),
+        "at_least": draw(st.just(1) | st.integers(1, len(batch.sequences))),
+        "export_cost": draw(cost),
+        "part_cost": draw(st.sampled_from([0.0, 2.0])),
+    } | fixed
+    return cut_with_chains(batch.order(), **options)
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A part, its layout and the keys of the rows that its ``kv_rows`` may name."""
+
+    part: Part
+    batch: Batch
+    layout: CarriedLayout
+    keys: list[tuple[int, Key]]
+
+    @property
+    def own_keys(self) -> list[tuple[int, Key]]:
+        return self.keys[self.layout.num_carried :]
+
+
+def lay_out(batch: Batch, chain: list[Part], forward_only: bool) -> list[LaidOut]:
+    """Layouts of all parts of a chain, in forward order."""
+    prompts = np.array(batch.prompt_lengths)
+    laid_out = []
+    for part in chain:
+        mine = batch.take(part.sequences)
+        layout = build_carried_layout(
+            mine.tokens,
+            mine.offsets,
+            np.array(mine.prompt_lengths),
+            mine.class_array,
+            num_chain=part.num_chain,
+            num_carried=part.num_carried,
+            keep=part.keep,
+            read_next=part.read_next,
+            first_head=first_head(chain, prompts) if part.num_chain else 0,
+            forward_only=forward_only,
+        )
+        laid_out.append(LaidOut(part, mine, layout, part_keys(mine, part)))
+    return laid_out
+
+
+def part_keys(batch: Batch, part: Part) -> list[tuple[int, Key]]:
+    """Class and key of the carried rows and of the part's own, sequence by sequence: no index of the layout is used."""
+    classes = np.array([batch.class_of(s) for s in range(len(batch.sequences))])
+    apart = np.where(np.arange(len(classes)) < part.num_chain, -1, classes)
+    keys: dict[tuple[int, Key], tuple[int, Key]] = {}
+    for s in build_prefix_order(batch.tokens, batch.offsets, apart).sequences.tolist():
+        tokens = batch.sequences[s]
+        for t in range(len(tokens) - 1):
+            keys.setdefault((int(apart[s]), tokens[: t + 2]), (batch.class_of(s), tokens[: t + 2]))
+    return list(keys.values())
+
+
+class Stack:
+    """Whatever is known of the rows 0, 1, 2, ... of a path, and what they are owed."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.owed: list[Any] = []
+
+    def push(self, start: int, rows: Sequence[Any], nothing: Any = 0) -> None:
+        assert start == len(self.rows), "rows lie at their position"
+        self.rows.extend(rows)
+        self.owed.extend(nothing for _ in rows)
+
+    def pop(self, start: int) -> list[Any]:
+        """Forget the rows from ``start`` on; what is owed to them."""
+        owed = self.owed[start:]
+        del self.rows[start:], self.owed[start:]
+        return owed
+
+
+def walk_forward(chain: list[LaidOut], visit: Callable[[LaidOut, list[Any]], list[Any]]) -> None:
+    """Forward-only phase: ``visit`` gets a part and its carried rows, and returns what its own rows leave behind."""
+    stack = Stack()
+    for laid_out in chain:
+        layout = laid_out.layout
+        own = visit(laid_out, stack.rows[: layout.num_carried])
+        stack.pop(layout.handover_start)
+        stack.push(layout.handover_start, [own[row] for row in layout.handover.tolist()])
+    assert not stack.rows, "nothing stays allocated"
+
+
+def walk_backward(
+    chain: list[LaidOut],
+    export: Callable[[LaidOut, CarriedLayout, list[Any]], list[Any]],
+    visit: Callable[[LaidOut, list[Any], list[Any]], list[Any]],
+    nothing: Any = 0,
+) -> None:
+    """Training: ``export`` returns what its own rows leave behind; ``visit`` gets a part, its carried rows and what is
+    owed to those it hands over, and returns what it owes to the carried ones."""
+    stack = Stack()
+    for laid_out in chain[::-1]:
+        layout = laid_out.layout
+        owed = stack.pop(layout.handover_start)
+        assert len(owed) == len(layout.handover)
+        exported = layout.export
+        if exported is not None:
+            assert exported.num_carried == len(stack.rows)
+            own = export(laid_out, exported, stack.rows[: exported.num_carried])
+            stack.push(exported.handover_start, [own[row] for row in exported.handover.tolist()], nothing)
+        assert len(stack.rows) == layout.num_carried
+        for position, more in enumerate(visit(laid_out, list(stack.rows), owed)):
+            stack.owed[position] = stack.owed[position] + more
+    assert not stack.rows, "every sum has found its owner"

@@ -1,0 +1,224 @@
+"""Where to cut a trie that exceeds the limits, and whether a part carries its prefix or computes it again.
+
+A dynamic programme over the places between neighbours in sorted order, run on many tries at once. ``best[m][b]`` is the
+cheapest way to compute the first b sequences when the part behind them starts by carrying its prefix (m = 1) or by
+computing it (m = 0). Neighbours that share a few rows are cut as ever; those that share a prompt become a chain.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
+from verl_pg_plugin.layout import PrefixOrder
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CarryWeights:
+    """What a row that is not computed takes of the budget, relative to a computed one.
+
+    Attributes:
+        carried: keys and values of a row that is read, and in training the sums of their gradients.
+        owed: a row handed over: what later parts read of it, or the sums that they owe to it.
+    """
+
+    carried: float = 0.0
+    owed: float = 0.0
+
+
+@dataclass(frozen=True)
+class CarryCosts:
+    """What cutting costs, in rows of a micro-batch that is computed whole (forward, backward and recomputation).
+
+    Attributes:
+        export: a row that is exported, computed once more without gradient; 0 in forward-only phases, which have none.
+        part: a micro-batch, whatever its size: gathered weights, launches. An export pays its share of one.
+    """
+
+    export: float
+    part: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Neighbours ``first <= k < stop`` of the sorted order; their prefix is carried, or computed with them."""
+
+    first: int
+    stop: int
+    carries: bool
+
+    @property
+    def sequences(self) -> int:
+        return self.stop - self.first
+
+
+class CutMaths:
+    """Rows of neighbours in sorted order, and what a part takes of the budget."""
+
+    def __init__(self, order: PrefixOrder, limits: MicroBatchLimits, weights: CarryWeights, costs: CarryCosts) -> None:
+        self.order, self.limits, self.weights, self.costs = order, limits, weights, costs
+        self.new_before = np.concatenate([[0], np.cumsum(order.num_new)])
+
+    def rows(self, cut: Cut) -> int:
+        """Rows that a part computes."""
+        new = int(self.new_before[cut.stop] - self.new_before[cut.first])
+        return new if cut.carries else new + int(self.order.num_shared[cut.first])
+
+    def carried(self, cut: Cut) -> int:
+        return int(self.order.num_shared[cut.first]) if cut.carries else 0
+
+    def read_next(self, cut: Cut, following: Cut | None) -> int:
+        return 0 if following is None else self.carried(following)
+
+    def keep(self, cut: Cut, following: Cut | None) -> int:
+        """Leading rows that the part and the one after it both carry."""
+        return min(
+            self.carried(cut),
+            self.read_next(cut, following),
+            int(self.order.num_shared[cut.first + 1 : cut.stop].min(initial=np.iinfo(np.int64).max)),
+        )
+
+    def taken(self, cut: Cut, following: Cut | None) -> float:
+        """Of the row budget."""
+        owed = self.read_next(cut, following) - self.keep(cut, following)
+        return self.rows(cut) + self.weights.carried * self.carried(cut) + self.weights.owed * owed
+
+    def admit(self, cut: Cut, following: Cut | None) -> bool:
+        """Whether the part owns a row and meets the limits. A single sequence always does: alone, it must run."""
+        if cut.sequences == 1:
+            return self.rows(cut) > 0
+        fits = self.limits.max_rows is None or self.taken(cut, following) <= self.limits.max_rows
+        few = self.limits.max_sequences is None or cut.sequences <= self.limits.max_sequences
+        return fits and few and self.rows(cut) > 0
+
+
+def cut_tries(maths: CutMaths, tries: list[tuple[int, int]]) -> list[list[Cut]]:
+    """Cheapest parts of every trie, of equal size where that costs no more.
+
+    Args:
+        maths: the mini-batch, what a part may hold and what cutting costs.
+        tries: ``first, stop`` in sorted order of each; its sequences all share a row.
+    """
+    cuts: list[list[Cut]] = [[] for _ in tries]
+    by_size = sorted(range(len(tries)), key=lambda i: tries[i][1] - tries[i][0])
+    for members in _alike(by_size, [stop - first for first, stop in tries]):
+        some = _Tries(maths, [tries[i] for i in members])
+        for i, found in zip(members, some.cheapest_equal(), strict=True):
+            cuts[i] = found
+    return cuts
+
+
+def _alike(by_size: list[int], sizes: list[int], elements: int = 32_768) -> Iterator[list[int]]:
+    """Tries of similar size, in batches of arrays that stay in a core's cache."""
+    batch: list[int] = []
+    for i in by_size:
+        if batch and (sizes[i] > 1.25 * sizes[batch[0]] or sizes[i] * len(batch) > elements):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+class _Tries:
+    """The dynamic programme on G tries of at most n sequences; arrays are (G, n+1), by first or next sequence."""
+
+    def __init__(self, maths: CutMaths, tries: list[tuple[int, int]]) -> None:
+        self.maths, self.tries = maths, tries
+        self.sizes = np.array([stop - first for first, stop in tries])
+        shape = len(tries), int(self.sizes.max()) + 1
+        self.shared = np.zeros(shape)
+        new = np.full(shape, 1e15)  # nothing fits behind the end of a trie
+        for g, (first, stop) in enumerate(tries):
+            # The trie's first sequence shares no row with the one before, or none that this trie may use.
+            self.shared[g, 1 : stop - first] = maths.order.num_shared[first + 1 : stop]
+            new[g, : stop - first] = maths.order.num_new[first:stop]
+        self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)
+
+    def cheapest_equal(self) -> list[list[Cut]]:
+        """The cheapest cuts under the smallest budget that allows them."""
+        limit = inf if self.maths.limits.max_rows is None else float(self.maths.limits.max_rows)
+        total = self.new_before[np.arange(len(self.sizes)), self.sizes]
+        high = np.full(len(self.sizes), limit)
+        cheapest, choices = self._solve(high)
+        cuts = self._trace(choices)
+        largest = np.array([self._largest(parts) for parts in cuts])
+        high = np.minimum(high, np.ceil(largest))
+        low = np.ceil(total / np.array([len(parts) for parts in cuts])) - 1
+        for _ in range(12 if self.sizes.max() <= 128 else 3):
+            if (high - low <= 1).all():
+                break
+            middle = np.floor((low + high) / 2)
+            cost, _ = self._solve(middle)
+            enough = cost <= cheapest * (1 + 1e-9)
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        return self._trace(self._solve(high)[1])
+
+    def _largest(self, parts: list[Cut]) -> float:
+        following = [*parts[1:], None]
+        return max(self.maths.taken(part, after) for part, after in zip(parts, following, strict=True))
+
+    def _solve(self, budget: FloatArray) -> tuple[FloatArray, IntArray]:
+        """Cost (G,) of all sequences, and the choices (2, G, n+1): 2 * first of the last part + whether it carries."""
+        weights, costs, shared, new_before = self.maths.weights, self.maths.costs, self.shared, self.new_before
+        max_sequences = self.maths.limits.max_sequences or shared.shape[1]
+        budget = budget[:, None]
+        room_again = budget + new_before - shared  # rows before the end of a part that starts here, at most
+        room_carried = budget + new_before - weights.carried * shared
+        # Costs so far of a part that starts here: computing its prefix, carrying all of it anew, carrying what is kept.
+        again, carried = np.full_like(shared, inf), np.full_like(shared, inf)
+        again[:, 0] = costs.part
+        exported = costs.export * (shared + costs.part)
+        common = np.empty_like(shared)  # rows common to all sequences of a part that starts here, and its predecessor
+        choices = np.zeros((2, *shared.shape), dtype=np.int64)
+        best = np.full((2, *shared.shape), inf)
+        groups, low = np.arange(len(shared)), 0
+        for b in range(1, shared.shape[1]):
+            low = max(low, b - max_sequences)
+            while low < b - 1 and (new_before[:, b] - new_before[:, low] > budget[:, 0]).all():
+                low += 1
+            w, rows, read = slice(low, b), new_before[:, b : b + 1], shared[:, b : b + 1]
+            common[:, b - 1] = shared[:, b - 1]
+            np.minimum(common[:, low : b - 1], shared[:, b - 1 : b], out=common[:, low : b - 1])
+            owns = rows > new_before[:, w]
+            kept = np.minimum(common[:, w], read)
+            missing = shared[:, w] - kept
+            keeping = carried[:, w] + costs.export * missing + costs.export * costs.part * (missing > 0)
+            options = (
+                (0, room_again[:, w], 0.0, again[:, w], carried[:, w] + exported[:, w]),
+                (1, room_again[:, w], weights.owed * read, again[:, w], keeping),
+            )
+            for m, room, owed, cost_again, cost_carried in options:
+                fits = rows + owed <= room
+                fits_carried = rows + (weights.owed * (read - kept) if m else 0.0) <= room_carried[:, w]
+                fits[:, -1] = fits_carried[:, -1] = True  # a single sequence always runs
+                of_again = np.where(fits, cost_again, inf)
+                of_carried = np.where(fits_carried & owns, cost_carried, inf)
+                i, j = of_again.argmin(axis=1), of_carried.argmin(axis=1)
+                cost_i, cost_j = of_again[groups, i], of_carried[groups, j]
+                best[m, :, b] = np.minimum(cost_i, cost_j)
+                choices[m, :, b] = 2 * low + np.where(cost_j < cost_i, 2 * j + 1, 2 * i)
+            again[:, b] = best[0, :, b] + shared[:, b] + costs.part
+            carried[:, b] = best[1, :, b] + costs.part
+        return best[0, groups, self.sizes], choices
+
+    def _trace(self, choices: IntArray) -> list[list[Cut]]:
+        """Parts of every trie, from its last to its first and turned round."""
+        traced = []
+        for (first, _), size, (plain, carrying) in zip(
+            self.tries, self.sizes.tolist(), choices.transpose(1, 0, 2), strict=True
+        ):
+            parts, b, carries = [], size, False
+            while b:
+                choice = int((carrying if carries else plain)[b])
+                a, carries = choice >> 1, bool(choice & 1)
+                parts.append(Cut(first + a, first + b, carries))
+                b = a
+            traced.append(parts[::-1])
+        return traced

@@ -1,0 +1,266 @@
+"""Cut a mini-batch into micro-batches in which a trie of any size computes its shared rows once."""
+
+import heapq
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, FloatArray, cut_tries
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.layout import PrefixOrder
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch: neighbours of one trie that read rows of earlier parts, and whole groups that fill the room.
+
+    Attributes:
+        sequences: indices into the mini-batch: the chain's in sorted order, then the others.
+        num_chain: how many belong to the chain; 0 in an ordinary micro-batch.
+        chain: number of the chain; -1 in an ordinary micro-batch.
+        num_rows: rows that the micro-batch computes (without its export).
+        num_carried: leading rows of its first sequence that earlier parts own.
+        keep: how many of those the next part reads as well.
+        read_next: rows that the next part carries.
+    """
+
+    sequences: list[int]
+    num_chain: int
+    chain: int
+    num_rows: int
+    num_carried: int = 0
+    keep: int = 0
+    read_next: int = 0
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """What was decided, and its figures.
+
+    Attributes:
+        chains: parts in forward order; an ordinary micro-batch is a chain of one. Chains of several parts come first,
+            then micro-batches with most rows first.
+        num_chains: those of several parts.
+        carried_rows: sum of ``num_carried``.
+        exported_rows: rows computed once more without gradient; 0 if the phase is forward-only.
+        recomputed_rows: rows computed more than once otherwise, because carrying them would cost more.
+    """
+
+    chains: list[list[Part]]
+    num_chains: int
+    carried_rows: int
+    exported_rows: int
+    recomputed_rows: int
+
+    @property
+    def parts(self) -> list[Part]:
+        """All micro-batches, in forward order."""
+        return [part for chain in self.chains for part in chain]
+
+
+def first_head(chain: list[Part], prompt_lengths: IntArray) -> int:
+    """Lowest position whose label lies in a response of any sequence of the chain."""
+    members = [s for part in chain for s in part.sequences[: part.num_chain]]
+    return int(prompt_lengths[members].min()) - 1
+
+
+def cut_with_chains(
+    order: PrefixOrder,
+    limits: MicroBatchLimits,
+    weights: CarryWeights,
+    at_least: int = 1,
+    *,
+    export_cost: float = 0.25,
+    part_cost: float = 256.0,
+) -> ChainPlan:
+    """Partition the sequences of a mini-batch; groups above the limits become chains where that is cheaper.
+
+    A group that fits stays whole. One that does not is cut at the places that cost least (``chain_cuts``). What then
+    belongs to no chain fills the room that parts have left, and ``cut_micro_batches`` spreads the rest.
+
+    Args:
+        order: the B sequences and what they share.
+        limits: what a micro-batch may hold; carried and owed rows count by their weight. A part that is one sequence
+            may exceed the rows by what it carries and hands over.
+        weights: memory of a carried row and of a handed-over one, in computed rows.
+        at_least: number of micro-batches to make if more than the limits ask for (ranks must agree on one).
+        export_cost: an exported row, in rows of an update: about 1/4 with gradient checkpointing, 1/3 without, and 0
+            in forward-only phases, which export nothing.
+        part_cost: fixed cost of a micro-batch in rows of an update.
+
+    Raises:
+        ValueError: a single sequence exceeds the limits, or ``at_least`` exceeds the number of sequences.
+    """
+    num_sequences = len(order.sequences)
+    if at_least > num_sequences:
+        raise ValueError(f"{num_sequences} sequences cannot fill {at_least} micro-batches")
+    if limits.max_rows is not None and (order.num_rows > limits.max_rows).any():
+        too_long = np.argmax(order.num_rows > limits.max_rows)
+        cut_micro_batches(_select(order, np.array([too_long])), limits)  # says which one and what to do
+
+    maths = CutMaths(order, limits, weights, CarryCosts(export_cost, part_cost))
+    starts = np.flatnonzero(order.num_shared == 0).tolist()
+    groups = [Cut(a, b, carries=False) for a, b in pairwise([*starts, num_sequences])]
+    oversized = [(group.first, group.stop) for group in groups if not maths.admit(group, None)]
+    whole = [group for group in groups if maths.admit(group, None)]
+    cuts = [*whole, *(cut for cuts in cut_tries(maths, oversized) for cut in cuts)]
+    cuts = _split_further(maths, sorted(cuts, key=lambda cut: cut.first), at_least)
+
+    runs: list[list[Cut]] = []
+    for cut in cuts:
+        if cut.carries:
+            runs[-1].append(cut)
+        else:
+            runs.append([cut])
+    chains = sorted((run for run in runs if len(run) > 1), key=lambda run: -max(map(maths.rows, run)))
+    loose = [run[0] for run in runs if len(run) == 1]
+    needed = max(at_least - sum(map(len, chains)), 0)
+    fillers, rest = _fill(maths, chains, loose, needed)
+
+    place = np.argsort(order.sequences)
+    planned = []
+    for number, chain in enumerate(chains):
+        following = [*chain[1:], None]
+        planned.append([_part(maths, number, *cut, fillers) for cut in zip(chain, following, strict=True)])
+    if rest:
+        members = np.sort(np.concatenate([np.arange(cut.first, cut.stop) for cut in rest]))
+        for sequences in cut_micro_batches(_select(order, members), limits, max(needed, 1)):
+            rows = _num_rows(order, np.sort(place[sequences]))
+            planned.append([Part(sequences, num_chain=0, chain=-1, num_rows=rows)])
+
+    parts = [part for chain in planned for part in chain]
+    return ChainPlan(
+        chains=planned,
+        num_chains=len(chains),
+        carried_rows=sum(part.num_carried for part in parts),
+        exported_rows=sum(part.num_carried - part.keep for part in parts) if export_cost else 0,
+        recomputed_rows=sum(part.num_rows for part in parts) - int(order.num_new.sum()),
+    )
+
+
+def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers: dict[Cut, list[Cut]]) -> Part:
+    order, others = maths.order, fillers.get(cut, [])
+    places = np.concatenate([np.arange(other.first, other.stop) for other in [cut, *others]])
+    filled = _num_rows(order, np.sort(places[cut.sequences :])) if others else 0
+    return Part(
+        sequences=order.sequences[places].tolist(),
+        num_chain=cut.sequences,
+        chain=number,
+        num_rows=maths.rows(cut) + filled,
+        num_carried=maths.carried(cut),
+        keep=maths.keep(cut, following),
+        read_next=maths.read_next(cut, following),
+    )
+
+
+def _fill(
+    maths: CutMaths, chains: list[list[Cut]], loose: list[Cut], needed: int
+) -> tuple[dict[Cut, list[Cut]], list[Cut]]:
+    """Put loose runs, largest first, where there is most room; what finds none, or is ``needed`` elsewhere, is left.
+
+    Returns the runs that fill each part, and the rest.
+    """
+    limits, by_sequences = maths.limits, maths.limits.max_rows is None
+    parts = [(cut, maths.taken(cut, after)) for run in chains for cut, after in zip(run, [*run[1:], None], strict=True)]
+    loads = [(cut.sequences if by_sequences else taken, i) for i, (cut, taken) in enumerate(parts)]
+    taken_of, count_of = [taken for _, taken in parts], [cut.sequences for cut, _ in parts]
+    heapq.heapify(loads)
+    fillers: dict[Cut, list[Cut]] = {}
+    rest: list[Cut] = []
+    largest_first = sorted(loose, key=lambda cut: (-maths.rows(cut), cut.first))
+    for left, cut in zip(range(len(loose), 0, -1), largest_first, strict=True):
+        rows = maths.rows(cut)
+        if len(rest) + left > needed and loads:
+            i = loads[0][1]
+            taken, count = taken_of[i] + rows, count_of[i] + cut.sequences
+            if (limits.max_rows is None or taken <= limits.max_rows) and (
+                limits.max_sequences is None or count <= limits.max_sequences
+            ):
+                fillers.setdefault(parts[i][0], []).append(cut)
+                taken_of[i], count_of[i] = taken, count
+                heapq.heapreplace(loads, (count if by_sequences else taken, i))
+                continue
+        rest.append(cut)
+    return fillers, rest
+
+
+def _split_further(maths: CutMaths, cuts: list[Cut], at_least: int) -> list[Cut]:
+    """Split the largest parts until there are enough; both sides meet the limits and own a row."""
+    if len(cuts) >= at_least:
+        return cuts
+    after = {cut.first: following for cut, following in pairwise([*cuts, None]) if cut is not None}
+    heap = [(-maths.rows(cut), cut.first, cut) for cut in cuts if cut.sequences > 1]
+    heapq.heapify(heap)
+    count = len(cuts)
+    current = {cut.first: cut for cut in cuts}
+    while count < at_least:
+        _, _, cut = heapq.heappop(heap)
+        following = after[cut.first]
+        following = None if following is None else current[following.first]
+        left, right = _halve(maths, cut, following)
+        current[left.first], current[right.first] = left, right
+        after[left.first], after[right.first] = right, following
+        count += 1
+        for half in (left, right):
+            if half.sequences > 1:
+                heapq.heappush(heap, (-maths.rows(half), half.first, half))
+    return sorted(current.values(), key=lambda cut: cut.first)
+
+
+def _halve(maths: CutMaths, cut: Cut, following: Cut | None) -> tuple[Cut, Cut]:
+    """Of all places and ways to start the halves, the one with the least cost and largest half.
+
+    There always is one: the last sequence computed alone; where the first adds no row, that one computed alone.
+    """
+    starts = [(left, right) for left in {cut.carries, False} for right in (True, False)]
+    scores = [_half_scores(maths, cut, following, left, right) for left, right in starts]
+    way, place = np.unravel_index(np.argmin(scores), (len(starts), cut.sequences - 1))
+    middle, (left, right) = cut.first + 1 + int(place), starts[way]
+    return Cut(cut.first, middle, left), Cut(middle, cut.stop, right)
+
+
+def _half_scores(
+    maths: CutMaths, cut: Cut, following: Cut | None, left_carries: bool, right_carries: bool
+) -> FloatArray:
+    """Cost and largest half of a cut before each sequence but the first; infinite where it is not allowed."""
+    shared, new_before, weights, limits = maths.order.num_shared, maths.new_before, maths.weights, maths.limits
+    at = shared[cut.first + 1 : cut.stop]
+    new = new_before[cut.first + 1 : cut.stop]
+    above = np.minimum.accumulate(at[::-1])[::-1]  # rows common to all from the place on, and the one before it
+    first, carried = int(shared[cut.first]), int(shared[cut.first]) if left_carries else 0
+    handed, read = at * right_carries, maths.read_next(cut, following)
+
+    left_keep = np.minimum(np.minimum.accumulate(at), carried) * right_carries
+    left_rows = new - new_before[cut.first] + first - carried
+    left_taken = left_rows + weights.carried * carried + weights.owed * (handed - left_keep)
+    right_keep = np.minimum(above, read) * right_carries
+    right_rows = new_before[cut.stop] - new + at - handed
+    right_taken = right_rows + weights.carried * handed + weights.owed * (read - right_keep)
+
+    largest = np.maximum(left_taken, right_taken)
+    cost = first - carried + at - handed
+    for exported in (carried - left_keep, handed - right_keep):
+        cost = cost + maths.costs.export * (exported + maths.costs.part * (exported > 0))
+    left_count = np.arange(1, cut.sequences)
+    allowed = (left_rows > 0) & (right_rows > 0)
+    for taken, count in ((left_taken, left_count), (right_taken, cut.sequences - left_count)):
+        allowed &= (count == 1) | (taken <= (np.inf if limits.max_rows is None else limits.max_rows))
+    return np.where(allowed, cost + largest, np.inf)
+
+
+def _select(order: PrefixOrder, places: IntArray) -> PrefixOrder:
+    """Some of the sequences, by ascending place in the sorted order.
+
+    Two sequences share the rows that all neighbours between them share.
+    """
+    shared = np.zeros(len(places), dtype=np.int64)
+    if len(places) > 1:
+        shared[1:] = np.minimum.reduceat(order.num_shared[: places[-1] + 1], places[:-1] + 1)
+    return PrefixOrder(order.sequences[places], order.num_rows[places], shared)
+
+
+def _num_rows(order: PrefixOrder, places: IntArray) -> int:
+    """Physical tokens of the sequences at ``places`` of the sorted order, ascending."""
+    return int(_select(order, places).num_new.sum())
