@@ -133,3 +133,29 @@ def value_models_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         patched.load_valuehead_model = loader
+
+
+def drop_unreduced_gradients(module: Any) -> None:
+    """Forget gradients that micro-batches have left for the last one of a mini-batch to reduce.
+
+    What: the accumulated and the unsharded gradients that FSDP2 keeps beside its parameters are dropped.
+    Why: while gradients are accumulated without communication, FSDP2 holds them where ``optimizer.zero_grad`` does not
+    reach; after an exception in the middle of a mini-batch they would be added to the next one.
+    Versions: torch 2.11 to 2.13.
+    Remove when: ``FSDPModule`` has a public way to drop them.
+
+    Args:
+        module: wrapped by FSDP2; without any of its modules nothing happens.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for param in group.fsdp_params if group is not None else ():
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):  # gathered at least once
+                    param._unsharded_param.grad = None

@@ -27,20 +27,33 @@ class GatherIndex:
     reader_starts: torch.Tensor
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, device: torch.device | str) -> "GatherIndex":
-        """A row's copy in a segment that reads it lies at ``key_place`` within that segment's keys."""
+    def from_layout(cls, layout: PackedLayout, device: torch.device | str, num_carried: int = 0) -> "GatherIndex":
+        """A row's copy in a segment that reads it lies at ``key_place`` within that segment's keys.
+
+        Args:
+            layout: of the rows.
+            device: where the maps go.
+            num_carried: rows in front of the layout's own that ``kv_rows`` indexes too; every segment that reads any
+                reads the first of them, see ``layout.carried``.
+        """
         parents, starts = layout.segment_parent.tolist(), layout.cu_seqlens_k[:-1].tolist()
-        readers: list[list[int]] = [[] for _ in parents]
+        read = np.add.reduceat(layout.kv_rows < num_carried, layout.cu_seqlens_k[:-1]) if num_carried else ()
+        # Carried rows that the same segments read are one segment more.
+        ends = np.unique(np.asarray(read, dtype=np.int64))
+        ends = ends[ends > 0]
+        readers = [layout.cu_seqlens_k[:-1][read >= end].tolist() for end in ends]
+        num_before = len(readers)
+        readers += [[] for _ in parents]
         for segment in range(len(parents)):
             ancestor = segment
             while ancestor >= 0:
-                readers[ancestor].append(starts[segment])
+                readers[num_before + ancestor].append(starts[segment])
                 ancestor = parents[ancestor]
-        num_rows = np.diff(layout.cu_seqlens_q)
+        num_rows = np.concatenate([np.diff(ends, prepend=0), np.diff(layout.cu_seqlens_q)])
         return cls(
             rows=to_device(layout.kv_rows, torch.int32, device),
-            row_segment=to_device(np.repeat(np.arange(len(parents)), num_rows), torch.int32, device),
-            key_place=to_device(layout.key_place, torch.int32, device),
+            row_segment=to_device(np.repeat(np.arange(len(readers)), num_rows), torch.int32, device),
+            key_place=to_device(np.concatenate([np.arange(num_carried), layout.key_place]), torch.int32, device),
             reader_bounds=to_device(np.cumsum([0, *map(len, readers)]), torch.int32, device),
             reader_starts=to_device(np.concatenate(readers), torch.int32, device),
         )
@@ -69,16 +82,24 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
-        index: GatherIndex = ctx.index
-        if grad.is_cuda:
-            from verl_pg_plugin.attention.segment_sum import sum_readers
+        return sum_over_readers(grad, ctx.index, grad.dtype), None
 
-            return sum_readers(
-                grad.contiguous(), index.row_segment, index.key_place, index.reader_bounds, index.reader_starts
-            ), None
-        accumulate = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)
-        return total.index_add_(0, index.rows, grad.to(accumulate)).to(grad.dtype), None
+
+def sum_over_readers(grad: torch.Tensor, index: GatherIndex, dtype: torch.dtype) -> torch.Tensor:
+    """Gradient of the rows from the gradient (K, ...) of their copies.
+
+    Returns:
+        (rows, ...) in ``dtype``: summed in float32 (on a CPU, float64 for float64), in a fixed order, rounded once.
+    """
+    if grad.is_cuda:
+        from verl_pg_plugin.attention.segment_sum import sum_readers
+
+        return sum_readers(
+            grad.contiguous(), index.row_segment, index.key_place, index.reader_bounds, index.reader_starts, dtype
+        )
+    accumulate = torch.promote_types(grad.dtype, torch.float32)
+    total = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)
+    return total.index_add_(0, index.rows, grad.to(accumulate)).to(dtype)
 
 
 def gather_rows(x: torch.Tensor, index: GatherIndex) -> torch.Tensor:

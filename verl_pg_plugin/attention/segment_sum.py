@@ -37,6 +37,7 @@ def sum_readers(
     key_place: torch.Tensor,
     reader_bounds: torch.Tensor,
     reader_starts: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Gradient of the rows from the gradient of their copies.
 
@@ -48,9 +49,9 @@ def sum_readers(
         reader_starts: int32 first key of each reader in the packed keys.
 
     Returns:
-        (T, ...) in the dtype of ``grad``; every sum is accumulated in float32 and rounded once.
+        (T, ...) in ``dtype``; every sum is accumulated in float32 and rounded once.
     """
-    total = torch.empty((row_segment.shape[0], *grad.shape[1:]), dtype=grad.dtype, device=grad.device)
+    total = torch.empty((row_segment.shape[0], *grad.shape[1:]), dtype=dtype, device=grad.device)
     width = total[0].numel()
     grid = (row_segment.shape[0],)
     _sum_readers_kernel[grid](

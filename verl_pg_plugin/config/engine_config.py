@@ -36,6 +36,8 @@ class PrefixGrouperOptions(BaseConfig):
         verify_tolerance: largest error per token, relative to the larger of 1 and the value; None for one that is
             measured in the run (``engine.steps.token_comparison``).
         on_mismatch: raise, or go on as rmpad.
+        carry: auto lets groups of packed mode that exceed a micro-batch go on in the next where that is cheaper; never
+            computes what they share again in each.
 
     Raises:
         ValueError: for a value outside these.
@@ -52,12 +54,14 @@ class PrefixGrouperOptions(BaseConfig):
     verify_rows: int = 2
     verify_tolerance: float | None = None
     on_mismatch: str = "raise"
+    carry: str = "auto"
 
     def __post_init__(self) -> None:
         choices = {
             "attention_kernel": ATTENTION_KERNELS,
             "verify": ("off", "first", "every_n"),
             "on_mismatch": ("raise", "rmpad"),
+            "carry": ("auto", "never"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:

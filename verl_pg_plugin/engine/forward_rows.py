@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_pg_plugin.attention.carried_rows import Carrying
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.engine.batch.row_shard import RowShard
@@ -30,6 +31,7 @@ class ForwardRows:
         all_head_rows: (A,) int64 head rows of all ranks; None where this rank has them all.
         response_index, response_head: (M,) int64, see ``PackedLayout``.
         num_logical_tokens: length of verl's jagged values.
+        carrying: rows of other micro-batches that these read; None for none.
     """
 
     shared: SharedRows
@@ -44,10 +46,16 @@ class ForwardRows:
     response_index: torch.Tensor
     response_head: torch.Tensor
     num_logical_tokens: int
+    carrying: Carrying | None = None
 
     @classmethod
     def from_packed(
-        cls, layout: PackedLayout, shared: SharedRows, shard: RowShard, device: torch.device | str
+        cls,
+        layout: PackedLayout,
+        shared: SharedRows,
+        shard: RowShard,
+        device: torch.device | str,
+        carrying: Carrying | None = None,
     ) -> "ForwardRows":
         """Move what a forward over this rank's packed rows needs to ``device``."""
 
@@ -70,6 +78,7 @@ class ForwardRows:
             response_index=move(layout.response_index),
             response_head=move(layout.response_head),
             num_logical_tokens=layout.num_logical_tokens,
+            carrying=carrying,
         )
 
     @classmethod
@@ -111,11 +120,11 @@ class ForwardRows:
         return x_NV if self.head_index is None else x_NV.index_select(0, self.head_index)
 
     def of_all_ranks(self, x_NC: torch.Tensor) -> torch.Tensor:
-        """(A, C) values of the head rows of all ranks that share the rows; a collective of theirs."""
-        if self.all_head_rows is None:
-            return x_NC
-        x_LC = x_NC.new_zeros(self.shard.num_rows, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
-        return self.shard.gather(x_LC).index_select(0, self.all_head_rows)
+        """(A, C) values of the head rows of all ranks that share the rows, a collective; carried ones first."""
+        if self.all_head_rows is not None:
+            x_LC = x_NC.new_zeros(self.shard.num_rows, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
+            x_NC = self.shard.gather(x_LC).index_select(0, self.all_head_rows)
+        return x_NC if self.carrying is None else self.carrying.join_columns(x_NC)
 
     def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Spread values of head rows over the sequences, as verl reads them.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.layout_field import layout_of
-from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import plan_metrics
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
+from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.verify import Verifier
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality, modality_of
@@ -46,6 +49,7 @@ class SharedPrefixMixin:
         sharing: the mode, or None for the stock engine.
         shared_model: the model as the mode runs it, once it is built.
         verifier: checks live micro-batches; None where nothing is verified.
+        carrier: hands rows from micro-batch to micro-batch, while a mini-batch runs.
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
@@ -55,6 +59,7 @@ class SharedPrefixMixin:
 
     engine_config: Any
     model_config: Any
+    module: nn.Module
     shared_model: SharedModel
     rank: int
     ulysses_sequence_parallel_size: int
@@ -66,6 +71,7 @@ class SharedPrefixMixin:
         super().__init__(*args, **kwargs)
         self.sharing: SharingMode | None = None
         self.verifier: Verifier | None = None
+        self.carrier: Carrier | None = None
         self._told_of_rmpad = False
         if not getattr(self.engine_config, "use_prefix_grouper", False):
             return
@@ -148,9 +154,10 @@ class SharedPrefixMixin:
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         step = super().forward_step  # type: ignore[misc]
-        if self.verifier is None:
-            return step(micro_batch, loss_function, forward_only)
-        return self.verifier.forward_step(step, micro_batch, loss_function, forward_only)
+        run = step if self.verifier is None else partial(self.verifier.forward_step, step)
+        if self.carrier is None:
+            return run(micro_batch, loss_function, forward_only)
+        return self.carrier.forward_step(step, run, micro_batch, loss_function, forward_only)
 
     @property
     def min_dedup_ratio(self) -> float:
@@ -171,12 +178,22 @@ class SharedPrefixMixin:
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
-            plans.append(plan_micro_batches(data, dp_group, sp_size, mode, self.min_dedup_ratio))
+            carry = self._carry_policy(forward_only)
+            plans.append(plan_micro_batches(data, dp_group, sp_size, mode, self.min_dedup_ratio, carry))
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
-        with upstream.micro_batches_cut_by(cut):
-            output = run(data, loss_function, forward_only=forward_only)
+        self.carrier = carrier = Carrier(self.module)
+        try:
+            with upstream.micro_batches_cut_by(cut):
+                output = run(data, loss_function, forward_only=forward_only)
+        except BaseException:
+            upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
+            raise
+        finally:
+            self.carrier = None  # and with it the rows of a chain that an error has cut short
+        if carrier.stack.num_rows:
+            raise RuntimeError(f"{carrier.stack.num_rows} carried rows were never claimed by the part that owns them")
         get_torch_device().synchronize()  # the last backward is still running, and the clock below must see its end
         self._tell_of_rmpad(plans[0])
         metrics = plan_metrics(
@@ -193,6 +210,19 @@ class SharedPrefixMixin:
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
 
+    def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
+        assert self.sharing is not None
+        options = self.engine_config.prefix_grouper
+        if not self.sharing.carries or options.carry == "never":
+            return None
+        memory = RowMemory.of(
+            self.model_config.hf_config.get_text_config(),
+            self._autocast_dtype,
+            checkpointing=self.model_config.enable_gradient_checkpointing,
+            keeps_attention=not options.recompute_attention,
+        )
+        return CarryPolicy(memory.weights(forward_only), forward_only)
+
     def _tell_of_rmpad(self, plan: MicroBatchPlan) -> None:
         if 1 < self.min_dedup_ratio < math.inf and plan.num_rmpad:
             level = logging.DEBUG if self._told_of_rmpad else logging.WARNING
@@ -206,7 +236,8 @@ class SharedPrefixMixin:
         layout = layout_of(micro_batch)
         if layout is None:
             layout = self.sharing.lay_out(self.sharing.read(micro_batch))
-        return self.sharing.to_device(layout, micro_batch)
+        carrying = None if self.carrier is None else self.carrier.carrying(layout)
+        return self.sharing.to_device(layout, micro_batch, carrying)
 
     def jagged_outputs(
         self, rows: ForwardRows, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict

@@ -1,13 +1,14 @@
 """The two ways to compute shared prefixes once: packed rows, or upstream's padded groups."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.attention.carried_rows import CarriedRows, Carrying
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.padded_groups import PaddedGroups
@@ -32,10 +33,12 @@ class SharingMode(ABC, Generic[L]):
         kernel: the attention kernel of this process.
         modality: what the model reads.
         static_rows: pad rows to the token budget, so that all micro-batches have one shape.
+        carries: whether groups that exceed a micro-batch go on in the next.
     """
 
     name: ClassVar[str]
     head_takes_jobs: ClassVar[bool]
+    carries: ClassVar[bool]
     kernel: VarlenKernel
     modality: Modality = MODALITIES["text"]
     static_rows: bool = False
@@ -57,8 +60,12 @@ class SharingMode(ABC, Generic[L]):
         """Rows that ``to_device`` adds to those of the layout."""
 
     @abstractmethod
-    def to_device(self, layout: L, micro_batch: TensorDict) -> ForwardRows:
-        """The layout on the micro-batch's device, with what the layers that mix tokens need."""
+    def to_device(self, layout: L, micro_batch: TensorDict, carrying: Carrying | None = None) -> ForwardRows:
+        """The layout on the micro-batch's device, with what the layers that mix tokens need.
+
+        Args:
+            carrying: rows of other micro-batches, where ``layout`` is a part of a chain.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ class PackedMode(SharingMode[PackedLayout]):
 
     name: ClassVar[str] = "packed"
     head_takes_jobs: ClassVar[bool] = True
+    carries: ClassVar[bool] = True
     row_multiple: int = 1
     sp_group: dist.ProcessGroup | None = None
 
@@ -85,12 +93,18 @@ class PackedMode(SharingMode[PackedLayout]):
     def lay_out(self, sequences: Sequences) -> PackedLayout:
         return lay_out_packed(sequences)
 
-    def to_device(self, layout: PackedLayout, micro_batch: TensorDict) -> ForwardRows:
+    def to_device(self, layout: PackedLayout, micro_batch: TensorDict, carrying: Carrying | None = None) -> ForwardRows:
         device = micro_batch["input_ids"].device
-        shard = RowShard(layout.num_rows + self.num_padding_rows(layout, micro_batch), self.sp_group)
-        rows = PackedRows.from_layout(layout, self.kernel, device)
+        # An export is no micro-batch: padded to the budget it would cost as much as one.
+        padding = replace(self, static_rows=False) if carrying is not None and carrying.is_export else self
+        shard = RowShard(layout.num_rows + padding.num_padding_rows(layout, micro_batch), self.sp_group)
+        rows = (
+            PackedRows.from_layout(layout, self.kernel, device)
+            if carrying is None
+            else CarriedRows.carry(carrying, self.kernel, device)
+        )
         shared = rows if self.sp_group is None else UlyssesRows(rows, shard.num_padded_rows, self.sp_group)
-        return ForwardRows.from_packed(layout, shared, shard, device)
+        return ForwardRows.from_packed(layout, shared, shard, device, carrying)
 
     def num_padding_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
         sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
@@ -113,6 +127,7 @@ class PaddedGroupsMode(SharingMode[PaddedLayout]):
 
     name: ClassVar[str] = "prefix_grouper"
     head_takes_jobs: ClassVar[bool] = False
+    carries: ClassVar[bool] = False
 
     def check_batch(self, data: TensorDict) -> None:
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
@@ -127,7 +142,7 @@ class PaddedGroupsMode(SharingMode[PaddedLayout]):
     def num_padding_rows(self, layout: PaddedLayout, micro_batch: TensorDict) -> int:
         return 0  # lines of a padded layout have their padding
 
-    def to_device(self, layout: PaddedLayout, micro_batch: TensorDict) -> ForwardRows:
+    def to_device(self, layout: PaddedLayout, micro_batch: TensorDict, carrying: Carrying | None = None) -> ForwardRows:
         from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
         device = micro_batch["input_ids"].device

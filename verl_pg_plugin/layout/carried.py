@@ -47,6 +47,15 @@ class CarriedLayout(PackedLayout):
     export: "CarriedLayout | None" = None
 
     @property
+    def shares_rows(self) -> bool:
+        """Always: part of a chain."""
+        return True
+
+    @property
+    def stands_alone(self) -> bool:
+        return False
+
+    @property
     def num_roots(self) -> int:
         """Groups whose first row is computed here, so that a chain counts once."""
         return int((self.segment_start == 0).sum())

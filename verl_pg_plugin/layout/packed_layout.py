@@ -79,6 +79,11 @@ class PackedLayout:
         return int(np.diff(self.cu_seqlens_k).max())
 
     @property
+    def stands_alone(self) -> bool:
+        """No row of another micro-batch is read, see ``layout.carried``."""
+        return True
+
+    @property
     def num_attention_pairs(self) -> int:
         """(query, key) pairs under the causal mask, for counting FLOPs."""
         q = np.diff(self.cu_seqlens_q)

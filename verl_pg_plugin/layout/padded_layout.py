@@ -57,6 +57,11 @@ class PaddedLayout:
         return True
 
     @property
+    def stands_alone(self) -> bool:
+        """No row of another micro-batch is read, see ``layout.carried``."""
+        return True
+
+    @property
     def num_attention_pairs(self) -> int:
         """(query, key) pairs under the causal mask, for counting FLOPs."""
         return sum(

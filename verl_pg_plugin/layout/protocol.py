@@ -32,5 +32,9 @@ class Layout(Protocol):
         """Whether attention differs from that of every sequence alone."""
 
     @property
+    def stands_alone(self) -> bool:
+        """Whether no row of another micro-batch is read; False for parts of a chain."""
+
+    @property
     def head_rows(self) -> IntArray:
         """(N,) rows whose label lies in a response, ascending."""

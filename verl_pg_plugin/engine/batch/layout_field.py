@@ -5,8 +5,11 @@ from typing import Any
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.layout.carried import CarriedLayout
+
 LAYOUT_KEY = "prefix_grouper_layout"
-"""Non-tensor field of a micro-batch."""
+EXPORT_KEY = "prefix_grouper_export"
+"""Non-tensor fields of a micro-batch."""
 
 
 def layout_of(micro_batch: TensorDict) -> Any:
@@ -17,3 +20,13 @@ def layout_of(micro_batch: TensorDict) -> Any:
 def set_layout(micro_batch: TensorDict, layout: Any) -> None:
     """Give a micro-batch its layout."""
     tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
+
+
+def export_of(micro_batch: TensorDict) -> CarriedLayout | None:
+    """Rows to compute without gradient before a micro-batch."""
+    return tu.get_non_tensor_data(micro_batch, EXPORT_KEY, default=None)
+
+
+def set_export(micro_batch: TensorDict, layout: CarriedLayout) -> None:
+    """Have rows computed without gradient before a micro-batch."""
+    tu.assign_non_tensor_data(micro_batch, EXPORT_KEY, layout)

@@ -11,16 +11,34 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
+from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout
 from verl_pg_plugin.engine.batch.row_selection import select_rows
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
 from verl_pg_plugin.layout import Layout, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
 from verl_pg_plugin.layout.prefix_order import IntArray
 
 if TYPE_CHECKING:
     from verl_pg_plugin.engine.sharing_modes import SharingMode
+
+
+@dataclass(frozen=True)
+class CarryPolicy:
+    """How groups that exceed a micro-batch are carried from one to the next.
+
+    Attributes:
+        weights: what carried rows take of the budget.
+        forward_only: there is no backward, so parts run in forward order and nothing is exported.
+        part_cost: fixed cost of a micro-batch, in rows; decides how small a prefix is worth carrying.
+    """
+
+    weights: CarryWeights
+    forward_only: bool
+    part_cost: float = 256.0
 
 
 @dataclass(frozen=True)
@@ -30,10 +48,14 @@ class MicroBatchPlan:
     Attributes:
         micro_batches: rows of the mini-batch, each with its layout in it, see ``layout_field``.
         indices: which rows those are, as verl's ``restore_dynamic_batch`` expects them.
+        chains: the parts of groups that exceed a micro-batch, in forward order.
+        exported_rows: rows computed once more without gradient.
     """
 
     micro_batches: list[TensorDict]
     indices: list[list[int]]
+    chains: list[list[Part]]
+    exported_rows: int
 
     @property
     def layouts(self) -> list[Layout]:
@@ -45,14 +67,23 @@ class MicroBatchPlan:
         """Micro-batches that run as plain rmpad, since they share nothing or were not let."""
         return sum(not layout.shares_rows for layout in self.layouts)
 
+    @property
+    def carried_rows(self) -> int:
+        """Rows that a micro-batch reads and another one owns."""
+        return sum(part.num_carried for chain in self.chains for part in chain)
+
 
 @dataclass(frozen=True)
 class _Cut:
-    """Sequences of one micro-batch; its rows come from all of them together, or from each one alone."""
+    """Parts of one chain in forward order, or one ordinary micro-batch.
 
-    sequences: list[int]
-    num_rows: int
-    shared: bool
+    Attributes:
+        parts: of the chain.
+        shared: whether its sequences share rows.
+    """
+
+    parts: list[Part]
+    shared: bool = True
 
 
 def plan_micro_batches(
@@ -61,6 +92,7 @@ def plan_micro_batches(
     sp_size: int,
     mode: SharingMode,
     min_dedup_ratio: float = 1.0,
+    carry: CarryPolicy | None = None,
 ) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
 
@@ -72,33 +104,73 @@ def plan_micro_batches(
         min_dedup_ratio: a micro-batch that would share less (logical over physical tokens) is laid out as plain rmpad,
             cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
             nothing but the mini-batch counts.
+        carry: how groups above the limit go on in the next micro-batch; None to compute what they share again.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
         RankError: another rank has; every rank raises one of the two.
     """
-    limits = _limits(data, sp_size)
 
-    def sort() -> tuple[Sequences, PrefixOrder]:
-        sequences = mode.read(data)
-        return sequences, build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
+    def sort() -> tuple[Sequences, PrefixOrder, MicroBatchLimits]:
+        sequences, limits = mode.read(data), _limits(data, sp_size)
+        return sequences, build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes), limits
 
-    sequences, order = on_every_rank(sort, dp_group)
-    cut = partial(_cut, sequences, order, limits, min_dedup_ratio)
+    sequences, order, limits = on_every_rank(sort, dp_group)
+    cut = partial(_cut, sequences, order, limits, min_dedup_ratio, carry)
     wanted, cuts = 1, on_every_rank(cut, dp_group)
-    while (counts := set(over_ranks(len(cuts), dp_group))) != {wanted}:
+    while (counts := set(over_ranks(sum(len(cut.parts) for cut in cuts), dp_group))) != {wanted}:
         wanted = max(counts)
         cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)
 
+    def lay_out() -> tuple[list[Part], list[Layout]]:
+        backward = carry is not None and not carry.forward_only
+        parts = [part for cut in cuts for part in (cut.parts[::-1] if backward else cut.parts)]
+        return parts, [layout for cut in cuts for layout in _lay_out(sequences, cut, mode, backward)]
+
+    parts, layouts = on_every_rank(lay_out, dp_group)
+    exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
+    # FSDP gathers weights on all ranks or on none, so all export where one does.
+    exporting = np.any(over_ranks([export is not None for export in exports], dp_group), axis=0)
+
     def finish() -> MicroBatchPlan:
-        indices = [cut.sequences for cut in cuts]
+        indices = [part.sequences for part in parts]
         micro_batches = select_rows(data, indices)
-        for micro_batch, cut in zip(micro_batches, cuts, strict=True):
-            rows = sequences.select(cut.sequences)
-            set_layout(micro_batch, mode.lay_out(rows if cut.shared else unshared(rows)))
-        return MicroBatchPlan(micro_batches=micro_batches, indices=indices)
+        for k, micro_batch in enumerate(micro_batches):
+            set_layout(micro_batch, layouts[k])
+            if exporting[k]:
+                first = sequences.select(indices[k][:1])
+                set_export(micro_batch, exports[k] or idle_export(first.tokens, first.offsets))
+        chains = [cut.parts for cut in cuts if len(cut.parts) > 1]
+        exported = sum(export.num_rows for export in exports if export is not None)
+        return MicroBatchPlan(micro_batches, indices, chains, exported)
 
     return on_every_rank(finish, dp_group)
+
+
+def _lay_out(sequences: Sequences, cut: _Cut, mode: SharingMode, backward: bool) -> list[Layout]:
+    """Layouts of a cut's parts in the order in which they run."""
+    if len(cut.parts) == 1:
+        rows = sequences.select(cut.parts[0].sequences)
+        return [mode.lay_out(rows if cut.shared else unshared(rows))]
+    head = first_head(cut.parts, sequences.prompt_lengths)
+    layouts: list[Layout] = []
+    for part in cut.parts:
+        rows = sequences.select(part.sequences)
+        layouts.append(
+            build_carried_layout(
+                rows.tokens,
+                rows.offsets,
+                rows.prompt_lengths,
+                rows.classes,
+                num_chain=part.num_chain,
+                num_carried=part.num_carried,
+                keep=part.keep,
+                read_next=part.read_next,
+                first_head=head,
+                forward_only=not backward,
+            )
+        )
+    return layouts[::-1] if backward else layouts
 
 
 def unshared(sequences: Sequences) -> Sequences:
@@ -107,26 +179,44 @@ def unshared(sequences: Sequences) -> Sequences:
 
 
 def _cut(
-    sequences: Sequences, order: PrefixOrder, limits: MicroBatchLimits, min_dedup_ratio: float, at_least: int = 1
+    sequences: Sequences,
+    order: PrefixOrder,
+    limits: MicroBatchLimits,
+    min_dedup_ratio: float,
+    carry: CarryPolicy | None,
+    at_least: int = 1,
 ) -> list[_Cut]:
-    """``cut_micro_batches`` with a gate behind it; micro-batches with most rows first."""
-    lengths, place = np.diff(sequences.offsets), np.argsort(order.sequences)
+    """Chains, then micro-batches with most rows first, with a gate behind them."""
+    lengths = np.diff(sequences.offsets)
     cuts: list[_Cut] = []
     gated: list[int] = []
-    for members in cut_micro_batches(order, limits, at_least):
-        num_rows = _num_rows(order, np.sort(place[members]))
-        if lengths[members].sum() >= min_dedup_ratio * num_rows:
-            cuts.append(_Cut(members, num_rows, shared=True))
+    for parts in _chains(order, limits, carry, at_least):
+        members = [s for part in parts for s in part.sequences]
+        if lengths[members].sum() >= min_dedup_ratio * sum(part.num_rows for part in parts):
+            cuts.append(_Cut(parts))
         else:
             gated.extend(members)
     if gated:
         # All in one cut: each of them cut alone would leave many half empty.
         alone = unshared(sequences.select(gated))
         order_alone = build_prefix_order(alone.tokens, alone.offsets, alone.classes)
-        for part in cut_micro_batches(order_alone, limits, at_least=max(at_least - len(cuts), 1)):
+        wanted = max(at_least - sum(len(cut.parts) for cut in cuts), 1)
+        for part in cut_micro_batches(order_alone, limits, wanted):
             members = [gated[k] for k in part]
-            cuts.append(_Cut(members, int(lengths[members].sum()) - len(members), shared=False))
-    return sorted(cuts, key=lambda cut: -cut.num_rows)
+            rows = int(lengths[members].sum()) - len(members)
+            cuts.append(_Cut([Part(members, num_chain=0, chain=-1, num_rows=rows)], shared=False))
+    return sorted(cuts, key=lambda cut: (len(cut.parts) == 1, -cut.parts[0].num_rows))
+
+
+def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | None, at_least: int) -> list[list[Part]]:
+    if carry is not None:
+        costs = {"part_cost": carry.part_cost, **({"export_cost": 0.0} if carry.forward_only else {})}
+        return cut_with_chains(order, limits, carry.weights, at_least, **costs).chains
+    place = np.argsort(order.sequences)
+    return [
+        [Part(members, num_chain=0, chain=-1, num_rows=_num_rows(order, np.sort(place[members])))]
+        for members in cut_micro_batches(order, limits, at_least)
+    ]
 
 
 def _num_rows(order: PrefixOrder, places: IntArray) -> int:

@@ -138,6 +138,8 @@ class Verifier:
             raise MismatchError("; ".join(mismatches) + f". {self._remedy()}")
         logger.warning("%s. From here on nothing is shared (prefix_grouper.on_mismatch=rmpad)", "; ".join(mismatches))
         self.fallen_back = True
+        if not self._layout(micro_batch).stands_alone:
+            return loss, output  # other parts of the chain have read its rows, and owe it gradients
         self._unshare(micro_batch)
         del loss, output  # the graph of the forward that is thrown away
         return step(micro_batch, loss_function, forward_only)
@@ -181,8 +183,9 @@ class Verifier:
         return self.mode.lay_out(self.mode.read(micro_batch)) if layout is None else layout
 
     def _unshare(self, micro_batch: TensorDict) -> None:
-        """Make ``micro_batch`` run as plain rmpad."""
-        if self._layout(micro_batch).shares_rows:
+        """Make ``micro_batch`` run as plain rmpad; a chain that has begun goes on to its end."""
+        layout = self._layout(micro_batch)
+        if layout.shares_rows and layout.stands_alone:
             set_layout(micro_batch, self.mode.lay_out(unshared(self.mode.read(micro_batch))))
 
     def _describe(self, comparison: Comparison, rows: list[int], micro_batch: TensorDict, kind: str) -> str | None:

@@ -1,0 +1,59 @@
+"""Batches whose groups exceed a micro-batch, and engines that carry prefixes too short to be worth it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tests.support import group, make_engine
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.synthetic import Sample
+
+SYSTEM, TURN = list(range(5)), list(range(40, 52))
+
+
+def trie() -> list[Sample]:
+    """Three levels with labels on inner rows: a first turn, branches, branches of branches."""
+    rng = np.random.default_rng(3)
+    samples = []
+    for _ in range(3):
+        turn = rng.integers(97, size=9).tolist()
+        for _ in range(3):
+            second = rng.integers(97, size=6).tolist()
+            for _ in range(3):
+                tail = rng.integers(97, size=int(rng.integers(2, 7))).tolist()
+                samples.append(Sample([*SYSTEM, *range(60, 66)], [*TURN, *turn, *second, *tail]))
+    # A prompt that reaches into the others' response: rows that are a label here and prompt there.
+    samples.append(Sample([*SYSTEM, *range(60, 66), *TURN[:6]], [3, 1, 4]))
+    return [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
+
+
+ONE_GROUP = group(20, [6, 9, 5, 8, 7, 6, 9, 4], 1)
+NESTED = [
+    Sample(range(30), response)
+    for response in ([1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2], [7, 8], [7, 8], [7, 8], [7], [9, 1, 2, 3])
+]
+MIXED = [*group(6, [7, 1], 3), *ONE_GROUP, *group(9, [4, 4], 2), *trie(), *group(5, [3], 9)]
+TOOL_TOKENS = [replace(s, mask=[i % 3 > 0 for i in range(len(s.response))]) for s in trie()]
+
+CASES: dict[str, tuple[list[Sample], int]] = {
+    "one_group_of_8": (ONE_GROUP, 36),
+    "a_trie_of_three_levels": (trie(), 56),
+    "small_groups_beside_large_ones": (MIXED, 56),
+    "a_prompt_that_nearly_fills_the_budget": (group(33, [3, 4, 2, 4], 7), 38),
+    "equal_and_nested_responses": (NESTED, 36),
+    "tool_tokens": (TOOL_TOKENS, 60),
+}
+"""Samples, and the token budget of a micro-batch."""
+
+
+def carrying_engine(path: str, weights: CarryWeights = CarryWeights(), **options: Any) -> Any:  # noqa: B008
+    """``make_engine`` in packed mode, carrying whatever it can: the prefixes of tests are short."""
+    engine = make_engine(path, packed=True, **options)
+    carry_always(engine, weights)
+    return engine
+
+
+def carry_always(engine: Any, weights: CarryWeights = CarryWeights()) -> None:  # noqa: B008
+    policy = engine._carry_policy
+    engine._carry_policy = lambda forward_only: replace(policy(forward_only), part_cost=4.0, weights=weights)

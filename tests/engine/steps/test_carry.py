@@ -1,0 +1,158 @@
+"""Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying_engine
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    clone,
+    full_gradients,
+    make_engine,
+    response_values,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def engine(qwen3: str, process_group: None) -> Any:
+    return carrying_engine(qwen3)
+
+
+def batch_of(case: str) -> TensorDict:
+    samples, budget = CASES[case]
+    return make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
+
+
+def update_outputs(engine: Any, batch: TensorDict) -> Result:
+    """Outputs of the update itself, where the parts run in reverse order."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        data = clone(batch)
+        tu.assign_non_tensor(data, return_model_output=True)
+        output = engine.forward_backward_batch(data, actor_loss())
+        gradients = full_gradients(engine.module)
+    outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
+    return Result(outputs, gradients, sum(output["loss"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: str) -> None:
+    batch = batch_of(case)
+    expected = run_reference(qwen3, batch, actor_loss())
+    for forward_only in (True, False):
+        plan = plan_micro_batches(clone(batch), None, 1, engine.sharing, carry=engine._carry_policy(forward_only))
+        assert plan.chains, "the case is about chains"
+    assert_same(run_engine(engine, batch, actor_loss()), expected)
+    assert_same(update_outputs(engine, batch), expected)
+
+
+def test_carried_rows_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
+    engine = carrying_engine(qwen3, CarryWeights(1.0, 0.5))
+    batch = make_batch(MIXED, max_token_len_per_gpu=64)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: Any) -> None:
+    batch = make_batch(MIXED, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_two_updates_of_one_batch_give_the_same_bits(engine: Any) -> None:
+    first, second = (update_outputs(engine, batch_of("a_trie_of_three_levels")) for _ in range(2))
+    assert all(torch.equal(gradient, second.gradients[name]) for name, gradient in first.gradients.items())
+
+
+def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> None:
+    batch = batch_of("one_group_of_8")
+    rows = {}
+    for carry in ("auto", "never"):
+        of = engine if carry == "auto" else make_engine(qwen3, packed=True, engine={"carry": carry})
+        with of.train_mode():
+            of.optimizer_zero_grad()
+            metrics = of.forward_backward_batch(clone(batch), actor_loss())["metrics"]
+        (rows[carry],) = metrics["prefix_grouper/physical_tokens"]
+    assert rows["auto"] == 19 + sum(len(sample.response) for sample in ONE_GROUP)
+    assert rows["never"] > rows["auto"] + 19
+
+
+@pytest.mark.parametrize("owed", ["key_value_sums", "column_sums"])
+def test_a_gradient_that_is_not_handed_back_is_noticed_here(
+    qwen3: str, engine: Any, owed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without the sums the case above is far off."""
+    stack = "verl_pg_plugin.attention.carry_stack.CarryStack.pop"
+    from verl_pg_plugin.attention.carry_stack import CarryStack
+
+    pop = CarryStack.pop
+
+    def forgetful(self: CarryStack, keep: int) -> list:
+        blocks = pop(self, keep)
+        for block in blocks:
+            if owed == "column_sums" and block.column_sums is not None:
+                block.column_sums.zero_()
+            elif owed == "key_value_sums":
+                for pair in block.key_value_sums.values():
+                    for tensor in pair:
+                        tensor.zero_()
+        return blocks
+
+    monkeypatch.setattr(stack, forgetful)
+    batch = batch_of("a_trie_of_three_levels")
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_an_error_inside_a_chain_leaves_the_next_batch_clean(qwen3: str, engine: Any) -> None:
+    batch, loss, calls = batch_of("a_trie_of_three_levels"), actor_loss(), []
+
+    def failing(**kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError("inside the chain")
+        return loss(**kwargs)
+
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward_batch(clone(batch), failing)
+    assert engine.carrier is None
+    assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, loss))
+
+
+OPTIONS: dict[str, dict] = {
+    "attention is recomputed": {"engine": {"recompute_attention": True}},
+    "no checkpointing": {"model": {"enable_gradient_checkpointing": False}},
+    "static rows and the head in chunks": {"engine": {"static_rows": True, "logits_chunk_size": 5}},
+    "every micro-batch is reduced": {
+        "engine": {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
+    },
+    "every micro-batch is verified": {"engine": {"verify": "every_n", "verify_every": 1, "verify_rows": 3}},
+    "entropy is checkpointed": {"engine": {"entropy_checkpointing": True, "logits_chunk_size": 0}},
+    "fused kernels": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_carried_groups_stay_exact_with(qwen3: str, option: str) -> None:
+    batch = make_batch(MIXED, max_token_len_per_gpu=56)
+    engine = carrying_engine(qwen3, **OPTIONS[option])
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))

@@ -1,0 +1,87 @@
+"""Keys, values and head outputs of rows that one micro-batch computes and others read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class CarryBlock:
+    """Rows ``start .. stop`` of a chain's path. Legend: R rows, G key/value heads, D head dim, C head outputs.
+
+    Attributes:
+        key_values: by layer, (R, G, D) keys and values, rotary embedding applied.
+        key_value_sums: by layer, float32 sums of their gradients over the parts that have run; empty where nothing
+            has a gradient.
+        columns: (R, C) head outputs, float32 or wider, zero at rows that hand over none.
+        column_sums: (R, C) sums of their gradients.
+    """
+
+    start: int
+    stop: int
+    key_values: dict[int, KeyValue] = field(default_factory=dict)
+    key_value_sums: dict[int, KeyValue] = field(default_factory=dict)
+    columns: torch.Tensor | None = None
+    column_sums: torch.Tensor | None = None
+
+    def cut(self, start: int, stop: int) -> CarryBlock:
+        """Views of some of the rows; they keep the memory of all."""
+        rows = slice(start - self.start, stop - self.start)
+        return CarryBlock(
+            start,
+            stop,
+            {layer: (k[rows], v[rows]) for layer, (k, v) in self.key_values.items()},
+            {layer: (k[rows], v[rows]) for layer, (k, v) in self.key_value_sums.items()},
+            None if self.columns is None else self.columns[rows],
+            None if self.column_sums is None else self.column_sums[rows],
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        pairs = (*self.key_values.values(), *self.key_value_sums.values(), (self.columns, self.column_sums))
+        return sum(tensor.nbytes for pair in pairs for tensor in pair if tensor is not None)
+
+
+class CarryStack:
+    """The rows ``0 .. num_rows`` of one path in blocks, shallow first.
+
+    Attributes:
+        peak_bytes: most that the blocks ever took.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[CarryBlock] = []
+        self.peak_bytes = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.blocks[-1].stop if self.blocks else 0
+
+    def __iter__(self) -> Iterator[CarryBlock]:
+        return iter(self.blocks)
+
+    def push(self, block: CarryBlock) -> None:
+        """Put rows on top.
+
+        Raises:
+            RuntimeError: they do not continue the path, so some part read or left the wrong rows.
+        """
+        if block.start != self.num_rows:
+            raise RuntimeError(f"rows {block.start} .. {block.stop} do not continue {self.num_rows} carried rows")
+        self.blocks.append(block)
+        self.peak_bytes = max(self.peak_bytes, sum(block.num_bytes for block in self.blocks))
+
+    def pop(self, keep: int) -> list[CarryBlock]:
+        """Take off the rows from ``keep`` on, shallow first."""
+        popped: list[CarryBlock] = []
+        while self.num_rows > keep:
+            block = self.blocks.pop()
+            popped.append(block.cut(max(keep, block.start), block.stop))
+            if block.start < keep:
+                self.blocks.append(block.cut(block.start, keep))
+        return popped[::-1]

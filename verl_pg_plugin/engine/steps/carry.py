@@ -1,0 +1,106 @@
+"""Run the parts of chains as planned and hand rows from one to the next, see ``attention.carried_rows``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from verl_pg_plugin.attention.carried_rows import Carrying
+from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
+from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, set_layout
+from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.steps.verify import ForwardStep
+from verl_pg_plugin.layout import Layout
+from verl_pg_plugin.layout.carried import CarriedLayout
+
+
+class Carrier:
+    """Stands between an engine and its ``forward_step`` for one mini-batch.
+
+    Attributes:
+        module: the engine's, whose training mode an export leaves for a moment.
+        stack: rows that later micro-batches read.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.stack = CarryStack()
+        self._carrying: Carrying | None = None
+
+    def carrying(self, layout: Layout) -> Carrying | None:
+        """What the forward in hand carries; None if ``layout`` stands alone.
+
+        Raises:
+            RuntimeError: it is part of a chain and not the forward in hand: its keys are nowhere.
+        """
+        if layout.stands_alone:
+            return None
+        if self._carrying is None or self._carrying.layout is not layout:
+            raise RuntimeError("a part of a chain runs outside its mini-batch: the rows it carries are gone")
+        return self._carrying
+
+    def forward_step(
+        self,
+        export_step: ForwardStep,
+        step: ForwardStep,
+        micro_batch: TensorDict,
+        loss_function: Callable | None,
+        forward_only: bool,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """``step``, with an export before it where the plan asks for one.
+
+        Args:
+            export_step: computes rows that no sequence reads, so nothing must verify or count them.
+            step: computes the micro-batch.
+        """
+        layout = layout_of(micro_batch)
+        owed: list[CarryBlock] = []
+        if not layout.stands_alone and not forward_only and len(layout.handover):
+            owed = self.stack.pop(layout.handover_start)
+            for block in owed:
+                block.key_values.clear()  # their owner computes them again
+        if export := export_of(micro_batch):
+            self._export(export_step, micro_batch, export)
+        if layout.stands_alone:
+            return step(micro_batch, loss_function, forward_only)
+
+        leave = _empty_block(layout) if forward_only else None
+        self._carrying = Carrying(layout, read=list(self.stack), leave=leave, owed=owed)
+        result = step(micro_batch, loss_function, forward_only)
+        self._carrying = None
+        if leave is not None:
+            self.stack.pop(layout.handover_start)
+            if len(layout.handover):
+                self.stack.push(leave)
+        return result
+
+    def _export(self, step: ForwardStep, micro_batch: TensorDict, layout: CarriedLayout) -> None:
+        (samples,) = select_rows(micro_batch, [[0]])  # a chain's first sequence stands first
+        set_layout(samples, layout)
+        block = _empty_block(layout)
+        self._carrying = Carrying(layout, read=list(self.stack), leave=block, is_export=True)
+        with torch.no_grad(), _evaluating(self.module):
+            step(samples, None, True)
+        self._carrying = None
+        if len(layout.handover):
+            self.stack.push(block)
+
+
+def _empty_block(layout: CarriedLayout) -> CarryBlock:
+    return CarryBlock(layout.handover_start, layout.handover_start + len(layout.handover))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """verl's activation offload counts forwards in training mode, and dropout aside (refused) nothing else differs."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
