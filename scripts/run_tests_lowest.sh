@@ -20,5 +20,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$P
 .venv/bin/python -c "import transformers as t; assert t.__version__ == '$lowest', t.__file__"
 echo "tests on transformers $lowest" >&2
 .venv/bin/python -m pytest -m "not slow" \
-  tests/test_verl_contract.py tests/attention/test_models.py tests/models/test_forward.py \
+  tests/contract tests/attention/test_models.py tests/models/test_forward.py \
   tests/engine/test_exactness.py -k "not test_exactness or architectures or sliding_window or every_token" "$@"

@@ -11,7 +11,7 @@ import datasets
 import pytest
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .conftest import SCRIPTS
+from tests.cpu.conftest import SCRIPTS
 
 
 def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(
