@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from attention_cases import Outcome, Problem
 
+from benchmarks.attention_cases import Outcome, Problem
 from verl_pg_plugin.attention import PackedAttention, VarlenKernel, packed_attention, select_kernel
 from verl_pg_plugin.attention.kernels.selection import KERNEL_NAMES, kernel_obstacle
 

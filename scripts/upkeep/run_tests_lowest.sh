@@ -2,11 +2,11 @@
 # What depends most on transformers, under the lowest version that pyproject.toml allows: exactness of the engine in
 # every architecture, our model files, attention inside stock models, and the parts of transformers that we build on.
 #
-#   bash scripts/run_tests_lowest.sh [PYTEST_ARGS ...]
+#   bash scripts/upkeep/run_tests_lowest.sh [PYTEST_ARGS ...]
 #
 # The version is installed once, into .venv-lowest; everything else comes from .venv, which scripts/install.sh makes.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 lowest=$(sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 folder=$PWD/.venv-lowest
 if [ ! -d "$folder/transformers-$lowest.dist-info" ]; then
