@@ -20,8 +20,8 @@ def import_graph(package: Path) -> Graph:
     """For every module the modules it imports, those of other packages by their full dotted name.
 
     An import inside a function counts, one under ``if TYPE_CHECKING`` does not. Importing a package counts as importing
-    its ``__init__``; the parents that Python imports on the way to a module do not count. Modules that are imported by a
-    string (``importlib``) are not seen.
+    its ``__init__``; the parents that Python imports on the way to a module do not count. What is imported by a string
+    (``importlib``) is not seen.
     """
     files = module_files(package)
     graph = {}
