@@ -30,9 +30,10 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from actor_cases import PHASES, SHAPES, Case, Work, rows_of_rank
-from actor_engines import EnginePath, build_engine, shared_model
-from bench_common import environment, write_csv
+from benchmarks.actor_cases import PHASES, Case, Work, rows_of_rank
+from benchmarks.actor_engines import EnginePath, build_engine, shared_model
+from benchmarks.common import environment, write_csv
+from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict

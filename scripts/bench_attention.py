@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import Case, Problem, float32_outcome, relative_errors
-from attention_paths import BASELINE, PATHS, build_path, path_obstacle
-from bench_common import environment, write_csv
+from benchmarks.attention_cases import Case, Problem, float32_outcome, relative_errors
+from benchmarks.attention_paths import BASELINE, PATHS, build_path, path_obstacle
+from benchmarks.common import environment, write_csv
 from rich.console import Console
 from rich.table import Table
 

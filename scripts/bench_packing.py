@@ -1,4 +1,4 @@
-"""Packing against the plain loops it replaces, at the sizes of seed 000 and at tiny ones.
+"""Packing against the plain loops it replaces, at the sizes of a training batch and at tiny ones.
 
     python scripts/bench_packing.py                  # CPU
     python scripts/bench_packing.py --device cuda    # the segment sum on the GPU, and its kernel against the limits

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
+from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config
@@ -37,16 +38,7 @@ SIZES = {
         "num_key_value_heads": 4,
         "head_dim": 32,
     },
-    "4b": {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
+    "4b": SHAPES["qwen3-4b"],
 }
 
 

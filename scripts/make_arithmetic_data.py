@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from whole_directory import whole_directory
+from data.whole_directory import whole_directory
 
 DATA_SOURCE = "arithmetic"
 MAX_NUMBER = 4

@@ -17,10 +17,10 @@ import sys
 from pathlib import Path
 
 import torch
+from data.whole_directory import whole_directory
 from make_arithmetic_data import MAX_NUMBER, chat, problems
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from whole_directory import whole_directory
 
 PAD, UNKNOWN, START, END = "<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (

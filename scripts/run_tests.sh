@@ -27,4 +27,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # tests count there by their records alone, so that it is the same with a GPU, with --slow and without.
 if [ $# -eq 0 ]; then .venv/bin/python scripts/make_support_table.py --results outputs/tests.xml --check; fi
 
-if [ "$lowest" = yes ]; then bash scripts/run_tests_lowest.sh; fi
+if [ "$lowest" = yes ]; then bash scripts/upkeep/run_tests_lowest.sh; fi

@@ -1,4 +1,7 @@
-"""Every patch of other people's code, and nothing else.
+"""Every change to a function or class of other people's that stays or is theirs to call, and nothing else.
+
+Objects are changed where they are built: the head of one model (``engine/heads/lm_head.py``), the config of one engine
+(``engine/shared_prefix_engine.py``). Names are entered into verl's registries where they belong (``cpu/__init__.py``).
 
 Each function says what it changes, why, in which versions, and when it can go. A patch that no longer fits
 the code it was written for raises instead of half applying.

@@ -1,6 +1,6 @@
 """How a mini-batch is cut, and how the rows of a forward are laid out."""
 
-from tests.options.keys import ACTOR, FSDP
+from tests.options.keys import ACTOR, FSDP, STEPS
 from tests.options.option import Option, Place
 
 CUT, ROWS, HEAD, LAYERS, WEIGHTS = Place.CUT, Place.ROWS, Place.HEAD, Place.LAYERS, Place.WEIGHTS
@@ -46,7 +46,12 @@ BATCH_OPTIONS: tuple[Option, ...] = (
         frozenset({CUT, ROWS, HEAD, LAYERS}),
         engine={"verify": "every_n", "verify_every": 1},
         refuses=frozenset({"activation offload"}),
-        proofs=("tests/engine/test_verify.py",),
+        proofs=(
+            f"{STEPS}/test_verify.py",
+            f"{STEPS}/test_faults.py",
+            f"{STEPS}/test_fallback.py",
+            f"{STEPS}/test_token_comparison.py",
+        ),
         note="recomputes some rows alone and compares",
     ),
     Option(

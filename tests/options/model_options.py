@@ -63,7 +63,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
         "prefix_grouper.logits_chunk_size=4096",
         frozenset({HEAD}),
         engine={"logits_chunk_size": 3},
-        proofs=("tests/engine/test_chunked_head.py", f"{EXACTNESS}::test_tied_embeddings_get_one_gradient"),
+        proofs=("tests/engine/heads/test_chunked_head.py", f"{EXACTNESS}::test_tied_embeddings_get_one_gradient"),
     ),
     Option(
         "fused kernels, torch",

@@ -40,8 +40,8 @@ REJECTED_OPTIONS: tuple[Option, ...] = (
         proofs=(
             f"{ARCHITECTURES}[qwen2_vl",
             f"{ARCHITECTURES}[gemma3",
-            "tests/engine/test_bad_batches.py::test_multimodal_rows",
-            "tests/engine/test_bad_batches.py::test_error_names_the_cause[mrope",
+            "tests/engine/batch/test_bad_batches.py::test_multimodal_rows",
+            "tests/engine/batch/test_bad_batches.py::test_error_names_the_cause[mrope",
         ),
         note="text models only",
     ),

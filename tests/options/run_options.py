@@ -26,7 +26,7 @@ RUN_OPTIONS: tuple[Option, ...] = (
         "critic",
         "algorithm.adv_estimator=gae",
         proofs=(
-            "tests/engine/test_value_model.py",
+            "tests/engine/heads/test_value_model.py",
             f"{SUPPORT}/test_critic.py",
             "tests/test_end_to_end.py::test_ppo_script",
         ),

@@ -215,7 +215,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.attention_utils",
-        "attention/grouped_attention.py models/packed_inputs.py",
+        "attention/padded_groups.py models/packed_inputs.py",
         index_first_axis="(*args, **kwargs)",
         pad_input="(*args, **kwargs)",
         unpad_input="(*args, **kwargs)",

@@ -28,7 +28,7 @@ def pack_grpo_data(
 
     A sample runs from the first set position of its prompt mask to the last set position of its response mask.
     Samples whose prompt or response mask is empty are dropped; each of the two reasons is logged as one warning that
-    names the samples' indices (a sample for which both hold is named with the empty prompts). Semantics: seed 000.
+    names the samples' indices (a sample for which both hold is named with the empty prompts).
 
     Args:
         prompt_completion_ids: (bs, seq) integer token ids.

@@ -24,7 +24,7 @@ def pack_grouped_data(
 ) -> dict[str, np.ndarray]:
     """Pack one group of samples into one row of `seq_length` tokens.
 
-    Values equal those of both versions in seed 000; dtypes are those of its updated version.
+    Values equal those of `reference.pack_by_sample`.
 
     Args:
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),

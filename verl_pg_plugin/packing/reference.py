@@ -1,7 +1,7 @@
-"""The packing operations as plain loops, one row or one sample at a time: seed 000's "original version" semantics.
+"""The packing operations as plain loops, one row or one sample at a time.
 
 This is the specification: the tests compare against it and `scripts/bench_packing.py` measures against it. Its cost
-per sample (a pad, a Python list and a concatenation for each column) is the original's on purpose.
+per sample (a pad, a Python list and a concatenation for each column) is that of a usual packing loop, on purpose.
 """
 
 import logging

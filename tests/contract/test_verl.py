@@ -1,26 +1,24 @@
 """The parts of verl and transformers that we build on look as they did, and all of them are in the table."""
 
-import ast
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from importlib.metadata import requires
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import verl_pg_plugin
+from tests.contract.upstream_names import UPSTREAM, upstream_names
 from verl_pg_plugin.contract import transformers as transformers_contract
 from verl_pg_plugin.contract import verl as verl_contract
-from verl_pg_plugin.contract.table import EXISTS, Part, differences, signature_of
+from verl_pg_plugin.contract.table import EXISTS, Part
 from verl_pg_plugin.contract.verl import PARTS, changes
 
 PACKAGE = Path(verl_pg_plugin.__file__).parent
-UPSTREAM = ("verl", "transformers")
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 TABLE = {part.path: {user for other in PARTS if other.path == part.path for user in other.used_by} for part in PARTS}
 
@@ -39,64 +37,6 @@ def test_every_file_that_the_table_names_exists() -> None:
 
 
 # What the table must list: every name that is imported, and every method that is overridden
-
-
-def is_module(path: str) -> bool:
-    try:
-        return find_spec(path) is not None
-    except ModuleNotFoundError:  # its parent is no package
-        return False
-
-
-class UpstreamNames(ast.NodeVisitor):
-    """Dotted paths of verl and transformers that a file uses; a name counts in the function that imports it."""
-
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-        self.modules: dict[str, str] = {}
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outside, self.modules = self.modules, dict(self.modules)
-        self.generic_visit(node)
-        self.modules = outside
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            package = alias.name.partition(".")[0]
-            if package in UPSTREAM:
-                self.modules[alias.asname or package] = alias.name if alias.asname else package
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if (node.module or "").partition(".")[0] not in UPSTREAM or node.level:
-            return
-        for alias in node.names:
-            path = f"{node.module}.{alias.name}"
-            if is_module(path):
-                self.modules[alias.asname or alias.name] = path
-            else:
-                self.paths.add(path)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if module := self.module_named_by(node.value):
-            path = f"{module}.{node.attr}"
-            if not is_module(path):
-                self.paths.add(path)
-        self.generic_visit(node)
-
-    def module_named_by(self, node: ast.expr) -> str | None:
-        """Dotted path of an upstream module that is written as a name or as attributes of one."""
-        if isinstance(node, ast.Name):
-            return self.modules.get(node.id)
-        if isinstance(node, ast.Attribute) and (parent := self.module_named_by(node.value)):
-            path = f"{parent}.{node.attr}"
-            return path if is_module(path) else None
-        return None
-
-
-def upstream_names(source: str) -> set[str]:
-    visitor = UpstreamNames()
-    visitor.visit(ast.parse(source))
-    return visitor.paths
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -201,52 +141,6 @@ def test_a_patched_or_overridden_part_that_disappears_is_reported(path: str, mon
     (message,) = {message for message in changes() if message.startswith(f"{path} ")}
     assert f"{path} is gone from verl " in message
     assert listed(path).used_by[0] in message
-
-
-# Signatures
-
-
-def test_a_changed_signature_is_reported_readably(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.utils import ulysses
-
-    def gather_heads_scatter_seq(x, head_dim, seq_dim, group=None, *, overlap=True):
-        return x
-
-    monkeypatch.setattr(ulysses, "gather_heads_scatter_seq", gather_heads_scatter_seq)
-    (message,) = changes()
-    assert message.startswith(
-        "verl.utils.ulysses.gather_heads_scatter_seq takes (x, head_dim, seq_dim, group=None, *, overlap=True) "
-        "instead of (x, head_dim, seq_dim, group=None) in verl "
-    )
-    assert message.endswith(
-        "we know verl 0.9.1; needed by attention/ulysses.py, engine/batch/row_shard.py, models/packed_inputs.py"
-    )
-
-
-def test_a_config_may_gain_fields_and_may_not_lose_one_that_we_read() -> None:
-    part = Part("verl.workers.config.FSDPEngineConfig", "(strategy, pad_to_length, ...)", ("engine/x.py",), "0.9.1")
-    assert differences([part]) == []
-    gone = Part("verl.workers.config.FSDPEngineConfig", "(strategy, no_such_field, ...)", ("engine/x.py",), "0.9.1")
-    (message,) = differences([gone])
-    assert "FSDPEngineConfig no longer takes no_such_field in verl" in message
-
-
-def test_a_module_that_moved_is_reported() -> None:
-    (message,) = differences([Part("verl.utils.no_such_module.function", "()", ("engine/x.py",), "0.9.1")])
-    assert message.startswith("verl.utils.no_such_module.function is gone from verl ")
-    assert message.endswith("needed by engine/x.py")
-
-
-def test_a_part_that_needs_a_missing_package_is_not_looked_at() -> None:
-    assert differences([Part("verl.no_such_name", "()", ("engine/x.py",), "0.9.1", needs="no_such_package")]) == []
-
-
-def test_signatures_are_written_without_annotations() -> None:
-    def function(a: int, *rest: str, b: float = 0.5, **options: object) -> None:
-        """Annotated."""
-
-    assert signature_of(function) == "(a, *rest, b=0.5, **options)"
-    assert signature_of({}) == EXISTS
 
 
 def test_the_tables_name_the_versions_that_the_tests_run_on() -> None:

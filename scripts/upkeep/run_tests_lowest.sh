@@ -2,11 +2,11 @@
 # What depends most on transformers, under the lowest version that pyproject.toml allows: exactness of the engine in
 # every architecture, our model files, attention inside stock models, and the parts of transformers that we build on.
 #
-#   bash scripts/run_tests_lowest.sh [PYTEST_ARGS ...]
+#   bash scripts/upkeep/run_tests_lowest.sh [PYTEST_ARGS ...]
 #
 # The version is installed once, into .venv-lowest; everything else comes from .venv, which scripts/install.sh makes.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 lowest=$(sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 folder=$PWD/.venv-lowest
 if [ ! -d "$folder/transformers-$lowest.dist-info" ]; then
@@ -20,5 +20,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$P
 .venv/bin/python -c "import transformers as t; assert t.__version__ == '$lowest', t.__file__"
 echo "tests on transformers $lowest" >&2
 .venv/bin/python -m pytest -m "not slow" \
-  tests/test_verl_contract.py tests/attention/test_models.py tests/models/test_forward.py \
+  tests/contract tests/attention/test_models.py tests/models/test_forward.py \
   tests/engine/test_exactness.py -k "not test_exactness or architectures or sliding_window or every_token" "$@"

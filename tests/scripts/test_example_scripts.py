@@ -11,7 +11,7 @@ import datasets
 import pytest
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .conftest import SCRIPTS
+from tests.cpu.conftest import SCRIPTS
 
 
 def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(
@@ -69,7 +69,7 @@ def test_test_questions_are_not_trained_on(data: tuple[Path, Path]) -> None:
     [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)],
 )
 def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str, score: float) -> None:
-    from arithmetic_reward import compute_score
+    from data.arithmetic_reward import compute_score
 
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
 
@@ -84,7 +84,7 @@ def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
-    from whole_directory import whole_directory
+    from data.whole_directory import whole_directory
 
     def fail_half_way() -> None:
         with whole_directory(tmp_path / "new") as scratch:
@@ -97,7 +97,7 @@ def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
 
 
 def test_two_runs_that_make_one_directory_at_once_both_succeed(tmp_path: Path) -> None:
-    from whole_directory import whole_directory
+    from data.whole_directory import whole_directory
 
     with whole_directory(tmp_path / "new") as first, whole_directory(tmp_path / "new") as second:
         (first / "file").write_text("first")

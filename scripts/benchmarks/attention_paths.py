@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from attention_cases import Outcome, Problem
 
+from benchmarks.attention_cases import Outcome, Problem
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
 from verl_pg_plugin.attention.kernels.specs import KERNELS
 from verl_pg_plugin.attention.packed_rows import PackedRows

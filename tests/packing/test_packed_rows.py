@@ -14,7 +14,7 @@ EOS = 7
 
 
 def make_sample(rng: np.random.Generator, seq: int, first: int, last: int) -> dict[str, Any]:
-    """One sample of the seed's form; ids and masks outside `first..last` hold values that must not be copied."""
+    """One sample as `pack_grouped_data` takes it; ids and masks outside `first..last` hold values that must not be copied."""
     return {
         "prompt_completion_ids": rng.integers(0, 150_000, seq),
         "prompt_mask": np.ones(seq, dtype=np.int64),
@@ -80,7 +80,7 @@ def test_one_row_written_out_by_hand() -> None:
     assert row["sample_valid_length"].tolist() == [2, 1, 1, 1]
 
 
-def test_dtypes_are_those_of_the_updated_version() -> None:
+def test_dtypes_are_those_that_callers_were_told() -> None:
     sample = make_sample(np.random.default_rng(0), 6, 1, 4)
     sample["prompt_completion_ids"] = sample["prompt_completion_ids"].astype(np.int32)
     sample["response_mask"] = sample["response_mask"].astype(bool)

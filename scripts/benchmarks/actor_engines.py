@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from actor_cases import SHAPES
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_name, get_torch_device
@@ -16,6 +15,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from benchmarks.shapes import SHAPES
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 
 

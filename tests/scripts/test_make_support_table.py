@@ -18,7 +18,7 @@ RULE = "test_rule_stops_the_run_in_its_modes_and_only_there[distillation-packed-
 
 FILES = {
     "config/test_rules": "def test_rule_stops_the_run_in_its_modes_and_only_there():\n    pass\n",
-    "engine/test_verify": """\
+    "engine/steps/test_verify": """\
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu():
@@ -177,7 +177,7 @@ def test_check_fails_on_a_stale_table_with_the_command_that_renews_it(
 
 
 def test_gpu_and_slow_tests_count_by_their_records_alone(run: Callable, junit: Callable, tmp_path: Path) -> None:
-    quick = [case(MATRIX, "test_case[LoRA]", "LoRA"), case("tests.engine.test_verify", "test_without")]
+    quick = [case(MATRIX, "test_case[LoRA]", "LoRA"), case("tests.engine.steps.test_verify", "test_without")]
     others = [
         case(MATRIX, "test_slow[LoRA]", "LoRA"),
         case(MATRIX, "test_case[compiled layers + LoRA]", "compiled layers", "LoRA"),  # slow by its parameter
@@ -185,7 +185,7 @@ def test_gpu_and_slow_tests_count_by_their_records_alone(run: Callable, junit: C
         case(GPU, "test_one[LoRA]", "LoRA"),
         case(GPU, "test_two[LoRA]", "LoRA"),
         case(TWO_GPUS, "test_two[LoRA]", "LoRA"),
-        case("tests.engine.test_verify", "test_on_a_gpu[None]"),
+        case("tests.engine.steps.test_verify", "test_on_a_gpu[None]"),
     ]
     here, everywhere = junit("tests.xml", *quick), junit("all.xml", *quick, *others)
     assert run("--results", here) == Done(0, "")

@@ -1,0 +1,46 @@
+"""The doctor reads overrides as the trainer does."""
+
+import pytest
+
+from tests.cli.doctor.support import ACTOR, CPU_ONLY
+from verl_pg_plugin.cli.command import CommandError
+from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
+
+pytestmark = CPU_ONLY
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ACTOR}.strategy=[", "strategy=["),
+        (f"{ACTOR}.clip_ratio=${{no.such.key}}", "no.such.key"),
+        ("model_engine=no_such_engine", "no_such_engine"),
+    ],
+    ids=["parse", "interpolation", "group"],
+)
+def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        compose_config([override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_modes_and_kernel_follow_the_overrides(packed: list[str]) -> None:
+    section = settings(compose_config(packed))
+    rows = {row[0]: row[1] for row in section.rows}
+    assert section.problems == ()
+    assert rows["mode"].startswith("packed (")
+    assert rows["attention kernel"].startswith("sdpa (")
+    stock = settings(compose_config([*packed, f"{ACTOR}.use_prefix_grouper=False"]))
+    rows = {row[0]: row[1] for row in stock.rows}
+    assert rows["mode"].startswith("rmpad (")
+    assert "attention kernel" not in rows
+
+
+def test_what_verl_itself_rejects_is_a_problem(packed: list[str]) -> None:
+    (problem,) = settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).problems
+    assert problem.what.startswith("verl rejects it:")
+    assert "no-such-mode" in problem.what
+    rows = dict(settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).rows)
+    assert rows["verl's own checks"] == "reject it"
+    assert dict(settings(compose_config(packed)).rows)["verl's own checks"] == "passed"
