@@ -62,7 +62,7 @@ def test_two_workers_with_asynchronous_rollouts_keep_groups_whole(tmp_path: Path
 
 def test_padded_prefix_grouper_script_trains_through_upstreams_library(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, script="run_qwen3_prefix_grouper.sh")
-    assert summary["mode"] == Mode.PREFIX_GROUPER.value
+    assert summary["mode"] == Mode.PADDED_GROUPS.value
     assert all(step["actor/prefix_grouper/dedup_ratio"] > 4 for step in steps)
 
 

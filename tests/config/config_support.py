@@ -25,7 +25,7 @@ TINY = {
 FLAGS = {
     Mode.PADDED: (False, False),
     Mode.RMPAD: (False, True),
-    Mode.PREFIX_GROUPER: (True, False),
+    Mode.PADDED_GROUPS: (True, False),
     Mode.PACKED: (True, True),
 }
 

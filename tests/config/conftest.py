@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
 
 import pytest
-from config_support import FLAGS, compose_config, save_checkpoint
+from config_support import FLAGS, TINY, compose_config, save_checkpoint
 from omegaconf import DictConfig, OmegaConf
+from transformers import Gemma2Config
 
 from verl_pg_plugin.config import Mode
 
@@ -20,6 +22,25 @@ from verl_pg_plugin.config import Mode
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint that can share prefixes, but caps its logits behind the head."""
+    return str(save_checkpoint(tmp_path_factory.mktemp("gemma2"), Gemma2Config(**TINY)))
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Takes upstream's library away for the rest of the test."""
+    find_spec = importlib.util.find_spec
+
+    def take() -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
+        )
+
+    return take
 
 
 @pytest.fixture(scope="session")

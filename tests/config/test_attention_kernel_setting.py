@@ -7,9 +7,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from verl_pg_plugin.attention.kernels import specs
-from verl_pg_plugin.attention.kernels.specs import attention_kernel_violation
+from verl_pg_plugin.config.attention_kernels import kernel_obstacle
 from verl_pg_plugin.config.validate import validate
-from verl_pg_plugin.config.violation import Setting
 
 KEY = "prefix_grouper.attention_kernel"
 
@@ -42,7 +41,7 @@ def installed(monkeypatch):
 )
 def test_kernels_that_can_run(kernel, device_name, packages, installed):
     installed |= packages
-    assert attention_kernel_violation(Setting(KEY, kernel), device_name) is None
+    assert kernel_obstacle(kernel, device_name) is None
 
 
 @pytest.mark.parametrize(
@@ -55,15 +54,15 @@ def test_kernels_that_can_run(kernel, device_name, packages, installed):
 def test_a_missing_kernel_on_a_gpu_names_the_command_that_installs_it(kernel, other, command, installed):
     """Both packages bring a module flash_attn: one of them is no proof of the other."""
     installed.add(other)
-    violation = attention_kernel_violation(Setting(KEY, kernel), "cuda")
-    assert command in violation.fix
-    assert f"{KEY}=auto" in violation.fix
+    _, fix = kernel_obstacle(kernel, "cuda")
+    assert command in fix
+    assert f"{KEY}=auto" in fix
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4", "flash_attn_2", "torch_varlen"])
 def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_setting_that_works(kernel):
-    violation = attention_kernel_violation(Setting(KEY, kernel), "cpu")
-    assert violation.fix == f"{KEY}=auto"
+    _, fix = kernel_obstacle(kernel, "cpu")
+    assert fix == f"{KEY}=auto"
 
 
 def test_unknown_kernel_lists_the_choices(make_config):

@@ -30,9 +30,15 @@ def violations_of(make_config):
     return run
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "Mistral", "Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "Mistral", "Gemma3Text", "Qwen3Moe"])
 def test_decoders_that_use_the_attention_interface_are_accepted(violations_of, tmp_path, name):
     assert violations_of(save_checkpoint(tmp_path, getattr(transformers, f"{name}Config")(**TINY))) == []
+
+
+def test_capped_scores_are_refused_where_no_kernel_caps_them(violations_of, tmp_path):
+    (violation,) = violations_of(save_checkpoint(tmp_path, transformers.Gemma2Config(**TINY)))
+    assert violation.rule == "attention_kernel_model"
+    assert "sdpa does not cap scores" in violation.why
 
 
 def test_sliding_window_is_accepted(violations_of, tmp_path):

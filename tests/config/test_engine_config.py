@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 from config_support import FLAGS, compose_config
+from engine_door import engine_configs
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.config import FSDPEngineConfig
 
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
+from verl_pg_plugin.config.facts import Role
 from verl_pg_plugin.config.validate import validate
 
 ACTOR = "actor_rollout_ref.actor"
@@ -21,15 +23,7 @@ TARGET = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 def engine_config_of(config: DictConfig, role: str) -> FSDPEngineConfig:
     """Engine config as verl's ActorRolloutRefWorker builds it."""
-    role_config = OmegaConf.create(OmegaConf.to_container(config, resolve=True)).actor_rollout_ref[role]
-    if role == "ref":
-        role_config.ppo_micro_batch_size_per_gpu = role_config.pop("log_prob_micro_batch_size_per_gpu")
-        role_config.ppo_micro_batch_size = role_config.pop("log_prob_micro_batch_size")
-        role_config.use_dynamic_bsz = role_config.pop("log_prob_use_dynamic_bsz")
-        role_config.ppo_max_token_len_per_gpu = role_config.pop("log_prob_max_token_len_per_gpu")
-    actor_config = omega_conf_to_dataclass(role_config, dataclass_type=None)
-    assert isinstance(actor_config, FSDPActorConfig)
-    return actor_config.engine
+    return engine_configs(config, Role[role.upper()])[0]
 
 
 def compose_stock(*overrides: str) -> DictConfig:
@@ -120,30 +114,19 @@ def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_o
     assert f"++{ACTOR}.fsdp_config._target_={TARGET}" in found["engine_config_target"].fix
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"attention_kernel": "flash"}, "auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa"),
-        ({"verify": "always"}, "prefix_grouper.verify='always' is unknown; choose one of off, first, every_n"),
-        ({"on_mismatch": "ignore"}, "choose one of raise, rmpad"),
-        ({"logits_chunk_size": -1}, "prefix_grouper.logits_chunk_size=-1 is below 0"),
-        ({"min_dedup_ratio": 0.5}, "prefix_grouper.min_dedup_ratio=0.5 is below 1"),
-        ({"verify_every": 0}, "is below 1"),
-        ({"verify_rows": 0}, "is below 1"),
-        ({"verify_tolerance": 0.0}, "set it above 0, or to null"),
-        ({"static_rows": True, "on_mismatch": "rmpad"}, "set prefix_grouper.on_mismatch=raise"),
-    ],
-    ids=str,
-)
-def test_a_value_out_of_range_is_named_with_its_choices(option, message):
-    with pytest.raises(ValueError, match=message):
-        PrefixGrouperOptions(**option)
-
-
 def test_flags_cannot_change_after_construction():
     config = PrefixGrouperEngineConfig(use_prefix_grouper=True)
     with pytest.raises(AttributeError):
         config.use_prefix_grouper = False
+    with pytest.raises(AttributeError):
+        config.prefix_grouper.static_rows = True
+
+
+def test_options_are_a_dataclass_for_verl_too():
+    options = omega_conf_to_dataclass(OmegaConf.create({"static_rows": True}), PrefixGrouperOptions)
+    assert options == PrefixGrouperOptions(static_rows=True)
+    section = {"_target_": "verl_pg_plugin.config.PrefixGrouperOptions", "verify_rows": 3}
+    assert omega_conf_to_dataclass(OmegaConf.create(section)) == PrefixGrouperOptions(verify_rows=3)
 
 
 def test_a_stock_engine_in_our_place_is_noticed(monkeypatch):

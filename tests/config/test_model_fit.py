@@ -54,6 +54,6 @@ def test_the_critic_has_a_size_of_its_own(violations_of):
 
 def test_fused_kernels_need_a_head_that_comes_last(violations_of):
     assert violations_of(transformers.Qwen3Config(**TINY), **{FUSED: True}) == []
-    (violation,) = violations_of(transformers.Gemma2Config(**TINY), **{FUSED: True})
+    (violation,) = violations_of(transformers.Gemma3TextConfig(**TINY), **{FUSED: True})
     assert violation.rule == "fused_kernels_model"
     assert violation.fix == f"{FUSED}=False"

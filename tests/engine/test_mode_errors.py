@@ -36,24 +36,25 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
 @pytest.mark.parametrize(
     ("engine", "model", "message"),
     [
-        ({}, PADDED, r"padded prefix_grouper mode needs use_dynamic_bsz=False.*use_remove_padding=True"),
-        (FIXED, {**PADDED, "use_fused_kernels": True}, "use_fused_kernels=False"),
+        ({}, PADDED, r"actor.use_dynamic_bsz=True: dynamic micro-batches.*actor.use_dynamic_bsz=False"),
+        (FIXED, {**PADDED, "use_fused_kernels": True}, "actor_rollout_ref.model.use_fused_kernels=False"),
         ({**FIXED, "pad_to_length": True}, PADDED, "pad_to_length=False"),
-        ({**FIXED, "static_rows": True}, PADDED, "static_rows=False"),
+        ({**FIXED, "static_rows": True}, PADDED, "prefix_grouper.static_rows=False"),
         ({**FIXED, "compile_layers": True}, PADDED, "compile_layers=False"),
         ({**FIXED, "min_dedup_ratio": 2.0}, PADDED, "min_dedup_ratio=1"),
-        ({**FIXED, "static_rows": True}, {}, "static_rows=True needs use_dynamic_bsz=True"),
+        ({**FIXED, "static_rows": True}, {}, "static_rows=True pads to the token budget.*use_dynamic_bsz=True"),
+        ({"static_rows": True, "on_mismatch": "rmpad"}, {}, "prefix_grouper.on_mismatch=raise"),
         (
             {"strategy": "fsdp", "compile_layers": True},
             {},
-            "compile_layers=True compiles nothing.*use_orig_params=True",
+            "compile_layers=True would do nothing.*use_orig_params=True",
         ),
         ({}, {"use_fused_kernels": True}, r"impl_backend=None is unknown.*impl_backend=torch"),
         ({}, FUSED_BY_TRITON, r"impl_backend=triton needs a GPU.*impl_backend=torch"),
         (
             FIXED,
             {**PADDED, "override_config": {"attn_implementation": "eager"}},
-            r"attn_implementation=eager would be ignored.*attn_implementation=sdpa",
+            r"attn_implementation=eager: .* would be ignored.*attn_implementation=sdpa",
         ),
     ],
 )
@@ -78,7 +79,7 @@ def test_sequence_parallelism_needs_packed_rows(qwen3: str) -> None:
 def test_missing_prefix_grouper_library_names_the_install_command(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name))
-    with pytest.raises(RuntimeError, match="pip install prefix_grouper"):
+    with pytest.raises(ValueError, match="pip install prefix_grouper"):
         make_engine(qwen3, packed=True, engine=FIXED, model=PADDED)
 
 

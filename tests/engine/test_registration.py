@@ -52,6 +52,27 @@ def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line
     assert sum(line.startswith("verl_pg_plugin ") for line in result.stderr.splitlines()) == 1
 
 
+BUILT = """
+    from verl.workers.engine import EngineRegistry
+    print(EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "environment"),
+    [
+        # Then verl's entry point finds the package loaded and runs nothing.
+        ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')", {}),
+        ("import verl_pg_plugin", {"VERL_USE_EXTERNAL_PLUGINS": "none"}),
+        ("", {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
+    ],
+    ids=["before-verl", "before-verl-without-plugins", "external-module"],
+)
+def test_engines_are_registered_whoever_imports_the_package_first(first: str, environment: dict[str, str]) -> None:
+    result = python(first + textwrap.dedent(BUILT), VERL_PLATFORM="cpu", **environment)
+    assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead"], result.stderr
+
+
 def test_on_cuda_ours_wins_and_the_stock_entry_is_untouched() -> None:
     entries = EngineRegistry._engines["language_model"]["fsdp2"]
     assert entries["cuda", "nvidia"] is PrefixGrouperFSDPEngineWithLMHead

@@ -1,10 +1,24 @@
-"""Configuration of the plugin: engine config, modes, validators and Hydra files.
+"""Configuration of the plugin: options, modes, engine config, validators and Hydra files.
 
-The validators are imported from :mod:`verl_pg_plugin.config.validate`: they load transformers, which the
-engine config, imported in every worker, need not wait for.
+The import loads neither verl nor torch. The engine config, a subclass of one of verl's, is loaded on first use; the
+validators are imported from :mod:`verl_pg_plugin.config.validate`.
 """
 
-from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from verl_pg_plugin.config.mode import Mode, mode_of
+from verl_pg_plugin.config.options import PrefixGrouperOptions
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
 
 __all__ = ["Mode", "PrefixGrouperEngineConfig", "PrefixGrouperOptions", "mode_of"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PrefixGrouperEngineConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.engine_config").PrefixGrouperEngineConfig

@@ -8,16 +8,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig
-from verl.trainer.ppo.utils import need_critic
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import update_model_config
 
 from verl_pg_plugin.architectures.checks import unsupported_reasons
-from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, mode_of
-from verl_pg_plugin.config.model_fit import CRITIC_MODEL, unfit_options
+from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.mode import mode_of
+from verl_pg_plugin.config.model_rules import MODEL_RULES
+from verl_pg_plugin.config.rule import violations
 from verl_pg_plugin.config.violation import Setting, Violation
 
-MODEL = "actor_rollout_ref.model"
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -29,6 +31,12 @@ VOCABULARY_FILES = (
     "*.tiktoken",
     "tokenization_*.py",
 )
+
+
+def roles_of(config: DictConfig) -> list[Role]:
+    """Whose engines the run will have."""
+    present = {Role.REF: need_reference_policy(config), Role.CRITIC: need_critic(config)}
+    return [role for role in Role if present.get(role, True)]
 
 
 def checkpoint_violations(config: DictConfig) -> list[Violation]:
@@ -104,7 +112,8 @@ def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Viola
         fix = reason.fix.replace(MODEL, section) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
         yield _violation("architecture", key, folder, reason.why, fix)
     if not reasons:
-        yield from unfit_options(config, section, hf_config)
+        engines = [Facts.from_hydra(config, role, hf_config) for role in roles_of(config) if role.model == section]
+        yield from violations(MODEL_RULES, engines)
 
 
 def model_overrides(config: DictConfig, section: str) -> dict[str, Any]:

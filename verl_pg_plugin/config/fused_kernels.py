@@ -7,17 +7,23 @@ import importlib.util
 BACKEND = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 
 
-def fused_backend_obstacle(backend: str | None, device_name: str) -> str:
-    """Why a back end cannot run here and what would change that; empty if nothing is in the way.
+def fused_backend_problem(backend: str | None, device_name: str) -> str | None:
+    """Why a back end cannot run here, None if nothing is in the way.
 
     Args:
         backend: verl's ``model.fused_kernel_options.impl_backend``.
         device_name: device type as verl names it, such as "cuda" or "cpu".
     """
     if backend not in ("torch", "triton", "liger"):
-        return f"is unknown; set {BACKEND}=torch, triton or liger"
+        return "is unknown; the back ends are torch, triton and liger"
     if backend != "torch" and device_name != "cuda":
-        return f"needs a GPU; set {BACKEND}=torch"
+        return f"needs a GPU, this machine's device is {device_name!r}"
     if backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        return f"needs Liger, and verl would take torch instead: pip install liger-kernel, or set {BACKEND}=torch"
-    return ""
+        return "needs the package liger-kernel, which is not installed, and verl would take torch instead"
+    return None
+
+
+def fused_backend_obstacle(backend: str | None, device_name: str) -> str:
+    """The same with what would change it; empty if nothing is in the way."""
+    problem = fused_backend_problem(backend, device_name)
+    return f"{problem}; set {BACKEND}=torch" if problem else ""

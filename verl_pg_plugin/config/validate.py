@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
-from verl.utils.device import get_device_name
+from collections.abc import Iterator
 
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL
-from verl_pg_plugin.config.attention_kernel import attention_kernel_violation
-from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
-from verl_pg_plugin.config.mode import mode_of
+from omegaconf import DictConfig, OmegaConf
+
+from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations, roles_of
+from verl_pg_plugin.config.facts import Facts
+from verl_pg_plugin.config.keys import OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.options import not_boolean, option_violations
+from verl_pg_plugin.config.rule import violations
 from verl_pg_plugin.config.rules import RULES
 from verl_pg_plugin.config.violation import ConfigError, Setting, Violation
 
@@ -24,12 +26,8 @@ def validate(config: DictConfig) -> list[Violation]:
     Raises:
         omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
-    mode = mode_of(config)
-    found = [rule.violation(config, mode) for rule in RULES]
-    if mode.shares_prefixes:
-        kernel = Setting(ATTENTION_KERNEL, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"))
-        found.append(attention_kernel_violation(kernel, get_device_name()))
-    return [violation for violation in found if violation is not None] + checkpoint_violations(config)
+    engines = [Facts.from_hydra(config, role) for role in roles_of(config)]
+    return [*_values(config), *violations(RULES, engines), *checkpoint_violations(config)]
 
 
 def check(config: DictConfig) -> None:
@@ -41,3 +39,15 @@ def check(config: DictConfig) -> None:
     violations = validate(config)
     if violations:
         raise ConfigError(violations)
+
+
+def _values(config: DictConfig) -> Iterator[Violation]:
+    """The two flags and the options that are not what they seem: Hydra reads ``no`` as a word, and a word is true."""
+    for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING):
+        flag = OmegaConf.select(config, key)
+        if flag is not None and (objection := not_boolean(flag)):
+            why, value = objection
+            yield Violation("flag_value", (Setting(key, flag),), why, f"{key}={value}")
+    section = OmegaConf.select(config, OPTIONS)
+    if isinstance(section, DictConfig):
+        yield from option_violations({str(name): OmegaConf.select(section, str(name)) for name in section})

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One config entry as the user would write it on the command line."""
+    """One config entry as the user would write it on the command line.
+
+    Attributes:
+        follows: the interpolation that the value was taken from, empty for a value of its own.
+    """
 
     key: str
     value: Any
+    follows: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}"

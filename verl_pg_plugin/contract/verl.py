@@ -77,19 +77,18 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.workers.engine.base",
-        "engine/registration.py cli/doctor/fresh_process.py",
+        "config/in_force.py engine/registration.py cli/doctor/fresh_process.py",
         BaseEngine=EXISTS,
         EngineRegistry=EXISTS,
     ),
     *_parts(
         "verl.workers.engine.base.EngineRegistry",
-        "engine/registration.py",
+        "config/in_force.py engine/registration.py",
         _engines=EXISTS,
         register="(model_type, backend, device='cuda', vendor=None)",
         get_engine_cls="(model_type, backend)",
     ),
     # Configs: the fields that are read.
-    *_parts("verl.base_config", "config/engine_config.py", BaseConfig=EXISTS),
     *_parts(
         "verl.workers.config",
         "config/engine_config.py engine/requirements.py",
@@ -123,7 +122,7 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(
         "verl.trainer.ppo.utils",
-        "config/checkpoint_checks.py config/rule.py cli/doctor/overrides.py cli/doctor/sharing.py main_ppo.py",
+        "config/checkpoint_checks.py cli/doctor/overrides.py cli/doctor/sharing.py main_ppo.py",
         need_critic="(config)",
         need_reference_policy="(config)",
     ),
@@ -157,7 +156,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.device",
-        "config/rules.py config/validate.py cli/doctor/fresh_process.py cli/doctor/overrides.py engine/fsdp_engine.py "
+        "config/facts.py cli/doctor/fresh_process.py cli/doctor/overrides.py engine/fsdp_engine.py "
         "engine/heads/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",

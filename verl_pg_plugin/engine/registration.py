@@ -1,4 +1,4 @@
-"""Put our engines in front of verl's FSDP engines, and notice when they are not.
+"""Put our engines in front of verl's FSDP engines; ``config.in_force`` notices when they are not.
 
 verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") win over the stock ones
 without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry).
@@ -6,9 +6,11 @@ without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/e
 
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 
+from verl_pg_plugin.config.in_force import assert_in_force
+from verl_pg_plugin.config.keys import FSDP_STRATEGIES
 from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead, PrefixGrouperFSDPEngineWithValueHead
 
-STRATEGIES = ("fsdp", "fsdp2")
+__all__ = ["assert_in_force", "register_engines"]
 
 _ENGINES: dict[str, type[BaseEngine]] = {
     "language_model": PrefixGrouperFSDPEngineWithLMHead,
@@ -23,7 +25,7 @@ def register_engines() -> None:
         RuntimeError: another plugin holds one of the keys.
     """
     for model_type, engine_cls in _ENGINES.items():
-        for strategy in STRATEGIES:
+        for strategy in FSDP_STRATEGIES:
             for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
                 key = (device, vendor) if vendor else device
                 holder = EngineRegistry._engines.get(model_type, {}).get(strategy, {}).get(key)
@@ -36,19 +38,3 @@ def register_engines() -> None:
                         "exclude it with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
                     )
                 EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(engine_cls)
-
-
-def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
-    """Check that verl would build our engine on this machine.
-
-    Raises:
-        RuntimeError: verl would build another engine, so asking for prefix sharing would do nothing.
-    """
-    register_engines()  # the import of the package only logged why it could not
-    engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
-    if not issubclass(engine_cls, _ENGINES[model_type]):
-        raise RuntimeError(
-            f"actor.use_prefix_grouper=True, but verl would build {engine_cls.__module__}.{engine_cls.__qualname__} "
-            f"for strategy {strategy} and silently share nothing; unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, "
-            "and check that VERL_USE_EXTERNAL_PLUGINS does not exclude verl_pg_plugin"
-        )

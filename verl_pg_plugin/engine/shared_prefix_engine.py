@@ -23,6 +23,7 @@ from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
@@ -75,8 +76,6 @@ class SharedPrefixMixin:
         self._told_of_rmpad = False
         if not getattr(self.engine_config, "use_prefix_grouper", False):
             return
-        from verl_pg_plugin.engine.registration import assert_in_force  # it imports the engines
-
         assert_in_force(self.engine_config.strategy, self.model_config.model_type)
         check_options(self.engine_config, self.model_config)
         hf_config = self.model_config.hf_config

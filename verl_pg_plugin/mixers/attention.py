@@ -72,7 +72,9 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: DeepSeek-V2 and its kin
         widths = {(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)}
     else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+        # A config of the checkpoint's own may name them otherwise: then the first forward tells.
+        head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
         wider = getattr(config, "global_head_dim", None)  # of Gemma 4's full-attention layers
         widths = {(width, width) for width in (head_dim, wider) if width}
     return AttentionNeeds(frozenset(widths), softcap=bool(getattr(config, "attn_logit_softcapping", None)))

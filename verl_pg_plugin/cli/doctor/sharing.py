@@ -17,10 +17,8 @@ from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST, unsupported_rea
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.config import Mode, mode_of
 from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
-from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
-from verl_pg_plugin.config.model_fit import effective_sp_size
-from verl_pg_plugin.config.rule import REF
-from verl_pg_plugin.config.rule_parts import ACTOR, MODEL, ROLLOUT, in_both_roles
+from verl_pg_plugin.config.facts import Role, effective_sp_size
+from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 
@@ -28,7 +26,11 @@ __all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]
 
 GROUP = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
 LOGITS_CHUNK_SIZE = "prefix_grouper.logits_chunk_size"
-SP_SIZES = in_both_roles("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+SP_SIZES = tuple(
+    f"{section}ulysses_sequence_parallel_size"
+    for role in (ACTOR, REF)
+    for section in (f"{role}.", f"{role}.fsdp_config.")
+)
 # What the update, the reference log-probs and the old log-probs call their limits, and whose engine computes them.
 ROLES = ((ACTOR, "ppo_", "", ACTOR), (REF, "log_prob_", "log_prob_", REF), (ROLLOUT, "log_prob_", "log_prob_", ACTOR))
 
@@ -154,7 +156,7 @@ def _limits(config: DictConfig) -> list[Limit]:
         counts_rows = bool(OmegaConf.select(config, f"{role}.{switch}use_dynamic_bsz"))
         key = f"{role}.{kind}{'max_token_len_per_gpu' if counts_rows else 'micro_batch_size_per_gpu'}"
         value = OmegaConf.select(config, key)
-        sp_size = effective_sp_size(config, engine) if counts_rows else 1
+        sp_size = effective_sp_size(config, Role(engine)) if counts_rows else 1
         if value is not None:
             limits.append(Limit(key, value, counts_rows, sp_size))
     return limits

@@ -1,0 +1,85 @@
+"""Options that must fit the model they are given to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, model_misfit
+from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
+from verl_pg_plugin.config.rule import PACKED, SHARING, Rule, is_on, set_to
+from verl_pg_plugin.config.violation import Setting
+from verl_pg_plugin.mixers.attention import attention_needs
+
+__all__ = ["MODEL_RULES"]
+
+
+def heads_of(hf_config: Any) -> tuple[int, int]:
+    """Query and key/value heads; 0 where a config of the checkpoint's own names them otherwise."""
+    text = hf_config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", 0)
+    return num_heads, getattr(text, "num_key_value_heads", None) or num_heads
+
+
+def spreads(num_heads: int, num_kv_heads: int, sp_size: int) -> bool:
+    """Each rank gets as many query heads, and key/value heads of its own or whole copies of one."""
+    return num_heads % sp_size == 0 and (num_kv_heads % sp_size == 0 or sp_size % num_kv_heads == 0)
+
+
+def cannot_spread(value: Any, facts: Facts) -> bool:
+    num_heads, num_kv_heads = heads_of(facts.hf_config)
+    # A size that is no positive integer is verl's to refuse; so are heads that nothing tells, when the model is built.
+    return num_heads > 0 and isinstance(value, int) and value > 0 and not spreads(num_heads, num_kv_heads, value)
+
+
+def next_smaller_size(settings: tuple[Setting, ...], facts: Facts) -> str:
+    heads = heads_of(facts.hf_config)
+    return " ".join(
+        f"{setting.key}={max(size for size in range(1, setting.value) if spreads(*heads, size))}"
+        for setting in settings
+    )
+
+
+def no_kernel_fits(value: Any, facts: Facts) -> str:
+    """Why no attention kernel that the setting stands for computes the model, empty if one does."""
+    if value not in (None, *ATTENTION_KERNELS):
+        return ""  # the value itself is refused
+    return model_misfit(value or "auto", facts.device_name, attention_needs(facts.hf_config.get_text_config()))
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "ulysses_heads",
+        SHARING,
+        ("sp_size",),
+        cannot_spread,
+        lambda value, facts: "{} query and {} key/value heads cannot be spread over so many ranks".format(
+            *heads_of(facts.hf_config)
+        ),
+        next_smaller_size,
+        needs_model=True,
+    ),
+    Rule(
+        "fused_kernels_model",
+        PACKED,
+        ("use_fused_kernels",),
+        lambda value, facts: is_on(value, facts) and facts.hf_config.model_type not in HEAD_COMES_LAST,
+        lambda value, facts: (
+            f"model type {facts.hf_config.model_type} is not known to return its head's output as it is; known are "
+            f"{', '.join(sorted(HEAD_COMES_LAST))}"
+        ),
+        set_to("False"),
+        roles=frozenset({Role.ACTOR, Role.REF}),
+        needs_model=True,
+    ),
+    Rule(
+        "attention_kernel_model",
+        SHARING,
+        ("attention_kernel",),
+        lambda value, facts: bool(no_kernel_fits(value, facts)),
+        lambda value, facts: f"no kernel for {facts.hf_config.model_type}: {no_kernel_fits(value, facts)}",
+        lambda settings, facts: f"{USE_PREFIX_GROUPER}=False (stock verl)",
+        needs_model=True,
+    ),
+)
