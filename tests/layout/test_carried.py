@@ -122,9 +122,11 @@ def test_an_export_computes_what_the_stack_lacks_with_the_heads_it_needs(data: s
         assert layout.input_ids.tolist() == [key[-2] for _, key in own]
         assert layout.labels.tolist() == [key[-1] for _, key in own]
         assert layout.position_ids.tolist() == [len(key) - 2 for _, key in own]
-        assert not len(layout.response_index) and not len(layout.response_head)
+        assert not len(layout.response_index)
+        assert not len(layout.response_head)
         assert layout.handover[layout.handover_heads].tolist() == layout.head_rows.tolist()
-        assert len(layout.head_sequence) == len(layout.head_rows) and not layout.head_sequence.any()
+        assert len(layout.head_sequence) == len(layout.head_rows)
+        assert not layout.head_sequence.any()
         heads = set(layout.head_rows.tolist())
         return [(key, row in heads) for row, key in enumerate(own)]
 
@@ -206,7 +208,9 @@ def test_a_rank_without_exports_runs_one_row_that_nobody_reads(batch: Batch) -> 
     assert (idle.input_ids.tolist(), idle.labels.tolist(), idle.position_ids.tolist()) == ([first[0]], [first[1]], [0])
     assert (idle.num_carried, idle.kv_rows.tolist(), idle.num_attention_pairs) == (0, [0], 1)
     assert idle.num_logical_tokens == len(first)
-    assert not len(idle.handover) and not len(idle.handover_heads) and not len(idle.response_head)
+    assert not len(idle.handover)
+    assert not len(idle.handover_heads)
+    assert not len(idle.response_head)
 
 
 GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])
