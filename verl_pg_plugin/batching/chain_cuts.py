@@ -133,10 +133,11 @@ class _Tries:
         shape = len(tries), int(self.sizes.max()) + 1
         self.shared = np.zeros(shape)
         new = np.full(shape, 1e15)  # nothing fits behind the end of a trie
+        num_new = np.diff(maths.new_before)
         for g, (first, stop) in enumerate(tries):
             # The trie's first sequence shares no row with the one before, or none that this trie may use.
             self.shared[g, 1 : stop - first] = maths.order.num_shared[first + 1 : stop]
-            new[g, : stop - first] = maths.order.num_new[first:stop]
+            new[g, : stop - first] = num_new[first:stop]
         self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)
 
     def cheapest_equal(self) -> list[list[Cut]]:
@@ -197,8 +198,7 @@ class _Tries:
             spare[0] -= weights.owed * read
             spare[1] -= weights.owed * (read - kept)
             cost[1, spare < 0] = np.inf
-            at = cost.argmin(axis=3)
-            least = np.take_along_axis(cost, at[..., None], axis=3)[..., 0]
+            at, least = cost.argmin(axis=3), cost.min(axis=3)
             carries = least[:, 1] < least[:, 0]
             choices[:, :, b] = 2 * (low + np.where(carries, at[:, 1], at[:, 0])) + carries
             until[:, :, b] = np.minimum(least[:, 0], least[:, 1]) + costs.part
