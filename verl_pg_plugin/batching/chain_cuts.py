@@ -7,7 +7,6 @@ computing it (m = 0). Neighbours that share a few rows are cut as ever; those th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,29 +63,28 @@ class CutMaths:
     def __init__(self, order: PrefixOrder, limits: MicroBatchLimits, weights: CarryWeights, costs: CarryCosts) -> None:
         self.order, self.limits, self.weights, self.costs = order, limits, weights, costs
         self.new_before = np.concatenate([[0], np.cumsum(order.num_new)])
+        # Scalars out of lists: out of arrays they take longer than what is done with them.
+        self._new, self._shared = self.new_before.tolist(), order.num_shared.tolist()
 
     def rows(self, cut: Cut) -> int:
         """Rows that a part computes."""
-        new = int(self.new_before[cut.stop] - self.new_before[cut.first])
-        return new if cut.carries else new + int(self.order.num_shared[cut.first])
+        new = self._new[cut.stop] - self._new[cut.first]
+        return new if cut.carries else new + self._shared[cut.first]
 
     def carried(self, cut: Cut) -> int:
-        return int(self.order.num_shared[cut.first]) if cut.carries else 0
+        return self._shared[cut.first] if cut.carries else 0
 
-    def read_next(self, cut: Cut, following: Cut | None) -> int:
+    def read_next(self, following: Cut | None) -> int:
         return 0 if following is None else self.carried(following)
 
     def keep(self, cut: Cut, following: Cut | None) -> int:
         """Leading rows that the part and the one after it both carry."""
-        return min(
-            self.carried(cut),
-            self.read_next(cut, following),
-            int(self.order.num_shared[cut.first + 1 : cut.stop].min(initial=np.iinfo(np.int64).max)),
-        )
+        most = min(self.carried(cut), self.read_next(following))
+        return min(most, min(self._shared[cut.first + 1 : cut.stop], default=most))
 
     def taken(self, cut: Cut, following: Cut | None) -> float:
         """Of the row budget."""
-        owed = self.read_next(cut, following) - self.keep(cut, following)
+        owed = self.read_next(following) - self.keep(cut, following)
         return self.rows(cut) + self.weights.carried * self.carried(cut) + self.weights.owed * owed
 
     def admit(self, cut: Cut, following: Cut | None) -> bool:
@@ -135,78 +133,78 @@ class _Tries:
         shape = len(tries), int(self.sizes.max()) + 1
         self.shared = np.zeros(shape)
         new = np.full(shape, 1e15)  # nothing fits behind the end of a trie
+        num_new = np.diff(maths.new_before)
         for g, (first, stop) in enumerate(tries):
             # The trie's first sequence shares no row with the one before, or none that this trie may use.
             self.shared[g, 1 : stop - first] = maths.order.num_shared[first + 1 : stop]
-            new[g, : stop - first] = maths.order.num_new[first:stop]
+            new[g, : stop - first] = num_new[first:stop]
         self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)
 
     def cheapest_equal(self) -> list[list[Cut]]:
-        """The cheapest cuts under the smallest budget that allows them."""
-        limit = inf if self.maths.limits.max_rows is None else float(self.maths.limits.max_rows)
+        """The cheapest cuts, then the smallest budget, to within 1%, that costs no more: parts of one size."""
+        limit, weights = self.maths.limits.max_rows, self.maths.weights
         total = self.new_before[np.arange(len(self.sizes)), self.sizes]
-        high = np.full(len(self.sizes), limit)
+        most = total + (weights.carried + weights.owed) * self.shared.max(axis=1)
+        high = np.minimum(most, np.inf if limit is None else limit)
         cheapest, choices = self._solve(high)
         cuts = self._trace(choices)
-        largest = np.array([self._largest(parts) for parts in cuts])
-        high = np.minimum(high, np.ceil(largest))
-        low = np.ceil(total / np.array([len(parts) for parts in cuts])) - 1
-        for _ in range(12 if self.sizes.max() <= 128 else 3):
-            if (high - low <= 1).all():
+        low = np.minimum(np.ceil(total / [len(parts) for parts in cuts]), high) - 1
+        # Each pass over a large trie takes long, and the more parts it has the nearer they are to one size as it is.
+        for _ in range(12 if self.sizes.max() <= 512 else 2):
+            if (high - low <= np.maximum(high / 100, 1)).all():
                 break
             middle = np.floor((low + high) / 2)
-            cost, _ = self._solve(middle)
+            cost, tighter = self._solve(middle)
             enough = cost <= cheapest * (1 + 1e-9)
             high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-        return self._trace(self._solve(high)[1])
-
-    def _largest(self, parts: list[Cut]) -> float:
-        following = [*parts[1:], None]
-        return max(self.maths.taken(part, after) for part, after in zip(parts, following, strict=True))
+            choices = np.where(enough[:, None], tighter, choices)
+        return self._trace(choices)
 
     def _solve(self, budget: FloatArray) -> tuple[FloatArray, IntArray]:
         """Cost (G,) of all sequences, and the choices (2, G, n+1): 2 * first of the last part + whether it carries."""
         weights, costs, shared, new_before = self.maths.weights, self.maths.costs, self.shared, self.new_before
-        max_sequences = self.maths.limits.max_sequences or shared.shape[1]
-        budget = budget[:, None]
-        room_again = budget + new_before - shared  # rows before the end of a part that starts here, at most
-        room_carried = budget + new_before - weights.carried * shared
-        # Costs so far of a part that starts here: computing its prefix, carrying all of it anew, carrying what is kept.
-        again, carried = np.full_like(shared, inf), np.full_like(shared, inf)
-        again[:, 0] = costs.part
-        exported = costs.export * (shared + costs.part)
+        num_tries, num_places = shared.shape
+        max_sequences = self.maths.limits.max_sequences or num_places
+        # Rows before the end of a part that starts here, at most: computing its prefix, carrying it.
+        room = np.stack(
+            [budget[:, None] + new_before - shared, budget[:, None] + new_before - weights.carried * shared]
+        )
+        # Cost up to a part that starts here and computes its prefix, or carries it; to export all of that prefix.
+        until = np.full((2, num_tries, num_places), np.inf)
+        until[0, :, 0] = costs.part
+        export_all = costs.export * (shared + costs.part)
         common = np.empty_like(shared)  # rows common to all sequences of a part that starts here, and its predecessor
-        choices = np.zeros((2, *shared.shape), dtype=np.int64)
-        best = np.full((2, *shared.shape), inf)
-        groups, low = np.arange(len(shared)), 0
-        for b in range(1, shared.shape[1]):
+        choices = np.zeros((2, num_tries, num_places), dtype=np.int64)
+        total, low = np.zeros(num_tries), 0
+        for b in range(1, num_places):
+            rows, read = new_before[:, b, None], shared[:, b, None]
             low = max(low, b - max_sequences)
-            while low < b - 1 and (new_before[:, b] - new_before[:, low] > budget[:, 0]).all():
+            while low < b - 1 and (new_before[:, b] - new_before[:, low] > budget).all():
                 low += 1
-            w, rows, read = slice(low, b), new_before[:, b : b + 1], shared[:, b : b + 1]
+            w = slice(low, b)
             common[:, b - 1] = shared[:, b - 1]
-            np.minimum(common[:, low : b - 1], shared[:, b - 1 : b], out=common[:, low : b - 1])
-            owns = rows > new_before[:, w]
+            np.minimum(common[:, low : b - 1], shared[:, b - 1, None], out=common[:, low : b - 1])
             kept = np.minimum(common[:, w], read)
             missing = shared[:, w] - kept
-            keeping = carried[:, w] + costs.export * missing + costs.export * costs.part * (missing > 0)
-            options = (
-                (0, room_again[:, w], 0.0, again[:, w], carried[:, w] + exported[:, w]),
-                (1, room_again[:, w], weights.owed * read, again[:, w], keeping),
-            )
-            for m, room, owed, cost_again, cost_carried in options:
-                fits = rows + owed <= room
-                fits_carried = rows + (weights.owed * (read - kept) if m else 0.0) <= room_carried[:, w]
-                fits[:, -1] = fits_carried[:, -1] = True  # a single sequence always runs
-                of_again = np.where(fits, cost_again, inf)
-                of_carried = np.where(fits_carried & owns, cost_carried, inf)
-                i, j = of_again.argmin(axis=1), of_carried.argmin(axis=1)
-                cost_i, cost_j = of_again[groups, i], of_carried[groups, j]
-                best[m, :, b] = np.minimum(cost_i, cost_j)
-                choices[m, :, b] = 2 * low + np.where(cost_j < cost_i, 2 * j + 1, 2 * i)
-            again[:, b] = best[0, :, b] + shared[:, b] + costs.part
-            carried[:, b] = best[1, :, b] + costs.part
-        return best[0, groups, self.sizes], choices
+            spare = room[:, :, w] - rows
+            spare[:, :, -1] = np.inf  # a single sequence always runs
+            spare[1, rows == new_before[:, w]] = -1.0  # but no part is without a row of its own
+            # By the start of the next part (computes its prefix, carries it) and by the start of this one.
+            cost = np.empty((2, 2, num_tries, b - low))
+            cost[:] = until[:, :, w]
+            cost[0, 1] += export_all[:, w]
+            cost[1, 1] += costs.export * (missing + costs.part * (missing > 0))
+            cost[0, spare < 0] = np.inf
+            spare[0] -= weights.owed * read
+            spare[1] -= weights.owed * (read - kept)
+            cost[1, spare < 0] = np.inf
+            at, least = cost.argmin(axis=3), cost.min(axis=3)
+            carries = least[:, 1] < least[:, 0]
+            choices[:, :, b] = 2 * (low + np.where(carries, at[:, 1], at[:, 0])) + carries
+            until[:, :, b] = np.minimum(least[:, 0], least[:, 1]) + costs.part
+            total = np.where(self.sizes == b, until[0, :, b] - costs.part, total)
+            until[0, :, b] += shared[:, b]
+        return total, choices
 
     def _trace(self, choices: IntArray) -> list[list[Cut]]:
         """Parts of every trie, from its last to its first and turned round."""

@@ -125,8 +125,7 @@ def cut_with_chains(
         following = [*chain[1:], None]
         planned.append([_part(maths, number, *cut, fillers) for cut in zip(chain, following, strict=True)])
     if rest:
-        members = np.sort(np.concatenate([np.arange(cut.first, cut.stop) for cut in rest]))
-        for sequences in cut_micro_batches(_select(order, members), limits, max(needed, 1)):
+        for sequences in cut_micro_batches(_select(order, _places(rest)), limits, max(needed, 1)):
             rows = _num_rows(order, np.sort(place[sequences]))
             planned.append([Part(sequences, num_chain=0, chain=-1, num_rows=rows)])
 
@@ -141,17 +140,19 @@ def cut_with_chains(
 
 
 def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers: dict[Cut, list[Cut]]) -> Part:
-    order, others = maths.order, fillers.get(cut, [])
-    places = np.concatenate([np.arange(other.first, other.stop) for other in [cut, *others]])
-    filled = _num_rows(order, np.sort(places[cut.sequences :])) if others else 0
+    sequences, filled = maths.order.sequences[cut.first : cut.stop].tolist(), 0
+    if cut in fillers:
+        others = _places(fillers[cut])
+        sequences += maths.order.sequences[others].tolist()
+        filled = _num_rows(maths.order, others)
     return Part(
-        sequences=order.sequences[places].tolist(),
+        sequences=sequences,
         num_chain=cut.sequences,
         chain=number,
         num_rows=maths.rows(cut) + filled,
         num_carried=maths.carried(cut),
         keep=maths.keep(cut, following),
-        read_next=maths.read_next(cut, following),
+        read_next=maths.read_next(following),
     )
 
 
@@ -230,7 +231,7 @@ def _half_scores(
     new = new_before[cut.first + 1 : cut.stop]
     above = np.minimum.accumulate(at[::-1])[::-1]  # rows common to all from the place on, and the one before it
     first, carried = int(shared[cut.first]), int(shared[cut.first]) if left_carries else 0
-    handed, read = at * right_carries, maths.read_next(cut, following)
+    handed, read = at * right_carries, maths.read_next(following)
 
     left_keep = np.minimum(np.minimum.accumulate(at), carried) * right_carries
     left_rows = new - new_before[cut.first] + first - carried
@@ -248,6 +249,11 @@ def _half_scores(
     for taken, count in ((left_taken, left_count), (right_taken, cut.sequences - left_count)):
         allowed &= (count == 1) | (taken <= (np.inf if limits.max_rows is None else limits.max_rows))
     return np.where(allowed, cost + largest, np.inf)
+
+
+def _places(cuts: list[Cut]) -> IntArray:
+    """All their places in the sorted order, ascending."""
+    return np.concatenate([np.arange(cut.first, cut.stop) for cut in sorted(cuts, key=lambda cut: cut.first)])
 
 
 def _select(order: PrefixOrder, places: IntArray) -> PrefixOrder:

@@ -1,0 +1,77 @@
+"""CPU time of cutting oversized tries into chains, on one core.
+
+    python scripts/bench_chains.py [--repeats 3]
+
+Two cases that are larger than any mini-batch: 65,536 sequences in groups of 8 to 64 that all exceed the budget, and one
+trie of 4,096 sequences whose neighbours share up to 200 segments. "seconds" is the best of the repeats, in processor
+time, for an update and for a forward-only phase.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.batching.chains import ChainPlan, cut_with_chains
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
+from verl_pg_plugin.layout import PrefixOrder
+
+WEIGHTS = CarryWeights(carried=0.745, owed=0.497)
+
+
+def groups(
+    rng: np.random.Generator, num_sequences: int = 65_536, prompt: int = 1024, response: int = 512
+) -> PrefixOrder:
+    rng: np.random.Generator, num_sequences: int = 65_536, prompt: int = 1024, response: int = 512
+) -> PrefixOrder:
+    """Groups of 8 to 64 responses to a prompt."""
+    shared: list[int] = []
+    while len(shared) < num_sequences:
+        shared += [0] + [prompt - 1] * (int(rng.choice([8, 16, 32, 64])) - 1)
+    new = rng.integers(response // 2, response, num_sequences)
+    return PrefixOrder(np.arange(num_sequences), prompt - 1 + new, np.array(shared[:num_sequences]))
+
+
+def trie(rng: np.random.Generator, num_sequences: int = 4096, depth: int = 200, segment: int = 20) -> PrefixOrder:
+    """Neighbours that part after 1 to ``depth`` segments."""
+    shared = rng.integers(1, depth, num_sequences) * segment
+    shared[0] = 0
+    rows = np.maximum(shared, np.append(shared[1:], 0)) + rng.integers(1, 100, num_sequences)
+    return PrefixOrder(np.arange(num_sequences), rows, shared)
+
+
+def measure(order: PrefixOrder, max_rows: int, export_cost: float, repeats: int) -> tuple[float, ChainPlan]:
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        plan = cut_with_chains(order, MicroBatchLimits(max_rows), WEIGHTS, export_cost=export_cost)
+        seconds.append(time.process_time() - start)
+    return min(seconds), plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    rng = np.random.default_rng(0)
+    table = Table("case", "budget", "phase", "seconds", "parts", "chains", "carried", "exported", "recomputed")
+    cases = [("65,536 in groups", groups(rng), 3072)] + [("4,096 in a trie", trie(rng), m) for m in (8192, 65_536)]
+    for name, order, max_rows in cases:
+        for phase, export_cost in (("update", 0.25), ("forward only", 0.0)):
+            seconds, plan = measure(order, max_rows, export_cost, arguments.repeats)
+            figures = (len(plan.parts), plan.num_chains, plan.carried_rows, plan.exported_rows, plan.recomputed_rows)
+            table.add_row(name, str(max_rows), phase, f"{seconds:.2f}", *map(str, figures))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Chains over random tries: nobody is lost, budgets hold with what is carried, and no cheaper cut exists."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.layout.chains import limits_for, plans, tries
+from tests.layout.tries import Batch, batch_of, batches
+from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, cut_tries
+from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
+from verl_pg_plugin.layout import PrefixOrder
+
+ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
+FREE = CarryWeights()
+PROMPT = tuple(range(100, 200))
+GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
+
+
+def budget_of(part: Part, weights: CarryWeights) -> float:
+    return part.num_rows + weights.carried * part.num_carried + weights.owed * (part.read_next - part.keep)
+
+
+@given(st.data(), ANY_BATCH)
+def test_every_sequence_is_trained_on_exactly_once(data: st.DataObject, batch: Batch) -> None:
+    plan = data.draw(plans(batch))
+    assert sorted(s for part in plan.parts for s in part.sequences) == list(range(len(batch.sequences)))
+
+
+@given(st.data(), ANY_BATCH)
+def test_what_a_micro_batch_computes_carries_and_owes_fits_into_memory(data: st.DataObject, batch: Batch) -> None:
+    limits = data.draw(limits_for(batch))
+    weights = CarryWeights(data.draw(st.sampled_from([0.0, 0.5, 1.5])), data.draw(st.sampled_from([0.0, 0.5])))
+    for part in data.draw(plans(batch, limits=limits, weights=weights)).parts:
+        assert part.num_rows > 0
+        if len(part.sequences) > 1:
+            assert limits.max_rows is None or budget_of(part, weights) <= limits.max_rows
+            assert limits.max_sequences is None or len(part.sequences) <= limits.max_sequences
+
+
+@given(st.data(), ANY_BATCH)
+def test_figures_count_rows_by_their_tokens(data: st.DataObject, batch: Batch) -> None:
+    plan = data.draw(plans(batch, export_cost=0.25))
+    assert plan.num_chains == sum(len(chain) > 1 for chain in plan.chains)
+    assert plan.carried_rows == sum(part.num_carried for part in plan.parts)
+    assert plan.exported_rows == sum(part.num_carried - part.keep for part in plan.parts)
+    assert plan.recomputed_rows == sum(part.num_rows for part in plan.parts) - len(batch.rows())
+    for chain in plan.chains:
+        assert (chain[0].num_carried, chain[-1].read_next) == (0, 0)
+        assert [a.read_next for a in chain[:-1]] == [b.num_carried for b in chain[1:]]
+        assert len(chain) == 1 or len({part.chain for part in chain} - {-1}) == 1
+
+
+@given(st.data(), ANY_BATCH)
+def test_ranks_that_agree_on_a_number_of_micro_batches_get_at_least_that_many(
+    data: st.DataObject, batch: Batch
+) -> None:
+    at_least = data.draw(st.integers(1, len(batch.sequences)))
+    assert len(data.draw(plans(batch, at_least=at_least)).parts) >= at_least
+    free = cut_with_chains(batch.order(), MicroBatchLimits(), FREE, at_least)
+    assert len(free.parts) == at_least
+
+
+@given(st.data(), ANY_BATCH)
+def test_a_group_that_fits_stays_whole_unless_ranks_need_more(data: st.DataObject, batch: Batch) -> None:
+    limits = data.draw(limits_for(batch))
+    place = {
+        s: i for i, part in enumerate(data.draw(plans(batch, limits=limits, at_least=1)).parts) for s in part.sequences
+    }
+    for root in {(batch.class_of(s), tokens[:2]) for s, tokens in enumerate(batch.sequences)}:
+        group = [s for s, tokens in enumerate(batch.sequences) if (batch.class_of(s), tokens[:2]) == root]
+        if limits.admit(len(batch.take(group).rows()), len(group)):
+            assert len({place[s] for s in group}) == 1
+
+
+def every_cut(size: int) -> list[list[Cut]]:
+    """All ways to cut a trie and to start the pieces."""
+    ways = []
+    for bits in product((0, 1), repeat=size - 1):
+        bounds = [0, *(i + 1 for i, bit in enumerate(bits) if bit), size]
+        for carries in product((False, True), repeat=len(bounds) - 2):
+            starts = (False, *carries)
+            ways.append([Cut(a, b, c) for (a, b), c in zip(pairwise(bounds), starts, strict=True)])
+    return ways
+
+
+@given(st.data())
+def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
+    """Against all cuts of it, with the price of each written out once more."""
+    shared = np.array([0, *data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))])
+    rows = [data.draw(st.integers(max(a, b, 1), max(a, b) + 3)) for a, b in pairwise([*shared.tolist(), 0])]
+    order = PrefixOrder(np.arange(len(shared)), np.array(rows), shared)
+    limits = MicroBatchLimits(
+        data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4))
+    )
+    weights = CarryWeights(data.draw(st.sampled_from([0.0, 0.75])), data.draw(st.sampled_from([0.0, 0.5])))
+    export, fixed = data.draw(st.sampled_from([0.0, 0.25, 1.0])), data.draw(st.sampled_from([0.0, 3.0]))
+
+    def price(cuts: list[Cut]) -> float:
+        total = 0.0
+        for k, cut in enumerate(cuts):
+            inside = range(cut.first, cut.stop)
+            carried = shared[cut.first] if cut.carries else 0
+            read = shared[cut.stop] if k + 1 < len(cuts) and cuts[k + 1].carries else 0
+            keep = min(carried, read, *(shared[i] for i in inside if i > cut.first))
+            own = sum(rows[i] - shared[i] for i in inside) + shared[cut.first] - carried
+            fits = (
+                limits.max_rows is None
+                or own + weights.carried * carried + weights.owed * (read - keep) <= limits.max_rows
+            )
+            if not own or (len(inside) > 1 and not (fits and len(inside) <= limits.max_sequences)):
+                return np.inf
+            total += fixed + (shared[cut.first] if not cut.carries else 0)
+            total += export * (carried - keep + fixed) if carried > keep else 0
+        return total
+
+    maths = CutMaths(order, limits, weights, CarryCosts(export, fixed))
+    found = cut_tries(maths, [(0, len(rows))])[0]
+    assert price(found) == pytest.approx(min(map(price, every_cut(len(rows)))))
+
+
+def test_tries_cut_together_are_cut_as_each_one_alone() -> None:
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(2, 30, size=40)
+    shared = rng.integers(1, 60, size=sizes.sum())
+    shared[np.cumsum(sizes) - sizes] = 0
+    order = PrefixOrder(np.arange(len(shared)), np.maximum(shared, np.append(shared[1:], 0)) + 20, shared)
+    maths = CutMaths(order, MicroBatchLimits(200), CarryWeights(0.5, 0.5), CarryCosts(0.25, 4.0))
+    spans = [(int(stop - size), int(stop)) for stop, size in zip(np.cumsum(sizes), sizes, strict=True)]
+    assert cut_tries(maths, spans) == [cut_tries(maths, [span])[0] for span in spans]
+
+
+def plan_group(max_rows: int | None, **options: float) -> ChainPlan:
+    weights = CarryWeights(options.pop("carried", 0.0), options.pop("owed", 0.0))
+    return cut_with_chains(GROUP.order(), MicroBatchLimits(max_rows), weights, **({"part_cost": 4.0} | options))
+
+
+def test_a_prompt_that_nearly_fills_the_budget_is_computed_once() -> None:
+    plan = plan_group(99 + 3)
+    assert (plan.num_chains, plan.recomputed_rows, plan.exported_rows) == (1, 0, 99)
+    assert sum(part.num_rows for part in plan.parts) == 99 + 8 * 3
+
+
+def test_parts_of_a_chain_are_of_one_size() -> None:
+    long = batch_of(*[(range(10), [i] * 30) for i in range(9)])
+    plan = cut_with_chains(long.order(), MicroBatchLimits(180), FREE, part_cost=4.0)
+    assert [part.num_rows for part in plan.parts] == [159, 120] or [part.num_rows for part in plan.parts] == [129, 150]
+
+
+def test_a_forward_only_phase_carries_without_exporting() -> None:
+    plan = plan_group(110, export_cost=0.0)
+    assert (plan.num_chains, plan.recomputed_rows, plan.exported_rows) == (1, 0, 0)
+    assert plan.carried_rows == 99 * (len(plan.parts) - 1)
+
+
+def test_a_tiny_prefix_is_computed_again_rather_than_exported() -> None:
+    tiny = batch_of(*[(range(4), [i] * 50) for i in range(8)])
+    update = cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE)
+    assert (update.num_chains, update.exported_rows) == (0, 0)
+    assert update.recomputed_rows == 3 * (len(update.parts) - 1)
+    assert cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE, export_cost=0.0).num_chains == 1
+
+
+def test_what_is_carried_takes_room_in_the_budget() -> None:
+    assert len(plan_group(106).parts) == 2
+    assert len(plan_group(106, carried=1.0).parts) == 4
+
+
+def test_a_micro_batch_size_in_sequences_makes_chains_too() -> None:
+    plan = cut_with_chains(GROUP.order(), MicroBatchLimits(max_sequences=2), FREE, part_cost=4.0)
+    assert [len(part.sequences) for part in plan.parts] == [2, 2, 2, 2]
+    assert (plan.num_chains, plan.exported_rows, plan.recomputed_rows) == (1, 99, 0)
+
+
+def test_a_whole_group_is_split_into_a_chain_where_ranks_need_more_micro_batches() -> None:
+    plan = cut_with_chains(GROUP.order(), MicroBatchLimits(), FREE, at_least=3, part_cost=4.0)
+    assert (len(plan.parts), plan.num_chains, plan.recomputed_rows) == (3, 1, 0)
+
+
+def test_small_groups_fill_the_room_that_parts_have_left() -> None:
+    small = [((7, i), (1, 2)) for i in range(3)]
+    batch = batch_of(*small, *[(PROMPT, (i, i, i)) for i in range(8)])
+    plan = cut_with_chains(batch.order(), MicroBatchLimits(120), FREE, part_cost=4.0)
+    assert [part.chain for part in plan.parts] == [0, 0]
+    assert sum(len(part.sequences) - part.num_chain for part in plan.parts) == 3
+
+
+def test_equal_sequences_never_make_a_part_without_rows() -> None:
+    same = batch_of(*[(PROMPT, (1, 2, 3))] * 6, (PROMPT, (4, 5)))
+    for at_least in range(1, 8):
+        plan = cut_with_chains(same.order(), MicroBatchLimits(), FREE, at_least, part_cost=1.0)
+        assert len(plan.parts) == at_least
+        assert all(part.num_rows for part in plan.parts)
+
+
+def test_the_head_starts_at_the_shortest_prompt_of_the_chain() -> None:
+    plan = plan_group(110)
+    assert first_head(plan.chains[0], np.array([100] * 7 + [40])) == 39
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_named() -> None:
+    with pytest.raises(ValueError, match=r"alone needs 102 tokens.*ppo_max_token_len_per_gpu"):
+        plan_group(101)
+
+
+def test_more_micro_batches_than_sequences_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 sequences cannot fill 9 micro-batches"):
+        plan_group(None, at_least=9)
