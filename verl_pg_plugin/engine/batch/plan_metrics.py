@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from verl.utils.flops_counter import get_device_flops
 
-from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
 from verl_pg_plugin.engine.ranks import over_ranks
 
@@ -35,7 +35,7 @@ def plan_metrics(
         "groups": sum(layout.num_roots for layout in plan.layouts),
         "micro_batches": len(plan.layouts),
         "rmpad": plan.num_rmpad,
-        "flops": flops.forward(plan.layouts) * (1 if forward_only else 3),
+        "flops": flops.forward(plan.layouts) * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
         "seconds": seconds,
     }
     ranks = over_ranks(local, dp_group)

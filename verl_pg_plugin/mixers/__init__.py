@@ -1,0 +1,1 @@
+"""Ways in which a layer mixes tokens, one file each."""
