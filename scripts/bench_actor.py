@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from benchmarks.actor_cases import PHASES, Case, Work, rows_of_rank
+from benchmarks.actor_cases import PHASES, Case, Work, rows_of_ranks
 from benchmarks.actor_engines import EnginePath, build_engine, shared_model
 from benchmarks.common import environment, write_csv
 from benchmarks.shapes import SHAPES
@@ -173,8 +173,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     config = transformers.AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        flops = ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config))
+    flops = ModelFlops.of_config(config)
     options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy}"
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
@@ -187,9 +186,10 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         for case in args.cases:
             world_size = dist.get_world_size()
             samples, group = case.samples(config.vocab_size, world_size)
-            mine = rows_of_rank(samples, group, path.stock, dist.get_rank(), world_size)
+            parts = rows_of_ranks(samples, group, path.stock, flops, world_size)
+            ranks = [[samples[row] for row in part] for part in parts]
             batch = make_batch(
-                [samples[row] for row in mine],
+                ranks[dist.get_rank()],
                 max_token_len_per_gpu=args.max_token_len,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 global_batch_size=len(samples),
             )
             name = ",".join(str(value) for value in asdict(case).values())
-            works[path, name] = Work.of(batch, flops, not args.no_gradient_checkpointing)
+            works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing)
             actor = FSDPActorConfig(
                 strategy="fsdp2",
                 rollout_n=1,

@@ -1,17 +1,14 @@
 """Batches and their FLOPs for ``bench_actor.py``."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from tensordict import TensorDict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
+from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.synthetic import Sample, random_group
 
 PHASES = ("old_log_prob", "ref", "update_actor")
@@ -54,17 +51,19 @@ class Case:
         return int(self.response)
 
 
-def rows_of_rank(samples: list[Sample], group: np.ndarray, stock: bool, rank: int, world_size: int) -> list[int]:
-    """What the trainer would give the rank: verl's balance for the stock paths, ours for the others."""
+def rows_of_ranks(
+    samples: list[Sample], group: np.ndarray, stock: bool, flops: ModelFlops, world_size: int
+) -> list[list[int]]:
+    """What the trainer would give each rank: verl's balance for the stock paths, ours for the others."""
     if world_size == 1:
-        return list(range(len(samples)))
+        return [list(range(len(samples)))]
     prompts = np.array([len(sample.prompt) for sample in samples])
     responses = np.array([len(sample.response) for sample in samples])
     if stock:
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
-        return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)[rank]
-    order = balance_groups(group, prompts, responses, world_size).order
-    return np.split(order, world_size)[rank].tolist()
+        return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)
+    order = balance_groups(group, prompts, responses, flops.segments, world_size).order
+    return np.split(order, world_size).tolist()
 
 
 @dataclass(frozen=True)
@@ -77,29 +76,29 @@ class Work:
     physical_tokens: int
 
     @classmethod
-    def of(cls, batch: TensorDict, flops: ModelFlops, checkpointing: bool) -> "Work":
+    def of(cls, ranks: list[list[Sample]], flops: ModelFlops, checkpointing: bool) -> "Work":
         """A training step runs the trunk four times with gradient checkpointing (three without), the head three."""
-        sequences = read_sequences(batch)
-        layout = lay_out_packed(sequences)
-        lengths = np.diff(sequences.offsets)
-        alone = flops.trunk(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
-        packed = flops.trunk(layout.num_rows, layout.num_attention_pairs)
-        mine = {
-            "alone": (alone, flops.per_head_row * int(lengths.sum())),
-            "packed": (packed, flops.per_head_row * len(layout.head_rows)),
-            "tokens": (int(lengths.sum()), layout.num_rows),
-        }
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
 
         def passes(phase: str, trunk: float, head: float) -> float:
             if phase != "update_actor":
                 return trunk + head
             return (4 if checkpointing else 3) * trunk + 3 * head
 
+        alone, packed, tokens = [], [], []
+        for samples in ranks:
+            lengths = np.array([len(sample.prompt) + len(sample.response) for sample in samples])
+            head = flops.per_head_row * float(lengths.sum())
+            alone.append((float(flops.alone(lengths).sum()) - head, head))
+            layout = build_packed_layout(
+                np.concatenate([[*sample.prompt, *sample.response] for sample in samples]),
+                np.append(0, np.cumsum(lengths)),
+                np.array([len(sample.prompt) for sample in samples]),
+            )
+            packed.append((flops.trunk(layout), flops.per_head_row * len(layout.head_rows)))
+            tokens.append((int(lengths.sum()), layout.num_rows))
         return cls(
-            alone={phase: [passes(phase, *rank["alone"]) for rank in ranks] for phase in PHASES},
-            packed={phase: [passes(phase, *rank["packed"]) for rank in ranks] for phase in PHASES},
-            logical_tokens=sum(rank["tokens"][0] for rank in ranks),
-            physical_tokens=sum(rank["tokens"][1] for rank in ranks),
+            alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},
+            packed={phase: [passes(phase, *rank) for rank in packed] for phase in PHASES},
+            logical_tokens=sum(logical for logical, _ in tokens),
+            physical_tokens=sum(physical for _, physical in tokens),
         )

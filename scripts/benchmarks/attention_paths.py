@@ -11,6 +11,7 @@ from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obst
 from verl_pg_plugin.attention.kernels.specs import KERNELS
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.cost.pairs import num_pairs
 
 PATHS = tuple(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNELS)
 BASELINE = "replicated:flash_attn_2"
@@ -70,7 +71,7 @@ def _over_packed_rows(problem: Problem, attend: Callable[..., torch.Tensor]) -> 
         out = attend(q, k, v)
         return Outcome(out.detach(), *torch.autograd.grad(out, (q, k, v), problem.grad_out))
 
-    return Run(attend, q, k, v, problem.grad_out, outcome, problem.layout.num_attention_pairs)
+    return Run(attend, q, k, v, problem.grad_out, outcome, num_pairs(problem.layout))
 
 
 def _replicated(problem: Problem, kernel: VarlenKernel) -> Run:

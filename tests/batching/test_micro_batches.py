@@ -1,13 +1,16 @@
 """Micro-batches over random tries: nobody is lost, nobody exceeds the limit, groups stay whole where they fit."""
 
+import time
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.layout import PrefixOrder
 
 
 @st.composite
@@ -118,6 +121,24 @@ def test_an_oversize_tree_is_cut_where_its_branches_share_least() -> None:
     assert sorted(map(sorted, cut)) == [[0, 2], [1, 3]]
 
 
+def test_a_group_is_halved_in_the_middle_when_ranks_agree_on_more_micro_batches() -> None:
+    assert sorted(map(sorted, cut_micro_batches(GROUP.order(), MicroBatchLimits(), at_least=2))) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    sizes = [len(cut) for cut in cut_micro_batches(GROUP.order(), MicroBatchLimits(), at_least=3)]
+    assert sorted(sizes) == [2, 2, 4]
+
+
+def test_a_tree_is_halved_where_its_branches_share_least_and_of_such_places_near_the_middle() -> None:
+    parts = [(*PROMPT, b, b, b) for b in (1, 2, 3)]
+    tree = batch_of(*[(parts[b], (i, i)) for b, members in enumerate((1, 3, 5)) for i in range(members)])
+    cut = cut_micro_batches(tree.order(), MicroBatchLimits(), at_least=2)
+    assert sorted(map(sorted, cut)) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+    cut = cut_micro_batches(tree.order(), MicroBatchLimits(), at_least=3)
+    assert sorted(map(len, cut)) == [1, 3, 5], "the part with two branches has most rows, so it goes next"
+
+
 def test_small_groups_are_packed_together() -> None:
     pairs = [((g, g + 1, g + 2), (i,)) for g in range(10, 90, 10) for i in range(4)]
     cut = cut_micro_batches(batch_of(*pairs).order(), MicroBatchLimits(max_rows=2 * (2 + 4)))
@@ -149,3 +170,30 @@ def test_a_long_chain_of_turns_above_the_limit_is_cut() -> None:
     chain = batch_of(*[(range(turns), (5000,)) for turns in range(1, 1201)])
     cut = cut_micro_batches(chain.order(), MicroBatchLimits(max_rows=1200))
     assert sum(map(len, cut)) == 1200
+
+
+def large(group_size: int, num_sequences: int = 8192) -> PrefixOrder:
+    """Groups of one size with responses of many lengths."""
+    responses = np.random.default_rng(0).integers(100, 200, num_sequences)
+    first = np.arange(num_sequences) % group_size == 0
+    return PrefixOrder(np.arange(num_sequences), 511 + responses, np.where(first, 0, 511))
+
+
+@pytest.mark.parametrize(
+    ("order", "limits", "at_least"),
+    [
+        (large(1), MicroBatchLimits(max_rows=710), 1),
+        (large(1), MicroBatchLimits(max_sequences=1), 1),
+        (large(1), MicroBatchLimits(max_rows=8192), 1),
+        (large(8192), MicroBatchLimits(), 8192),
+        (PrefixOrder(np.arange(8192), np.arange(1, 8193), np.arange(8192)), MicroBatchLimits(), 8192),
+    ],
+    ids=["own micro-batches", "static micro-batches", "nothing shared", "one group split up", "one chain split up"],
+)
+def test_a_large_batch_is_cut_in_seconds(order: PrefixOrder, limits: MicroBatchLimits, at_least: int) -> None:
+    """Looking at every micro-batch for every sequence takes a minute."""
+    start = time.process_time()
+    cut = cut_micro_batches(order, limits, at_least)
+    assert time.process_time() - start < 5
+    assert sorted(s for micro_batch in cut for s in micro_batch) == list(range(8192))
+    assert len(cut) >= at_least

@@ -1,35 +1,121 @@
-"""The FLOPs behind ``mfu_physical`` are those of the rows that are computed."""
+"""What rows cost, wherever it is asked: micro-batch metrics, balance, doctor and benchmark."""
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
+from verl_pg_plugin.mixers.protocol import PairCost
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
+PER_LAYER = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
 
 
-def model(model_type: str, **overrides: int) -> transformers.PreTrainedModel:
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
-    config = transformers.AutoConfig.for_model(
-        model_type, num_attention_heads=4, num_key_value_heads=2, **sizes, **overrides
-    )
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+def config(model_type: str, **overrides: object) -> transformers.PretrainedConfig:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.AutoConfig.for_model(model_type, **{**SIZES, **heads, **overrides})
 
 
 def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> None:
-    flops = ModelFlops.of(model("qwen3"))
-    per_layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
-    assert flops == ModelFlops(per_row=2 * 3 * per_layer, per_head_row=2 * 50 * 16, per_pair=4 * 4 * 4 * 3)
+    flops = ModelFlops.of_config(config("qwen3"))
+    pairs = (PairCost(4 * 4 * 4 * 3),)
+    assert flops == ModelFlops(per_row=2 * 3 * PER_LAYER, per_head_row=2 * 50 * 16, pairs=pairs)
 
     tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6])
     layout = build_packed_layout(tokens, np.array([0, 4, 9]), np.array([3, 3]))
-    rows, head_rows, pairs = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
-    assert flops.forward([layout]) == (rows * flops.per_row + head_rows * flops.per_head_row + pairs * flops.per_pair)
+    rows, head_rows, num_pairs = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
+    priced = rows * flops.per_row + head_rows * flops.per_head_row + num_pairs * pairs[0].flops
+    assert flops.forward([layout]) == priced
+    segments = flops.segments(np.array([0, 2, 2]), np.array([2, 1, 2]), np.array([0, 1, 2]))
+    assert segments.sum() == priced, "balance and micro-batches would price one group differently"
 
 
-def test_experts_that_a_token_does_not_visit_do_no_work() -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-    flops = ModelFlops.of(model("qwen3_moe", **experts))
+def test_stock_verl_is_priced_with_every_token_and_its_head() -> None:
+    flops = ModelFlops(per_row=100.0, per_head_row=10.0, pairs=(PairCost(1.0),))
+    assert flops.alone(np.array([2, 3])).tolist() == [2 * 110 + 3, 3 * 110 + 6]
+
+
+def test_a_model_on_the_driver_costs_what_the_built_one_does() -> None:
+    module = transformers.AutoModelForCausalLM.from_config(config("qwen3"))
+    assert ModelFlops.of(module) == ModelFlops.of_config(module.config)
+
+
+def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_and_stays_as_it_was() -> None:
+    asked = config("qwen3")
+    asked._attn_implementation = "flash_attention_2"
+    assert ModelFlops.of_config(asked) == ModelFlops.of_config(config("qwen3"))
+    assert asked._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 12}),
+    ],
+)
+def test_experts_that_a_token_does_not_visit_do_no_work(model_type: str, sizes: dict[str, int]) -> None:
+    flops = ModelFlops.of_config(config(model_type, **sizes))
     attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 16 * 8, 3 * 16 * 12
     assert flops.per_row == 2 * 3 * (attention + router + 2 * expert)
+
+
+def test_experts_of_unknown_number_are_refused_with_the_override_that_names_it() -> None:
+    moe = config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(moe)
+    module.config = config("qwen3")  # as one that gives these numbers names of its own
+    with pytest.raises(ValueError, match=r"override_config\.num_experts_per_tok=<experts a token visits>"):
+        ModelFlops.of(module)
+
+
+def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    flops = ModelFlops.of_config(config("gemma2", layer_types=kinds, sliding_window=2))
+    assert flops.pairs == (PairCost(4 * 4 * 4), PairCost(2 * 4 * 4 * 4, window=2))
+    layout = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5, 6]), np.array([0, 4, 9]), np.array([3, 3]))
+    full, seen = 1 + 2 + 3 + 3 + 4, 1 + 2 + 2 + 2 + 2
+    assert flops.trunk(layout) - 5 * flops.per_row == 64 * full + 128 * seen
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2"])
+def test_models_that_slide_in_every_layer_without_naming_layer_types_are_windowed(model_type: str) -> None:
+    pairs = ModelFlops.of_config(config(model_type, sliding_window=7, pad_token_id=0)).pairs
+    assert [pair.window for pair in pairs] == [7]
+    pairs = ModelFlops.of_config(config(model_type, sliding_window=None, pad_token_id=0)).pairs
+    assert [pair.window for pair in pairs] == [None]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+def test_a_window_that_is_switched_off_is_none(model_type: str) -> None:
+    off = config(model_type, sliding_window=7, use_sliding_window=False)
+    assert [pair.window for pair in ModelFlops.of_config(off).pairs] == [None]
+
+
+def test_lookup_tables_do_no_work_and_a_value_head_runs_on_its_rows() -> None:
+    with torch.device("meta"):
+        value = transformers.AutoModelForTokenClassification.from_config(config("qwen3", num_labels=1))
+    flops = ModelFlops.of(value)
+    assert flops.per_row == 2 * 3 * PER_LAYER
+    assert flops.per_head_row == 2 * (16 + 1)
+
+
+def test_heads_of_latent_attention_have_two_sizes() -> None:
+    latent = config(
+        "deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=8,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=2,
+        v_head_dim=5,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=12,
+    )
+    assert ModelFlops.of_config(latent).pairs == (PairCost(2 * (8 + 5) * 4 * 3),)

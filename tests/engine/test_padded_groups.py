@@ -19,6 +19,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
+from verl_pg_plugin.cost.pairs import num_pairs
 from verl_pg_plugin.engine.batch.sequences import BatchError
 from verl_pg_plugin.layout.padded_layout import build_padded_layout
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -144,4 +145,4 @@ def test_layout_of_two_groups_is_the_one_that_upstream_draws() -> None:
     assert layout.head_sequence.tolist() == [0, 0, 2, 1]
     assert layout.response_index.tolist() == [2, 3, 9, 5]
     assert (layout.num_rows, layout.num_roots, layout.num_logical_tokens) == (10, 2, 11)
-    assert layout.num_attention_pairs == (1 + 2) + (3 + 4) + 3 + 1
+    assert num_pairs(layout) == (1 + 2) + (3 + 4) + 3 + 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.layout.chains import LaidOut, lay_out, plans, tries, walk_backward, walk_forward
 from tests.layout.tries import Batch, Key, batch_of, batches
+from verl_pg_plugin.cost.pairs import num_pairs
 from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
@@ -55,7 +56,7 @@ def test_a_query_sees_its_ancestors_in_order_and_nothing_else(data: st.DataObjec
         for p in lay_out(batch, chain, forward_only=False):
             seen = readable(p.layout)
             assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
-            assert p.layout.num_attention_pairs == sum(map(len, seen))
+            assert num_pairs(p.layout) == sum(map(len, seen))
             segment_rows = [len(seen[row]) - 1 for row in p.layout.cu_seqlens_q[:-1].tolist()]
             assert p.layout.segment_start.tolist() == segment_rows
             export = p.layout.export
@@ -206,7 +207,7 @@ def test_a_rank_without_exports_runs_one_row_that_nobody_reads(batch: Batch) -> 
     idle = idle_export(batch.tokens, batch.offsets)
     first = batch.sequences[0]
     assert (idle.input_ids.tolist(), idle.labels.tolist(), idle.position_ids.tolist()) == ([first[0]], [first[1]], [0])
-    assert (idle.num_carried, idle.kv_rows.tolist(), idle.num_attention_pairs) == (0, [0], 1)
+    assert (idle.num_carried, idle.kv_rows.tolist(), num_pairs(idle)) == (0, [0], 1)
     assert idle.num_logical_tokens == len(first)
     assert not len(idle.handover)
     assert not len(idle.handover_heads)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches, row_keys, row_paths, segment_paths, segment_tokens
+from verl_pg_plugin.cost.pairs import num_pairs
 from verl_pg_plugin.layout import build_packed_layout
 
 
@@ -122,7 +123,7 @@ def test_the_order_of_the_batch_changes_nothing_but_where_results_go(batch: Batc
 @given(batches(with_classes=True))
 def test_reported_attention_flops_equal_a_count_of_visible_pairs(batch: Batch) -> None:
     layout = batch.layout()
-    assert layout.num_attention_pairs == sum(map(len, row_paths(layout)))
+    assert num_pairs(layout) == sum(map(len, row_paths(layout)))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])

@@ -14,7 +14,7 @@ EOS = 7
 
 
 def make_sample(rng: np.random.Generator, seq: int, first: int, last: int) -> dict[str, Any]:
-    """One sample as `pack_grouped_data` takes it; ids and masks outside `first..last` hold values that must not be copied."""
+    """One sample as `pack_grouped_data` takes it; what lies outside `first..last` must not be copied."""
     return {
         "prompt_completion_ids": rng.integers(0, 150_000, seq),
         "prompt_mask": np.ones(seq, dtype=np.int64),

@@ -1,11 +1,14 @@
 """Cut a mini-batch into micro-batches that keep groups whole, by the rows they really compute."""
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from verl_pg_plugin.batching.forks import Forks
+from verl_pg_plugin.batching.least_loaded import LeastLoaded
 from verl_pg_plugin.layout import PrefixOrder
 
 
@@ -66,44 +69,32 @@ def cut_micro_batches(order: PrefixOrder, limits: MicroBatchLimits, at_least: in
     num_sequences = len(order.sequences)
     if at_least > num_sequences:
         raise ValueError(f"{num_sequences} sequences cannot fill {at_least} micro-batches")
-    run_of = _run_maker(order)
+    run_of, forks = _run_maker(order), Forks(order.num_shared)
     group_starts = np.flatnonzero(order.num_shared == 0).tolist()
     groups = [run_of(a, b) for a, b in zip(group_starts, [*group_starts[1:], num_sequences], strict=True)]
-    runs = [run for group in groups for run in _split(group, order, limits, run_of)]
+    runs = [run for group in groups for run in _split(group, order, forks, limits, run_of)]
 
     wanted = max(at_least, limits.least_micro_batches(sum(run.rows for run in runs), num_sequences))
-    while len(runs) < min(wanted, num_sequences):
-        largest = max((run for run in runs if run.sequences > 1), key=lambda run: run.rows)
-        runs.remove(largest)
-        runs.extend(_halve(largest, order, run_of))
-
-    bins: list[list[_Run]] = [[] for _ in range(min(wanted, num_sequences))]
-    loads = [[0, 0] for _ in bins]
-    for run in sorted(runs, key=lambda run: (-run.rows, run.first)):
-        open_bins = [i for i, (r, n) in enumerate(loads) if limits.admit(r + run.rows, n + run.sequences)]
-        if not open_bins:
-            bins.append([])
-            loads.append([0, 0])
-            open_bins = [len(bins) - 1]
-        chosen = min(open_bins, key=lambda i: loads[i][0])
-        bins[chosen].append(run)
-        loads[chosen] = [loads[chosen][0] + run.rows, loads[chosen][1] + run.sequences]
-
-    by_rows = sorted(range(len(bins)), key=lambda i: -loads[i][0])
-    return [[int(order.sequences[k]) for run in bins[i] for k in range(run.first, run.stop)] for i in by_rows]
+    wanted = min(wanted, num_sequences)
+    runs = _halve_largest(runs, wanted, forks, run_of)
+    bins = _fill(runs, wanted, limits)
+    bins.sort(key=lambda runs: -sum(run.rows for run in runs))
+    sequences = order.sequences.tolist()
+    return [[s for run in runs for s in sequences[run.first : run.stop]] for runs in bins]
 
 
 def _run_maker(order: PrefixOrder) -> Callable[[int, int], _Run]:
-    new_rows = np.concatenate([[0], np.cumsum(order.num_new)])
+    num_shared, rows_before = order.num_shared.tolist(), [0, *np.cumsum(order.num_new).tolist()]
 
     def run_of(first: int, stop: int) -> _Run:
-        rows = order.num_shared[first] + new_rows[stop] - new_rows[first]
-        return _Run(first=first, stop=stop, rows=int(rows))
+        return _Run(first=first, stop=stop, rows=num_shared[first] + rows_before[stop] - rows_before[first])
 
     return run_of
 
 
-def _split(run: _Run, order: PrefixOrder, limits: MicroBatchLimits, run_of: Callable[[int, int], _Run]) -> list[_Run]:
+def _split(
+    run: _Run, order: PrefixOrder, forks: Forks, limits: MicroBatchLimits, run_of: Callable[[int, int], _Run]
+) -> list[_Run]:
     """Cut a run that exceeds the limits; neighbouring pieces stay together as long as they fit."""
     pieces: list[_Run] = []
     pending = [run]
@@ -116,9 +107,8 @@ def _split(run: _Run, order: PrefixOrder, limits: MicroBatchLimits, run_of: Call
                     f"more than the {limits.max_rows} a micro-batch may hold; raise ppo_max_token_len_per_gpu and "
                     "log_prob_max_token_len_per_gpu"
                 )
-            shared = order.num_shared[piece.first + 1 : piece.stop]
-            forks = (np.flatnonzero(shared == shared.min()) + piece.first + 1).tolist()
-            branches = [run_of(a, b) for a, b in pairwise([piece.first, *forks, piece.stop])]
+            bounds = [piece.first, *forks.of(piece.first, piece.stop), piece.stop]
+            branches = [run_of(a, b) for a, b in pairwise(bounds)]
             pending.extend(reversed(branches))
             continue
         merged = run_of(pieces[-1].first, piece.stop) if pieces else piece
@@ -129,9 +119,49 @@ def _split(run: _Run, order: PrefixOrder, limits: MicroBatchLimits, run_of: Call
     return pieces
 
 
-def _halve(run: _Run, order: PrefixOrder, run_of: Callable[[int, int], _Run]) -> tuple[_Run, _Run]:
-    """Cut in two where neighbours share least; of equal places, nearest to the middle."""
-    shared = order.num_shared[run.first + 1 : run.stop]
-    places = np.flatnonzero(shared == shared.min()) + run.first + 1
-    cut = int(places[np.abs(2 * places - run.first - run.stop).argmin()])
-    return run_of(run.first, cut), run_of(cut, run.stop)
+def _halve_largest(runs: list[_Run], wanted: int, forks: Forks, run_of: Callable[[int, int], _Run]) -> list[_Run]:
+    """Cut the run with most rows in two until there are ``wanted``: where neighbours share least, near the middle."""
+    single = [run for run in runs if run.sequences == 1]
+    # Of equal runs the oldest goes first, so every rank cuts alike.
+    heap = [(-run.rows, age, run) for age, run in enumerate(runs) if run.sequences > 1]
+    heapq.heapify(heap)
+    for age in range(len(runs), 2 * wanted - len(runs), 2):
+        _, _, largest = heapq.heappop(heap)
+        cut = forks.middle(largest.first, largest.stop)
+        for i, half in enumerate((run_of(largest.first, cut), run_of(cut, largest.stop))):
+            if half.sequences > 1:
+                heapq.heappush(heap, (-half.rows, age + i, half))
+            else:
+                single.append(half)
+    return single + [run for _, _, run in heap]
+
+
+def _fill(runs: list[_Run], num_bins: int, limits: MicroBatchLimits) -> list[list[_Run]]:
+    """Runs to micro-batches, largest first, each to the one with fewest rows that admits it, or to a new one."""
+    bins: list[list[_Run]] = []
+    rows: list[int] = []
+    room: list[int] = []
+    full = limits.max_sequences or 0
+    by_rows = LeastLoaded()
+
+    def open_bin() -> int:
+        bins.append([])
+        rows.append(0)
+        room.append(full)
+        return len(bins) - 1
+
+    for _ in range(num_bins):
+        by_rows.put(open_bin(), full, 0)
+    for run in sorted(runs, key=lambda run: (-run.rows, run.first)):
+        sequences = run.sequences if limits.max_sequences else 0
+        chosen = by_rows.take(sequences)
+        if chosen is not None and not limits.admit(rows[chosen] + run.rows, 1):
+            by_rows.put(chosen, room[chosen], rows[chosen])  # it has the fewest rows, so no other admits the run
+            chosen = None
+        if chosen is None:
+            chosen = open_bin()
+        bins[chosen].append(run)
+        rows[chosen] += run.rows
+        room[chosen] -= sequences
+        by_rows.put(chosen, room[chosen], rows[chosen])
+    return bins

@@ -77,7 +77,7 @@ def _one_of(*known: str) -> Callable[[Any], Objection | None]:
     )
 
 
-def _at_least(least: int, *types: type) -> Callable[[Any], Objection | None]:
+def _at_least(least: int, *types: type[int] | type[float]) -> Callable[[Any], Objection | None]:
     kind = "number" if float in types else "integer"
 
     def objection(value: Any) -> Objection | None:

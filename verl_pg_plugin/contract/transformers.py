@@ -44,7 +44,8 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "transformers",
-        f"architectures/checks.py config/checkpoint_checks.py cpu/generation.py cpu/server.py cli/doctor/sharing.py "
+        f"architectures/checks.py config/checkpoint_checks.py cost/attention.py cost/flops.py cpu/generation.py "
+        f"cpu/server.py cli/doctor/sharing.py mixers/protocol.py "
         f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,

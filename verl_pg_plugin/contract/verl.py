@@ -138,6 +138,7 @@ VERL_PARTS: tuple[Part, ...] = (
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer",
         "trainer/group_trainers.py",
         __init__="(self, config)",
+        _init_tokenizer="(self)",
         _balance_batch="(self, batch, metrics, logging_prefix='global_seqlen', keep_minibatch=False)",
     ),
     *_parts("verl.trainer.ppo.v1.PPOTrainerSeparateAsync", "trainer/group_trainers.py", __init__="(self, config)"),
@@ -150,7 +151,7 @@ VERL_PARTS: tuple[Part, ...] = (
     # Functions that are called.
     *_parts(
         "verl.utils.config",
-        "cpu/server.py cli/doctor/overrides.py main_ppo.py",
+        "cpu/server.py cli/doctor/overrides.py main_ppo.py trainer/group_trainers.py",
         omega_conf_to_dataclass="(config, dataclass_type=None)",
         validate_config="(config, use_reference_policy, use_critic)",
     ),

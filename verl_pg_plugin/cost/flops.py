@@ -1,58 +1,120 @@
 """FLOPs of the rows that are really computed."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from verl_pg_plugin.cost.pairs import num_pairs, visible_pairs
 from verl_pg_plugin.layout import Layout
+from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
+
+FORWARDS_OF_AN_UPDATE = 3
+"""An update in units of its forward: a backward computes two matrix products for each of the forward's."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+"""Names that transformers' configs have for them."""
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a decoder, counted from its weights: two per weight and row, four per head dim and attention pair.
+    """Forward FLOPs of a decoder: two per weight and row, and those of its (query, key) pairs.
+
+    Micro-batches are limited by rows, which is what fills memory; all else that asks for a price asks here.
 
     Attributes:
-        per_row: forward FLOPs of a row outside attention scores and head.
-        per_head_row: forward FLOPs of the LM or value head on one row.
-        per_pair: forward FLOPs of one (query, key) pair over all layers.
+        per_row: of a row outside attention scores and head.
+        per_head_row: of the LM or value head on one row.
+        pairs: of pairs, one entry for each window that some layers have.
     """
 
     per_row: float
     per_head_row: float
-    per_pair: float
+    pairs: tuple[PairCost, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelFlops":
-        """Count the matrices of an unsharded transformers model."""
+        """Count the matrices of an unsharded transformers model; a device of ``meta`` will do.
+
+        Raises:
+            ValueError: it has experts, and its config does not say how many a token visits.
+        """
         config = module.config.get_text_config()
         head = module.get_output_embeddings()
-        skip = {
-            id(weight)
-            for part in (head, module.get_input_embeddings())
-            if part is not None
-            for weight in part.parameters()
-        }
-        active = getattr(config, "num_experts_per_tok", None) or 1
-        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+        if head is None:
+            head = getattr(module, "score", None)  # of token classifiers, which value models are
+        head_weights = [] if head is None else list(head.parameters())
+        lookups = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+        skip = {id(weight) for weight in (*head_weights, *lookups)}
         per_row = 0.0
         for name, weight in module.named_parameters():
             if weight.ndim >= 2 and id(weight) not in skip:
-                per_row += 2 * weight.numel() * (active / experts if ".experts." in name else 1)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+                per_row += 2 * weight.numel() * (_visited_experts(config) if ".experts." in name else 1)
         return cls(
             per_row=per_row,
-            per_head_row=2 * sum(weight.numel() for weight in head.parameters()) if head is not None else 0.0,
-            per_pair=4 * head_dim * config.num_attention_heads * config.num_hidden_layers,
+            per_head_row=2.0 * sum(weight.numel() for weight in head_weights),
+            pairs=tuple(pair for name in count_layers(config) for pair in MIXERS[name].pair_costs(config)),
         )
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig, trust_remote_code: bool = False) -> "ModelFlops":
+        """Count a causal language model that exists as a config only: it is built without storage, no weight is read.
+
+        Args:
+            config: of the checkpoint, overrides applied.
+            trust_remote_code: the user's own flag, for a class that the checkpoint brings along.
+
+        Raises:
+            ValueError: transformers has no causal language model for it, or see ``of``.
+        """
+        with torch.device("meta"):
+            # Which attention runs changes no weight, and the default may be one that is not installed here.
+            return cls.of(
+                AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
+                )
+            )
+
+    def segments(self, start: IntArray, rows: IntArray, head_rows: IntArray) -> NDArray[np.float64]:
+        """FLOPs of each of S segments, rows that follow ``start`` shared ones.
+
+        Args:
+            start, rows, head_rows: (S,) rows before the segment that it sees, rows it has, and how many of those the
+                head runs on.
+        """
+        attention = sum(pair.flops * visible_pairs(start, rows, pair.window) for pair in self.pairs)
+        return self.per_row * rows + self.per_head_row * head_rows + attention
 
     def forward(self, layouts: Sequence[Layout]) -> float:
         """FLOPs of one forward over all layouts."""
-        return sum(
-            self.trunk(layout.num_rows, layout.num_attention_pairs) + self.per_head_row * len(layout.head_rows)
-            for layout in layouts
-        )
+        return sum(self.trunk(layout) + self.per_head_row * len(layout.head_rows) for layout in layouts)
 
-    def trunk(self, num_rows: int, num_attention_pairs: int) -> float:
+    def trunk(self, layout: Layout) -> float:
         """FLOPs of one forward without the head."""
-        return self.per_row * num_rows + self.per_pair * num_attention_pairs
+        return self.per_row * layout.num_rows + sum(pair.flops * num_pairs(layout, pair.window) for pair in self.pairs)
+
+    def alone(self, lengths: IntArray) -> NDArray[np.float64]:
+        """FLOPs (B,) of stock verl on B sequences of so many tokens: nothing shared, the head on every token."""
+        return self.segments(np.zeros_like(lengths), lengths, lengths)
+
+
+def _visited_experts(config: PretrainedConfig) -> float:
+    """The share of its experts that a token visits."""
+    total, visited = (
+        next((found for name in names if (found := getattr(config, name, None))), None)
+        for names in (EXPERTS, EXPERTS_PER_TOKEN)
+    )
+    if total is None or visited is None:
+        raise ValueError(
+            f"{config.model_type} has experts, and its config says neither {' nor '.join(EXPERTS_PER_TOKEN)} of how "
+            "many; set ++actor_rollout_ref.model.override_config.num_experts_per_tok=<experts a token visits> and "
+            "++actor_rollout_ref.model.override_config.num_experts=<experts of a layer>"
+        )
+    return float(np.mean(visited) / np.mean(total))  # a list has a number for every layer

@@ -198,6 +198,7 @@ class SharedPrefixMixin:
         metrics = plan_metrics(
             plans[0],
             sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches)),
+            carrier.stack.peak_bytes,
             self.shared_model.flops,
             time.perf_counter() - start,
             forward_only,

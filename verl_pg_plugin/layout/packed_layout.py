@@ -84,10 +84,9 @@ class PackedLayout:
         return True
 
     @property
-    def num_attention_pairs(self) -> int:
-        """(query, key) pairs under the causal mask, for counting FLOPs."""
-        q = np.diff(self.cu_seqlens_q)
-        return int((q * self.segment_start + q * (q + 1) // 2).sum())
+    def segments(self) -> tuple[IntArray, IntArray]:
+        """(S,) rows that each segment sees before its own, and (S,) its own."""
+        return self.segment_start, np.diff(self.cu_seqlens_q)
 
 
 def build_packed_layout(

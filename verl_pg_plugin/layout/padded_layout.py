@@ -62,12 +62,10 @@ class PaddedLayout:
         return True
 
     @property
-    def num_attention_pairs(self) -> int:
-        """(query, key) pairs under the causal mask, for counting FLOPs."""
-        return sum(
-            prefix * (prefix + 1) // 2 + sum(rows * prefix + rows * (rows + 1) // 2 for rows in responses)
-            for prefix, *responses in self.group_info
-        )
+    def segments(self) -> tuple[IntArray, IntArray]:
+        """(S,) rows that each segment sees before its own, and (S,) its own: prefix and responses of every group."""
+        start = [at for prefix, *responses in self.group_info for at in (0, *[prefix] * len(responses))]
+        return np.array(start), np.array([rows for group in self.group_info for rows in group])
 
 
 def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: IntArray) -> PaddedLayout:

@@ -24,8 +24,8 @@ class Layout(Protocol):
         """Tokens that computing every sequence alone without padding would run."""
 
     @property
-    def num_attention_pairs(self) -> int:
-        """(query, key) pairs under the causal mask, for counting FLOPs."""
+    def segments(self) -> tuple[IntArray, IntArray]:
+        """(S,) rows that each segment sees before its own, and (S,) its own."""
 
     @property
     def shares_rows(self) -> bool:

@@ -45,36 +45,42 @@ class Attention:
         """Nothing to do: layers look their attention up by the name in the config."""
 
     def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
-        """Two FLOPs per pair and number of a query for the scores, two per number of a value for the output."""
-        layers: Counter[int | None] = Counter()
-        for layer_type in attention_layer_types(config):
-            layers[config.sliding_window if layer_type == SLIDING else None] += 1
-        key_width, value_width = max(attention_needs(config).head_dims)
-        per_layer = 2 * (key_width + value_width) * config.num_attention_heads
-        return tuple(PairCost(per_layer * count, window) for window, count in layers.items())
+        """Two FLOPs per pair and number of a query for the score, two per number of a value for the output."""
+        layers = Counter(attention_layer_types(config))
+        windows = ((FULL, None), (SLIDING, getattr(config, "sliding_window", None)))
+        return tuple(
+            PairCost(2 * sum(_head_dims(config, kind)) * config.num_attention_heads * layers[kind], window)
+            for kind, window in windows
+            if layers[kind]
+        )
 
 
 def attention_layer_types(config: PretrainedConfig) -> list[str]:
     """``FULL`` or ``SLIDING`` for every attention layer of a text config.
 
-    Raises:
-        ValueError: the config does not say how many layers it has.
+    Without ``layer_types``, transformers' models give ``sliding_window`` to every layer (Mistral, Mixtral, Phi3).
     """
-    types = getattr(config, "layer_types", None)
-    if types:
+    if types := getattr(config, "layer_types", None):
         return [layer_type for layer_type in types[: config.num_hidden_layers] if layer_type in Attention.layer_types]
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return [SLIDING if sliding else FULL] * config.num_hidden_layers
 
 
 def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
-    """What the attention layers of a text config ask of a kernel."""
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: DeepSeek-V2 and its kin
-        widths = {(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)}
-    else:
-        hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-        # A config of the checkpoint's own may name them otherwise: then the first forward tells.
-        head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
-        wider = getattr(config, "global_head_dim", None)  # of Gemma 4's full-attention layers
-        widths = {(width, width) for width in (head_dim, wider) if width}
+    """What the attention layers of a text config ask of a kernel.
+
+    A config of the checkpoint's own may name its sizes otherwise: nothing is known to be needed, and the first forward
+    tells.
+    """
+    known = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
+    widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if known else set()
     return AttentionNeeds(frozenset(widths), softcap=bool(getattr(config, "attn_logit_softcapping", None)))
+
+
+def _head_dims(config: PretrainedConfig, kind: str) -> tuple[int, int]:
+    """Widths of a head's keys and values; latent attention (DeepSeek) has two, Gemma 4 another one in full layers."""
+    if getattr(config, "kv_lora_rank", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    size = (kind == FULL and getattr(config, "global_head_dim", None)) or getattr(config, "head_dim", None)
+    size = size or config.hidden_size // config.num_attention_heads
+    return size, size

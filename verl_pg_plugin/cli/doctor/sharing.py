@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model import update_model_config
 
@@ -20,7 +19,6 @@ from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_fo
 from verl_pg_plugin.config.facts import Role, effective_sp_size
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout import build_packed_layout
 
 __all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]
 
@@ -132,20 +130,12 @@ def sharing_model(config: DictConfig) -> PretrainedConfig | None:
 
 
 def flop_bound(hf_config: PretrainedConfig, group: Group) -> float:
-    """FLOPs of stock verl, which computes every sequence alone and the head on all tokens, over those of shared rows.
-
-    The model is built on the meta device: no weight is read.
-    """
-    with torch.device("meta"):
-        flops = ModelFlops.of(AutoModelForCausalLM.from_config(hf_config))
-    # Every response repeats a token of its own, so sequences fork where the prompt ends.
-    prompt, responses = np.zeros(group.prompt, np.int64), np.arange(1, group.n + 1)
-    tokens = np.stack([np.concatenate([prompt, np.full(group.response, response)]) for response in responses])
-    ends = np.arange(group.n + 1) * tokens.shape[1]
-    shared = build_packed_layout(tokens.reshape(-1), ends, np.full(group.n, group.prompt))
-    alone = build_packed_layout(tokens[0], ends[:2], np.array([group.prompt]))
-    prompt_head = flops.per_head_row * (tokens.shape[1] - len(alone.head_rows))
-    return group.n * (flops.forward([alone]) + prompt_head) / flops.forward([shared])
+    """FLOPs of stock verl, every sequence alone and the head on all tokens, over those of shared rows."""
+    flops = ModelFlops.of_config(hf_config)
+    prefix, responses = group.prompt - 1, np.full(group.n, group.response)
+    start = np.array([0, *[prefix] * group.n])
+    shared = flops.segments(start, np.array([prefix, *responses]), np.array([0, *responses]))
+    return float(flops.alone(responses + group.prompt).sum() / shared.sum())
 
 
 def _limits(config: DictConfig) -> list[Limit]:

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from verl.utils.flops_counter import get_device_flops
 
-from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
 from verl_pg_plugin.engine.ranks import over_ranks
 
@@ -11,6 +11,7 @@ from verl_pg_plugin.engine.ranks import over_ranks
 def plan_metrics(
     plan: MicroBatchPlan,
     num_padding_rows: int,
+    carried_bytes: int,
     flops: ModelFlops,
     seconds: float,
     forward_only: bool,
@@ -22,6 +23,7 @@ def plan_metrics(
     Args:
         plan: this rank's micro-batches.
         num_padding_rows: rows that were added to them; they count as physical tokens.
+        carried_bytes: most memory that rows on their way from one micro-batch to another took.
         flops: of the model.
         seconds: this rank took for the mini-batch.
         forward_only: there was no backward.
@@ -35,10 +37,13 @@ def plan_metrics(
         "groups": sum(layout.num_roots for layout in plan.layouts),
         "micro_batches": len(plan.layouts),
         "rmpad": plan.num_rmpad,
-        "flops": flops.forward(plan.layouts) * (1 if forward_only else 3),
+        "chains": len(plan.chains),
+        "carried_rows": plan.carried_rows,
+        "exported_rows": plan.exported_rows,
+        "flops": flops.forward(plan.layouts) * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
         "seconds": seconds,
     }
-    ranks = over_ranks(local, dp_group)
+    ranks = over_ranks({**local, "carried_bytes": carried_bytes}, dp_group)
     total = {name: sum(rank[name] for rank in ranks) for name in local}
     peak = get_device_flops("T") * 1e12 * len(ranks) * sp_size * max(rank["seconds"] for rank in ranks)
     return {
@@ -49,4 +54,8 @@ def plan_metrics(
         "prefix_grouper/groups_per_micro_batch": [total["groups"] / total["micro_batches"]],
         "prefix_grouper/rmpad_micro_batches": [float(total["rmpad"])],
         "prefix_grouper/mfu_physical": [total["flops"] / peak],
+        "prefix_grouper/chains": [float(total["chains"])],
+        "prefix_grouper/carried_rows": [float(total["carried_rows"])],
+        "prefix_grouper/exported_rows": [float(total["exported_rows"])],
+        "prefix_grouper/peak_carried_gib": [max(rank["carried_bytes"] for rank in ranks) / 2**30],
     }
