@@ -48,6 +48,9 @@ from verl.workers.utils.losses import ppo_loss
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
+logger = logging.getLogger(__name__)
+ROW_METRICS = ("physical_tokens", "exported_rows", "peak_carried_gib")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -71,6 +74,8 @@ class Row:
     memory_ratio: float
     logical_tokens: int
     physical_tokens: int
+    exported_rows: int
+    peak_carried_gib: float
     physical_tflops_per_s: float
     slowest_over_mean: float
     graphs_compiled: int
@@ -84,11 +89,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """One phase on this rank: seconds from batch on the host to results on the host, peak GiB, rows of all ranks."""
+    """One phase on this rank: seconds from batch on the host to results on the host, peak GiB, ``ROW_METRICS``."""
 
     seconds: float
     peak_gib: float
-    physical_tokens: int
+    rows: dict[str, float]
 
 
 def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bool) -> Timing:
@@ -117,8 +122,8 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         get_torch_device().synchronize()
         seconds = time.perf_counter() - start
-    rows = output["metrics"].get("prefix_grouper/physical_tokens", [0])
-    return Timing(seconds, peak / 2**30, int(rows[0]))
+    rows = {name: output["metrics"].get(f"prefix_grouper/{name}", [0.0])[0] for name in ROW_METRICS}
+    return Timing(seconds, peak / 2**30, rows)
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
         "seconds_min": min(slowest),
         "seconds_max": max(slowest),
         "peak_gib": max(peak for _, peak in ranks),
-        "physical_tokens": runs[-1].physical_tokens,
+        **runs[-1].rows,
         "graphs_compiled": counters["stats"]["unique_graphs"],
     }
 
@@ -190,7 +195,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             ranks = [[samples[row] for row in part] for part in parts]
             batch = make_batch(
                 ranks[dist.get_rank()],
-                max_token_len_per_gpu=args.max_token_len,
+                max_token_len_per_gpu=path.budget or args.max_token_len,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
                 micro_batch_size_per_gpu=int(case.n.split("-")[0]),
@@ -205,7 +210,10 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 entropy_coeff=0.01 if args.entropy else 0.0,
             )
             for phase in args.phases:
-                measured[path, name, phase] = measure(engine, phase, batch, partial(ppo_loss, config=actor), args)
+                numbers = measure(engine, phase, batch, partial(ppo_loss, config=actor), args)
+                measured[path, name, phase] = numbers
+                # A run that is cut short leaves what it has measured.
+                logger.warning("%s %s %s: %s", path, name, phase, numbers)
                 kernels[path] = "stock" if path.stock else engine.sharing.kernel.name
         del engine
         gc.collect()
@@ -227,7 +235,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 logical_tokens=work.logical_tokens,
                 physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / 1e12,
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
-                **numbers | {"physical_tokens": numbers["physical_tokens"] or work.logical_tokens},
+                **numbers | {"physical_tokens": int(numbers["physical_tokens"]) or work.logical_tokens},
                 **about,
             )
         )

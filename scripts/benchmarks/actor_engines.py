@@ -21,23 +21,29 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOption
 
 @dataclass(frozen=True)
 class EnginePath:
-    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:static_rows=True``."""
+    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:static_rows=True``.
+
+    ``@12288`` at the end is the path's own budget of a micro-batch.
+    """
 
     mode: str
     options: str = ""
+    budget: int | None = None
 
     MODES = ("padded", "rmpad", "prefix_grouper", "packed")
 
     @classmethod
     def parse(cls, text: str) -> "EnginePath":
-        mode, _, options = text.partition(":")
-        path = cls(mode, options)
+        name, _, budget = text.partition("@")
+        mode, _, options = name.partition(":")
+        path = cls(mode, options, int(budget) if budget else None)
         if mode not in cls.MODES or (path.stock and options):
             raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(cls.MODES)}; only ours take :KEY=VALUE,...")
         return path
 
     def __str__(self) -> str:
-        return f"{self.mode}:{self.options}" if self.options else self.mode
+        options = f":{self.options}" if self.options else ""
+        return f"{self.mode}{options}" + (f"@{self.budget}" if self.budget else "")
 
     @property
     def stock(self) -> bool:
