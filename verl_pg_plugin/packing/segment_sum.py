@@ -24,7 +24,7 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
     """`output[b, s]` = sum of `values[b, t]` over all `t` with `segment_ids[b, t] == s`.
 
     For tensors (CPU and GPU, differentiable in `values`, any number of times) and for NumPy arrays (by the CPU route).
-    float16 and bfloat16 values are summed in float32 and rounded once; other dtypes are summed in themselves. The result
+    float16 and bfloat16 values are summed in float32 and rounded once, other dtypes in themselves. The result
     of a call does not change from run to run on the CPU, nor on a GPU with up to 64 segments and Triton installed; GPU
     sums over more segments are atomic adds in any order.
     Ids are always checked, which on a GPU costs one synchronisation: not for use inside CUDA graph capture.
