@@ -31,8 +31,6 @@ WEIGHTS = CarryWeights(carried=0.745, owed=0.497)
 def groups(
     rng: np.random.Generator, num_sequences: int = 65_536, prompt: int = 1024, response: int = 512
 ) -> PrefixOrder:
-    rng: np.random.Generator, num_sequences: int = 65_536, prompt: int = 1024, response: int = 512
-) -> PrefixOrder:
     """Groups of 8 to 64 responses to a prompt."""
     shared: list[int] = []
     while len(shared) < num_sequences:
