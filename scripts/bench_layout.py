@@ -1,10 +1,14 @@
 """Time of planning a mini-batch on the CPU: 1,024 sequences of 10k tokens, on one core.
 
     python scripts/bench_layout.py [--repeats 7] [--max-token-len 32768] [--assert-under 0.5]
+    python scripts/bench_layout.py --growth 2048 8192 32768 65536 [--repeats 3] [--assert-under 2]
 
 "plan" is what an engine runs before each mini-batch, ``plan_micro_batches``: read verl's batch, sort, cut into
 micro-batches, lay each out and select its rows. The columns after it time its steps of index maths alone. "cuts" are
 micro-batches, "dedup" is logical over physical tokens.
+
+``--growth`` times the two plans that compare sequences with one another, over the number of sequences: dealing them to
+ranks (``balance_groups``) and cutting them into micro-batches (``cut_micro_batches``), from lengths alone.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +32,17 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
-from verl_pg_plugin.layout import build_prefix_order
+from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
+from verl_pg_plugin.mixers.protocol import PairCost
 
+FLOPS_7B = ModelFlops(per_row=1.3e10, per_head_row=1.1e9, pairs=(PairCost(4.6e5),))
+PROMPT = 512
 VOCAB = 151_936
 
 PACKED_MODE = PackedMode(kernel=select_kernel("sdpa", "cpu"))
@@ -61,14 +71,14 @@ def jagged(rows: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(rows.reshape(-1), offsets)
 
 
-def timed(function: Callable[[], object], repeats: int) -> list[float]:
+def timed(function: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Seconds of each call after one warm-up."""
     function()
     seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         function()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return seconds
 
 
@@ -88,6 +98,49 @@ def measure(batch: TensorDict, max_token_len: int, repeats: int) -> dict[str, li
     return {name: timed(step, repeats) for name, step in steps.items()}
 
 
+def growing_plans(num_sequences: int) -> dict[str, Callable[[], object]]:
+    """Plans over sequences of long-tailed lengths; a case is named by what makes it slow."""
+    rng = np.random.default_rng(0)
+    responses = np.minimum(rng.lognormal(6.5, 1.0, num_sequences).astype(np.int64) + 1, 8192)
+
+    def balance(n: int, num_ranks: int) -> Callable[[], object]:
+        group = np.arange(num_sequences) // n
+        prompts = rng.integers(200, 4000, num_sequences)[group]
+        return lambda: balance_groups(group, prompts, responses, FLOPS_7B.segments, num_ranks)
+
+    def cut(n: int, max_rows: int | None, at_least: int = 1) -> Callable[[], object]:
+        shared = np.where(np.arange(num_sequences) % n, PROMPT - 1, 0)
+        order = PrefixOrder(np.arange(num_sequences), PROMPT - 1 + responses, shared)
+        return lambda: cut_micro_batches(order, MicroBatchLimits(max_rows=max_rows), at_least)
+
+    return {
+        "balance n 1, 8 ranks": balance(1, 8),
+        "balance n 1, 2 ranks": balance(1, 2),
+        "balance n 8, 8 ranks": balance(8, 8),
+        "cut n 1, one each": cut(1, None, at_least=num_sequences),
+        "cut n 1": cut(1, 16_384),
+        "cut n 8": cut(8, 16_384),
+        "split one group": cut(num_sequences, None, at_least=min(num_sequences, 8192)),
+    }
+
+
+def report_growth(sizes: list[int], repeats: int) -> float:
+    """Print the medians; the largest in seconds."""
+    names = list(growing_plans(8))
+    table = Table("sequences", *names, title="CPU time of one core: median ± half range, ms")
+    slowest = 0.0
+    for size in sizes:
+        seconds = [timed(plan, repeats, time.process_time) for plan in growing_plans(size).values()]
+        slowest = max(slowest, *map(statistics.median, seconds))
+        table.add_row(f"{size:,}", *map(milliseconds, seconds))
+    Console(width=150).print(table)
+    return slowest
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.0f} ± {(max(seconds) - min(seconds)) * 500:.0f}"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-sequences", type=int, default=1024)
@@ -95,6 +148,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--response-length", type=int, default=2048)
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[8, 32, 1])
     parser.add_argument("--max-token-len", type=int, default=32_768, help="physical tokens of a micro-batch")
+    parser.add_argument("--growth", type=int, nargs="+", metavar="SEQUENCES", help="time these sizes instead")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--assert-under", type=float, metavar="SECONDS", help="exit 1 if a median plan takes longer")
     return parser.parse_args()
@@ -103,6 +157,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     torch.set_num_threads(1)
+    slowest = report_growth(args.growth, args.repeats) if args.growth else report_plan(args)
+    if args.assert_under is not None and slowest >= args.assert_under:
+        sys.stderr.write(f"slowest median plan {slowest:.3f} s, not under {args.assert_under} s\n")
+        return 1
+    return 0
+
+
+def report_plan(args: argparse.Namespace) -> float:
+    """Print the medians of a whole plan and its steps; the largest of a plan in seconds."""
     length = args.prompt_length + args.response_length
     table = Table(title=f"{args.num_sequences:,} sequences of {length:,} tokens, one core: median ± half range, ms")
     for column in ("n", "cuts", "dedup", "plan", "read", "sort", "cut", "layout"):
@@ -114,13 +177,9 @@ def main() -> int:
         dedup = sum(layout.num_logical_tokens for layout in layouts) / sum(layout.num_rows for layout in layouts)
         seconds = measure(batch, args.max_token_len, args.repeats)
         medians.append(statistics.median(seconds["plan"]))
-        cells = [f"{statistics.median(s) * 1e3:.0f} ± {(max(s) - min(s)) * 500:.0f}" for s in seconds.values()]
-        table.add_row(str(n), str(len(layouts)), f"{dedup:.2f}", *cells)
+        table.add_row(str(n), str(len(layouts)), f"{dedup:.2f}", *map(milliseconds, seconds.values()))
     Console().print(table)
-    if args.assert_under is not None and max(medians) >= args.assert_under:
-        sys.stderr.write(f"slowest median plan {max(medians):.3f} s, not under {args.assert_under} s\n")
-        return 1
-    return 0
+    return max(medians)
 
 
 if __name__ == "__main__":

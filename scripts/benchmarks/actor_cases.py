@@ -63,7 +63,7 @@ def rows_of_ranks(
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
         return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)
     order = balance_groups(group, prompts, responses, flops.segments, world_size).order
-    return np.split(order, world_size).tolist()
+    return [part.tolist() for part in np.split(order, world_size)]
 
 
 @dataclass(frozen=True)

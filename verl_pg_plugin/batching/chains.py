@@ -126,7 +126,7 @@ def cut_with_chains(
         planned.append([_part(maths, number, *cut, fillers) for cut in zip(chain, following, strict=True)])
     if rest:
         for sequences in cut_micro_batches(_select(order, _places(rest)), limits, max(needed, 1)):
-            rows = _num_rows(order, np.sort(place[sequences]))
+            rows = num_rows(order, np.sort(place[sequences]))
             planned.append([Part(sequences, num_chain=0, chain=-1, num_rows=rows)])
 
     parts = [part for chain in planned for part in chain]
@@ -144,7 +144,7 @@ def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers
     if cut in fillers:
         others = _places(fillers[cut])
         sequences += maths.order.sequences[others].tolist()
-        filled = _num_rows(maths.order, others)
+        filled = num_rows(maths.order, others)
     return Part(
         sequences=sequences,
         num_chain=cut.sequences,
@@ -267,6 +267,6 @@ def _select(order: PrefixOrder, places: IntArray) -> PrefixOrder:
     return PrefixOrder(order.sequences[places], order.num_rows[places], shared)
 
 
-def _num_rows(order: PrefixOrder, places: IntArray) -> int:
-    """Physical tokens of the sequences at ``places`` of the sorted order, ascending."""
+def num_rows(order: PrefixOrder, places: IntArray) -> int:
+    """Rows of the sequences at ``places`` of the sorted order, ascending."""
     return int(_select(order, places).num_new.sum())

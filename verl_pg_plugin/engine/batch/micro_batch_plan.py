@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
-from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout
 from verl_pg_plugin.engine.batch.row_selection import select_rows
@@ -20,7 +20,6 @@ from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
 from verl_pg_plugin.layout import Layout, PrefixOrder, build_prefix_order
 from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
-from verl_pg_plugin.layout.prefix_order import IntArray
 
 if TYPE_CHECKING:
     from verl_pg_plugin.engine.sharing_modes import SharingMode
@@ -214,18 +213,9 @@ def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | N
         return cut_with_chains(order, limits, carry.weights, at_least, **costs).chains
     place = np.argsort(order.sequences)
     return [
-        [Part(members, num_chain=0, chain=-1, num_rows=_num_rows(order, np.sort(place[members])))]
+        [Part(members, num_chain=0, chain=-1, num_rows=num_rows(order, np.sort(place[members])))]
         for members in cut_micro_batches(order, limits, at_least)
     ]
-
-
-def _num_rows(order: PrefixOrder, places: IntArray) -> int:
-    """Physical tokens of the sequences at ``places`` of the sorted order, ascending.
-
-    Two sequences share the rows that all neighbours between them share.
-    """
-    shared = np.minimum.reduceat(order.num_shared[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else 0
-    return int(order.num_rows[places].sum() - np.sum(shared))
 
 
 def _limits(data: TensorDict, sp_size: int) -> MicroBatchLimits:
