@@ -81,7 +81,7 @@ def _at_least(least: int, *types: type[int] | type[float]) -> Callable[[Any], Ob
     kind = "number" if float in types else "integer"
 
     def objection(value: Any) -> Objection | None:
-        if isinstance(value, bool) or not isinstance(value, types):
+        if isinstance(value, bool) or not issubclass(type(value), types):
             return f"is not {'a' if kind == 'number' else 'an'} {kind}", f"<{kind} of at least {least}>"
         if not value >= least:  # nan too
             return f"is below {least}, the least that it takes", f"<{kind} of at least {least}>"
