@@ -132,4 +132,4 @@ def _patched(config: dict[str, Any]) -> str:
 
 
 def _shipped_file() -> Path:
-    return Path(__file__).parent / "models" / "qwen3" / MODELING_FILE
+    return Path(__file__).parents[1] / "models" / "qwen3" / MODELING_FILE
