@@ -11,19 +11,21 @@ GPUs and the plugin's own on a CPU. GRPO with a reference policy, AdamW, FSDP2, 
 optimizer step for each training step. Every mode runs in a process tree of its own and gets the same token budget.
 
 In ``--output-dir``: ``bench_step.csv`` (rewritten after every run), and for each run its log and its metrics file.
-A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit code is then 1.
+A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit code is then 1. With ``--resume``, runs
+that are complete in an earlier ``bench_step.csv`` of the folder are not run again, so that a command can be split.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +36,7 @@ from actor_cases import SHAPES
 from bench_common import environment, write_csv
 from rich.console import Console
 from step_inputs import make_checkpoint, make_prompts, word_tokenizer
-from step_metrics import StepRow, read_training_steps, rows_of_run, table_of, with_ratios
+from step_metrics import StepRow, complete_rows, read_training_steps, rows_of_run, table_of, with_ratios
 from step_runs import StepCase, StepMode, StepRun, run_to_end
 
 ROLLOUT_PACKAGES = ("vllm", "ray")
@@ -59,20 +61,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, default=Path("outputs/bench_step"), help="checkpoints and run folders")
     parser.add_argument("--output-dir", type=Path, help="CSV, logs and metrics; default: --work-dir/results")
     parser.add_argument("--csv", type=Path, help="the table; default: bench_step.csv in --output-dir")
+    parser.add_argument("--resume", action="store_true", help="keep the complete runs of an earlier table")
+    parser.add_argument("--prepare-only", action="store_true", help="write checkpoint and prompts, train nothing")
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step is left out of the figures")
-    for path in ("work_dir", "output_dir", "csv"):
-        defaults = {"output_dir": args.work_dir / "results", "csv": (args.output_dir or Path()) / "bench_step.csv"}
-        setattr(args, path, (getattr(args, path) or defaults[path]).absolute())
+    args.work_dir = args.work_dir.absolute()
+    args.output_dir = (args.output_dir or args.work_dir / "results").absolute()
+    args.csv = args.csv or args.output_dir / "bench_step.csv"
     return args
-
-
-def apart(function: Any, *arguments: Any) -> Any:
-    """The result of a function that ran in a process of its own: what it took of a GPU is free afterwards."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def describe_environment() -> dict[str, str]:
@@ -86,11 +84,17 @@ def describe_environment() -> dict[str, str]:
     return about
 
 
-def prepare(args: argparse.Namespace, device: str) -> tuple[Path, dict[int, Path]]:
-    """The checkpoint, and for each prompt length a file that lasts for every step; both are kept for later runs."""
+def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path, dict[StepCase, Path]]:
+    """The environment, the checkpoint, and for each case a file of prompts for all its steps; files are kept.
+
+    In a process of its own, whose share of the GPU is free again when the first run starts.
+    """
     model_path = args.work_dir / f"model-{args.model_shape}"
-    if not model_path.is_dir():
-        apart(make_checkpoint, model_path, args.model_shape, torch.bfloat16 if device == "gpu" else torch.float32)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        about = pool.submit(describe_environment).result()
+        if not model_path.is_dir():
+            dtype = torch.bfloat16 if device == "gpu" else torch.float32
+            pool.submit(make_checkpoint, model_path, args.model_shape, dtype).result()
     tokenizer = word_tokenizer(SHAPES[args.model_shape]["vocab_size"])
     prompts = {}
     for case in args.cases:
@@ -98,72 +102,82 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[Path, dict[int, Path
         if not path.is_file():
             make_prompts(path, tokenizer, length=case.prompt, num_prompts=case.prompts * args.steps)
         prompts[case] = path
-    return model_path, prompts
+    return about, model_path, prompts
+
+
+def measure(run: StepRun, args: argparse.Namespace, about: dict[str, str]) -> tuple[list[StepRow], str]:
+    """Train once; the rows of the run, and what went wrong or nothing."""
+    run.metrics.unlink(missing_ok=True)
+    console.print(f"{run.case} {run.mode}: {run.steps} steps, log in {run.log}")
+    outcome, to_first_step = run_to_end(run, args.timeout)
+    steps = read_training_steps(run.metrics)
+    if outcome == "ok" and len(steps) != run.steps:
+        outcome = f"{len(steps)} of {run.steps} steps"
+    described = {
+        "model": args.model_shape,
+        "case": str(run.case),
+        "mode": str(run.mode),
+        "seconds_before_first_step": to_first_step - steps[0]["timing_s/step"] if to_first_step and steps else None,
+        "outcome": outcome,
+        "num_gpus": run.num_gpus,
+        "max_token_len": run.max_token_len,
+        "rollout": "vllm" if run.device == "gpu" else "hf",
+        "cuda_graphs": run.cuda_graphs,
+        "gpu_memory_utilization": run.gpu_memory_utilization,
+        "overrides": " ".join(run.overrides),
+        **about,
+    }
+    failure = ""
+    if outcome != "ok":
+        failure = f"{run.case} {run.mode}: {outcome}, {len(steps)} of {run.steps} steps, see {run.log}"
+        last = run.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        console.print("\n".join([failure, *last]), markup=False, highlight=False)
+    return rows_of_run(steps, described), failure
 
 
 def main() -> int:
     args = parse_args()
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    about = apart(describe_environment)
-    model_path, prompts = prepare(args, device)
-    rows: list[StepRow] = []
+    about, model_path, prompts = prepare(args, device)
+    if args.prepare_only:
+        return 0
+    rows = complete_rows(args.csv) if args.resume and args.csv.is_file() else []
+    done = {(row.model, row.case, row.mode) for row in rows}
     failures: list[str] = []
-    for case in args.cases:
-        for mode in args.modes:
-            name = f"{case}_{mode}".replace(",", "-").replace(":", "-").replace("=", "-")
-            run = StepRun(
-                case=case,
-                mode=mode,
-                steps=args.steps,
-                device=device,
-                num_gpus=args.ngpus,
-                max_token_len=args.max_token_len,
-                gpu_memory_utilization=args.gpu_memory_utilization,
-                cuda_graphs=args.cuda_graphs,
-                model_path=model_path,
-                prompts=prompts[case],
-                work_dir=args.work_dir / "runs" / name,
-                metrics=args.output_dir / f"{name}.jsonl",
-                log=args.output_dir / f"{name}.log",
-                overrides=tuple(args.overrides),
-            )
-            run.metrics.unlink(missing_ok=True)
-            console.print(f"{case} {mode}: {args.steps} steps, log in {run.log}")
-            outcome, before_first_step = run_to_end(run, args.timeout)
-            steps = read_training_steps(run.metrics)
-            if outcome == "ok" and len(steps) != args.steps:
-                outcome = f"{len(steps)} of {args.steps} steps"
-            described = {
-                "model": args.model_shape,
-                "case": str(case),
-                "mode": str(mode),
-                "seconds_before_first_step": (before_first_step or 0) - (steps[0]["timing_s/step"] if steps else 0),
-                "outcome": outcome,
-                "num_gpus": args.ngpus,
-                "max_token_len": args.max_token_len,
-                "rollout": "vllm" if device == "gpu" else "hf",
-                "cuda_graphs": args.cuda_graphs,
-                "gpu_memory_utilization": args.gpu_memory_utilization,
-                "overrides": " ".join(args.overrides),
-                **about,
-            }
-            if outcome != "ok":
-                failures.append(f"{case} {mode}: {outcome} ({len(steps)} of {args.steps} steps), see {run.log}")
-                console.print(failures[-1])
-                console.print(
-                    "\n".join(run.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]), markup=False
-                )
-            rows = with_ratios([*rows, *rows_of_run(steps, described)])
-            if rows:
-                write_csv(rows, args.csv)
+    for case, mode in product(args.cases, args.modes):
+        if (args.model_shape, str(case), str(mode)) in done:
+            console.print(f"{case} {mode}: complete in {args.csv}")
+            continue
+        name = re.sub(r"[^\w.]+", "-", f"{case}-{mode}")
+        run = StepRun(
+            case=case,
+            mode=mode,
+            steps=args.steps,
+            device=device,
+            num_gpus=args.ngpus,
+            max_token_len=args.max_token_len,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            cuda_graphs=args.cuda_graphs,
+            model_path=model_path,
+            prompts=prompts[case],
+            work_dir=args.work_dir / "runs" / name,
+            metrics=args.output_dir / f"{name}.jsonl",
+            log=args.output_dir / f"{name}.log",
+            overrides=tuple(args.overrides),
+        )
+        measured, failure = measure(run, args, about)
+        failures += [failure] if failure else []
+        rows = with_ratios([*rows, *measured])
+        if rows:
+            write_csv(rows, args.csv)
     console.print(table_of(rows))
     if rows:
         first = rows[0]
         console.print(
-            f"{first.device} x {first.num_gpus}, driver {first.driver}, {first.versions}, commit {first.commit}"
+            f"{first.device} x{first.num_gpus}, driver {first.driver}, {first.versions}, commit {first.commit}"
         )
     for failure in failures:
-        console.print(f"FAILED {failure}")
+        console.print(f"FAILED {failure}", markup=False, highlight=False)
     return 1 if failures else 0
 
 

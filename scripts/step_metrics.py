@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +53,7 @@ class StepRow:
     mfu_physical: float | None
     dedup_ratio: float | None
     attention_kernel: str | None
-    seconds_before_first_step: float
+    seconds_before_first_step: float | None
     outcome: str
     num_gpus: int
     max_token_len: int
@@ -121,17 +123,36 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
     return rows
 
 
+def complete_rows(path: Path) -> list[StepRow]:
+    """The rows of an earlier table, without those of runs that ended early."""
+    read: dict[str, Callable[[str], Any]] = {
+        "str": str,
+        "int": int,
+        "float": float,
+        "bool": lambda text: text == "True",
+        "float | None": lambda text: float(text) if text else None,
+        "str | None": lambda text: text or None,
+    }
+    with path.open(newline="") as file:
+        rows = [
+            StepRow(**{f.name: read[str(f.type)](row[f.name]) for f in fields(StepRow)}) for row in csv.DictReader(file)
+        ]
+    return [row for row in rows if row.outcome == "ok"]
+
+
 def with_ratios(rows: list[StepRow]) -> list[StepRow]:
     """The same rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
     baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == BASELINE}
     result = []
     for row in rows:
-        values = {field.name: getattr(row, field.name) for field in fields(row)}
         base = baseline.get((row.model, row.case, row.phase))
         if base is not None:
-            values["speedup"] = base.seconds_median / row.seconds_median if row.seconds_median else None
-            values["memory_ratio"] = row.peak_gib / base.peak_gib if base.peak_gib else None
-        result.append(StepRow(**values))
+            row = replace(
+                row,
+                speedup=base.seconds_median / row.seconds_median if row.seconds_median else None,
+                memory_ratio=row.peak_gib / base.peak_gib if base.peak_gib else None,
+            )
+        result.append(row)
     return result
 
 

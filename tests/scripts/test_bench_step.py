@@ -18,8 +18,9 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+from bench_common import write_csv  # noqa: E402
 from step_inputs import FIXED_WORDS, chat_of_length, make_prompts, word_tokenizer  # noqa: E402
-from step_metrics import PHASES, StepRow, read_training_steps, rows_of_run, table_of, with_ratios  # noqa: E402
+from step_metrics import PHASES, StepRow, complete_rows, read_training_steps, rows_of_run, table_of, with_ratios  # noqa: E402
 from step_reward import compute_score  # noqa: E402
 from step_runs import StepCase, StepMode, StepRun, run_to_end  # noqa: E402
 
@@ -103,6 +104,13 @@ def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path
     path.write_text("\n".join([validation, *lines, lines[0][:20]]))
     assert [data["timing_s/step"] for data in read_training_steps(path)] == [1.0, 2.0]
     assert read_training_steps(tmp_path / "none.jsonl") == []
+
+
+def test_a_table_read_back_is_the_same_without_the_runs_that_ended_early(tmp_path: Path) -> None:
+    early = rows_of_run([step(1.0)] * 2, {**ABOUT, "outcome": "timed out after 9 s", "mode": "prefix_grouper"})
+    complete = with_ratios([*rows("rmpad", 2.0, 2.0), *rows("packed", 1.0, 1.0)])
+    write_csv([*complete, *early], tmp_path / "bench_step.csv")
+    assert complete_rows(tmp_path / "bench_step.csv") == complete
 
 
 def test_the_table_names_the_outcome_of_a_run_that_ended_early() -> None:
@@ -218,7 +226,9 @@ def test_both_modes_are_timed_on_the_cpu_and_a_mode_that_fails_keeps_the_others_
     command += ["--work-dir", str(tmp_path / "work"), "--output-dir", str(results)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "FAILED 64,8,4,2 packed:attention_kernel=none_such: exit code 2" in " ".join(done.stdout.split())
+    assert "FAILED 64,8,4,2 packed:attention_kernel=none_such: exit code 2, 0 of 2 steps" in " ".join(
+        done.stdout.split()
+    )
     with (results / "bench_step.csv").open() as file:
         measured = list(csv.DictReader(file))
     assert {(row["mode"], row["outcome"]) for row in measured} == {("rmpad", "ok"), ("packed", "ok")}
