@@ -21,6 +21,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -58,6 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="share of the GPU that vLLM takes")
     parser.add_argument("--cuda-graphs", action="store_true", help="vLLM captures CUDA graphs: start-up is longer")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run, start-up included")
+    parser.add_argument("--total-timeout", type=float, default=float("inf"), help="seconds for all runs together")
     parser.add_argument("--work-dir", type=Path, default=Path("outputs/bench_step"), help="checkpoints and run folders")
     parser.add_argument("--output-dir", type=Path, help="CSV, logs and metrics; default: --work-dir/results")
     parser.add_argument("--csv", type=Path, help="the table; default: bench_step.csv in --output-dir")
@@ -105,11 +107,15 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
     return about, model_path, prompts
 
 
-def measure(run: StepRun, args: argparse.Namespace, about: dict[str, str]) -> tuple[list[StepRow], str]:
-    """Train once; the rows of the run, and what went wrong or nothing."""
+def measure(
+    run: StepRun, args: argparse.Namespace, about: dict[str, str], timeout_s: float
+) -> tuple[list[StepRow], str]:
+    """Train once, for at most ``timeout_s`` seconds; the rows of the run, and what went wrong or nothing."""
+    if timeout_s <= 0:
+        return [], f"{run.case} {run.mode}: not started, --total-timeout is used up; go on with --resume"
     run.metrics.unlink(missing_ok=True)
     console.print(f"{run.case} {run.mode}: {run.steps} steps, log in {run.log}")
-    outcome, to_first_step = run_to_end(run, args.timeout)
+    outcome, to_first_step = run_to_end(run, timeout_s)
     steps = read_training_steps(run.metrics)
     if outcome == "ok" and len(steps) != run.steps:
         outcome = f"{len(steps)} of {run.steps} steps"
@@ -137,6 +143,7 @@ def measure(run: StepRun, args: argparse.Namespace, about: dict[str, str]) -> tu
 
 def main() -> int:
     args = parse_args()
+    deadline = time.monotonic() + args.total_timeout
     device = "gpu" if torch.cuda.is_available() else "cpu"
     about, model_path, prompts = prepare(args, device)
     if args.prepare_only:
@@ -165,7 +172,7 @@ def main() -> int:
             log=args.output_dir / f"{name}.log",
             overrides=tuple(args.overrides),
         )
-        measured, failure = measure(run, args, about)
+        measured, failure = measure(run, args, about, min(args.timeout, deadline - time.monotonic()))
         failures += [failure] if failure else []
         rows = with_ratios([*rows, *measured])
         if rows:
