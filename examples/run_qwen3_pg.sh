@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # GRPO with every shared prompt computed once and no padding (packed mode).
 #
-#   bash examples/run_qwen3_pg.sh [verl override ...]
+#   bash examples/run_qwen3_pg.sh [--help] [verl override ...]
 #
 # Without any variable set: installs into .venv, makes a tiny Qwen3 checkpoint and an arithmetic data set, and
 # trains on the CPU for a few minutes. The last line is `run summary: {json}`.
 #
-# With MODEL_PATH, TRAIN_FILES and VAL_FILES set, the same training on GPUs:
+# With MODEL_PATH, TRAIN_FILES and VAL_FILES set, the same training on GPUs; what the machine lacks for it is said
+# before anything starts:
 #
 #   MODEL_PATH=Qwen/Qwen3-4B TRAIN_FILES=~/data/gsm8k/train.parquet VAL_FILES=~/data/gsm8k/test.parquet \
 #       NGPUS_PER_NODE=8 bash examples/run_qwen3_pg.sh
@@ -19,7 +20,31 @@
 #        bash examples/run_qwen3_pg.sh \
 #            actor_rollout_ref.model.external_lib=verl_pg_plugin.models.register_on_import
 #
-# USE_PREFIX_GROUPER=False selects rmpad, and USE_REMOVE_PADDING=False beside it padded. Overrides come last and win.
+# Variables, with their values on the CPU default and on GPUs:
+#   MODEL_PATH, TRAIN_FILES, VAL_FILES   generated               all three or none
+#   DEVICE                               cpu                     gpu; cpu takes MODEL_PATH and the files as well
+#   PYTHON                               .venv                   .venv if there is one, else python3
+#   WORK_DIR                             outputs/run_qwen3_pg    the same; each run gets a folder in it
+#   USE_PREFIX_GROUPER                   True                    True; False selects rmpad, and
+#   USE_REMOVE_PADDING                   True                    True; False beside it selects padded
+#   NGPUS_PER_NODE, NNODES               1, 1 (processes)        8, 1
+#   ROLLOUT, ROLLOUT_N, ROLLOUT_TP       hf, 8, 1                vllm, 8, 1
+#   GPU_MEMORY_UTILIZATION               -                       0.6: what vLLM takes of a GPU
+#   TRAIN_BATCH_SIZE                     16 (prompts)            256
+#   PPO_MINI_BATCH_SIZE                  8 (prompts)             64
+#   MAX_PROMPT_LENGTH                    256 (tokens)            4096
+#   MAX_RESPONSE_LENGTH                  8                       2048
+#   MAX_TOKEN_LEN                        8192                    20480: budget of a micro-batch, per GPU
+#   LR                                   3e-4                    1e-6
+#   TOTAL_STEPS, TOTAL_EPOCHS            40, 100                 null, 15
+#   VERL_FILE_LOGGER_PATH                metrics.jsonl in the folder of the run
+# Overrides come last and win.
+case " $* " in
+    *" --help "* | *" -h "*)
+        sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+esac
 set -xeuo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -47,7 +72,7 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     [ -d "$MODEL_PATH" ] ||
         "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH"
 else
-    DEVICE=gpu
+    DEVICE=${DEVICE:-gpu}
     PYTHON=${PYTHON:-$([ -x "$repository/.venv/bin/python" ] && echo "$repository/.venv/bin/python" || echo python3)}
     for name in MODEL_PATH TRAIN_FILES VAL_FILES; do
         [ -n "${!name:-}" ] || fail "$name is not set: set MODEL_PATH, TRAIN_FILES and VAL_FILES, or none of them"
@@ -59,6 +84,13 @@ for file in "$TRAIN_FILES" "$VAL_FILES"; do
         *) [ -f "$file" ] || fail "data file $file does not exist: correct TRAIN_FILES or VAL_FILES" ;;
     esac
 done
+
+case $DEVICE in
+    cpu) ;;
+    gpu) "$PYTHON" "$repository/scripts/check_gpu_run.py" --model "$MODEL_PATH" --rollout "${ROLLOUT:-vllm}" \
+            --gpus-per-node "${NGPUS_PER_NODE:-8}" --nodes "${NNODES:-1}" -- "$@" ;;
+    *) fail "DEVICE=$DEVICE is neither cpu nor gpu" ;;
+esac
 
 ################################ what differs by device ################################
 if [ "$DEVICE" = cpu ]; then
@@ -79,6 +111,8 @@ if [ "$DEVICE" = cpu ]; then
         actor_rollout_ref.ref.fsdp_config.use_torch_compile=False
         actor_rollout_ref.rollout.dtype=float32
         actor_rollout_ref.rollout.agent.num_workers=1
+        # Responses follow from the seed, not from the order in which requests arrive.
+        +actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_pg_plugin.cpu.agent_loop.SeededAgentLoopManager
         reward.num_workers=1
         reward.custom_reward_function.path="$repository/scripts/data/arithmetic_reward.py"
         transfer_queue.backend.SimpleStorage.num_data_storage_units=1
@@ -99,6 +133,9 @@ else
     NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
     NNODES=${NNODES:-1}
     DEVICE_ARGS=(
+        # A batch of prompts is a few rows of a file. Worker processes of the data loader would only be killed at the
+        # end, with a traceback for each.
+        data.dataloader_num_workers=0
         actor_rollout_ref.model.enable_gradient_checkpointing=True
         actor_rollout_ref.rollout.gpu_memory_utilization="${GPU_MEMORY_UTILIZATION:-0.6}"
     )
@@ -110,7 +147,7 @@ else
 fi
 
 ################################ training ################################
-export VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl
+export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$RUN_DIR/metrics.jsonl}
 
 "$PYTHON" -m verl_pg_plugin.main_ppo \
     hydra.run.dir="$RUN_DIR" \

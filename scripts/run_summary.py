@@ -1,11 +1,12 @@
-"""Print ``run summary: {json}`` for a training run, from the metrics file of verl's ``file`` logger.
+"""Print ``run summary: {json}``, as the last line, for a training run, from the metrics file of verl's ``file`` logger.
 
     python scripts/run_summary.py METRICS.jsonl --config CONFIG.yaml
 
 CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its two flags.
 ``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
-five), times are medians in seconds, ``dedup_ratio`` is the mean of logical over physical tokens. What a run
-does not log is ``null``.
+five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of logical over physical tokens, and
+``rows_saved`` is how many of a step's tokens the model never computed (mean). What a run does not log is ``null``.
+Lines before the summary say the same for people.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ MODES = {
 }
 REWARD = "critic/score/mean"
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
+LOGICAL_TOKENS = "actor/prefix_grouper/logical_tokens"
+PHYSICAL_TOKENS = "actor/prefix_grouper/physical_tokens"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 TIMING = "timing_s/"
+PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -63,16 +67,36 @@ def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
 
     rewards = values(REWARD)
     window = max(1, min(5, len(rewards) // 5))
+    logical, physical = values(LOGICAL_TOKENS), values(PHYSICAL_TOKENS)
     backends = {key.removeprefix(ATTENTION_BACKEND) for step in steps for key in step if ATTENTION_BACKEND in key}
     return {
         "steps": len(steps),
         "mode": mode,
         "attention_backend": ",".join(sorted(backends)) or None,
         "dedup_ratio": round(fmean(values(DEDUP_RATIO)), 4) if values(DEDUP_RATIO) else None,
+        "rows_saved": round(fmean(logical) - fmean(physical)) if logical and physical else None,
+        "rows_saved_share": round(1 - sum(physical) / sum(logical), 4) if logical and physical else None,
         "reward_first": round(fmean(rewards[:window]), 4),
         "reward_last": round(fmean(rewards[-window:]), 4),
-        **{f"time_{name}": middle(TIMING + name) for name in ("gen", "old_log_prob", "ref", "update_actor", "step")},
+        **{f"time_{name}": middle(TIMING + name) for name in PHASES},
     }
+
+
+def describe(summary: dict[str, Any]) -> list[str]:
+    """The summary in words, a line each for what was trained, what was saved, and where the time went."""
+    lines = [
+        f"{summary['mode']} mode, {summary['steps']} steps: "
+        f"reward {summary['reward_first']:.3f} at first, {summary['reward_last']:.3f} at last"
+    ]
+    if summary["rows_saved"] is not None:
+        lines.append(
+            f"shared prefixes: {summary['rows_saved']:,} rows a step never computed "
+            f"({summary['rows_saved_share']:.0%}), each row computed stands for {summary['dedup_ratio']:.2f} tokens"
+        )
+    times = [(name, summary[f"time_{name}"]) for name in PHASES if summary[f"time_{name}"] is not None]
+    if times:
+        lines.append("median seconds: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in times))
+    return lines
 
 
 def main() -> None:
@@ -84,7 +108,8 @@ def main() -> None:
         summary = summarize(read_steps(args.metrics), read_mode(args.config))
     except (ValueError, FileNotFoundError) as error:
         parser.exit(1, f"error: {error}\n")
-    sys.stdout.write(f"run summary: {json.dumps(summary)}\n")
+    lines = [*describe(summary), f"run summary: {json.dumps(summary)}"]
+    sys.stdout.write("".join(line + "\n" for line in lines))
 
 
 if __name__ == "__main__":

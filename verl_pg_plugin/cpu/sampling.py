@@ -6,6 +6,7 @@ and the meaning of every field are vLLM's, which verl's agent loops speak.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,20 @@ import torch
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 
 
+def derived_seed(*parts: Any) -> int:
+    """A seed in [0, 2**63) that changes with every part: integers, strings, or tuples of them.
+
+    The same in every process, which ``hash`` is not.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off."""
+    """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off.
+
+    A response with a ``seed`` is the same in any batch; without one it depends on what was drawn before it.
+    """
 
     max_tokens: int
     temperature: float = 1.0

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_pg_plugin.cpu.generation import Completion, Request, generate
-from verl_pg_plugin.cpu.sampling import LOGPROBS_MODES, SamplingParams
+from verl_pg_plugin.cpu.sampling import LOGPROBS_MODES, SamplingParams, derived_seed
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,11 @@ class HFServer:
         given = sorted(name for name, value in multi_modal.items() if value is not None)
         if given:
             raise ValueError(f"rollout 'hf' is text-only but the request carries {', '.join(given)}")
-        request = Request(tuple(prompt_ids), self._sampling_params(sampling_params, len(prompt_ids)))
+        params = self._sampling_params(sampling_params, len(prompt_ids))
+        if params.seed is not None:
+            # An agent loop sends one seed for all turns; with it alone every turn would meet the same random numbers.
+            params = replace(params, seed=derived_seed(params.seed, tuple(prompt_ids)))
+        request = Request(tuple(prompt_ids), params)
         while not self._gate.is_set():
             if self._reject_request:
                 return self._token_output(Completion([], [], "abort"))

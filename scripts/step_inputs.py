@@ -1,0 +1,142 @@
+"""What a step benchmark trains on: a checkpoint of a real shape with random weights, and prompts of one length.
+
+    python scripts/step_inputs.py --model-shape qwen3-4b --prompt-length 4096 --prompts 24 --output-dir DIR
+
+writes ``DIR/model`` (weights, config, tokenizer) and ``DIR/prompts.parquet`` (verl's RL format). The tokenizer has a
+word for every token id, so that whatever a random model draws can be decoded and a prompt has exactly as many tokens
+as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from actor_cases import SHAPES
+from make_tiny_checkpoint import CHAT_TEMPLATE, END, PAD, START, UNKNOWN
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from whole_directory import whole_directory
+
+MAX_POSITION_EMBEDDINGS = 1 << 17
+DATA_SOURCE = "random_words"
+# What the chat template writes besides the content. A newline is a token: verl's agent loop finds turns by it.
+FIXED_WORDS = (PAD, UNKNOWN, START, END, "\n", "system", "user", "assistant")
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """``vocab_size`` words: the chat template's, then ``w8``, ``w9``, ...; words are divided by single spaces."""
+    words = [*FIXED_WORDS, *(f"w{index}" for index in range(len(FIXED_WORDS), vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("\n"), "isolated"), pre_tokenizers.Split(Regex(" "), "removed")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=UNKNOWN,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, seed: int = 0) -> Path:
+    """Write random weights of ``SHAPES[shape]`` and the word tokenizer to ``output_dir`` and return it.
+
+    Weights are drawn on the GPU where there is one: 4 billion take seconds there and minutes on a CPU.
+
+    Raises:
+        FileExistsError: ``output_dir`` is not empty.
+    """
+    with whole_directory(output_dir) as scratch:
+        tokenizer = word_tokenizer(SHAPES[shape]["vocab_size"])
+        config = AutoConfig.for_model(
+            "qwen3",
+            max_position_embeddings=MAX_POSITION_EMBEDDINGS,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            **SHAPES[shape],
+        )
+        torch.manual_seed(seed)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+    return output_dir
+
+
+def chat_of_length(tokenizer: PreTrainedTokenizerBase, length: int, rng: random.Random) -> list[dict[str, str]]:
+    """A chat of random words that is exactly ``length`` tokens with the generation prompt.
+
+    Raises:
+        ValueError: the chat template alone needs more, or the tokenizer does not count words.
+    """
+
+    def chat(words: list[str]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": " ".join(words)}]
+
+    def tokens(messages: list[dict[str, str]]) -> int:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    template = tokens(chat([]))
+    if length <= template:
+        raise ValueError(f"a prompt of {length} tokens has no room beside the chat template's {template}")
+    ids = rng.choices(range(len(FIXED_WORDS), len(tokenizer)), k=length - template)
+    messages = chat([f"w{index}" for index in ids])
+    if tokens(messages) != length:
+        raise ValueError(f"the prompt has {tokens(messages)} tokens instead of {length}; is this the word tokenizer?")
+    return messages
+
+
+def make_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, length: int, num_prompts: int, seed: int = 0
+) -> Path:
+    """Write ``num_prompts`` different prompts of ``length`` tokens as a parquet file and return its path."""
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": chat_of_length(tokenizer, length, rng),
+            "ability": "none",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }
+        for index in range(num_prompts)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-shape", choices=SHAPES, required=True)
+    parser.add_argument("--prompt-length", type=int, required=True, help="tokens of a prompt, the chat template's too")
+    parser.add_argument("--prompts", type=int, required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    args = parser.parse_args()
+    try:
+        model = make_checkpoint(args.output_dir / "model", args.model_shape, getattr(torch, args.dtype))
+        prompts = make_prompts(
+            args.output_dir / "prompts.parquet",
+            word_tokenizer(SHAPES[args.model_shape]["vocab_size"]),
+            length=args.prompt_length,
+            num_prompts=args.prompts,
+        )
+    except (ValueError, FileExistsError) as error:
+        parser.exit(1, f"error: {error}\n")
+    sys.stdout.write(f"{model}\n{prompts}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""From the metrics files of training runs to the rows and the table of ``bench_step.py``."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
+BASELINE = "rmpad"
+
+TIMING = "timing_s/"
+PEAK_GIB = "actor/perf/max_memory_allocated_gb"
+TOKENS_PER_S = "perf/throughput"
+MFU = "perf/mfu/actor"
+MFU_PHYSICAL = "actor/prefix_grouper/mfu_physical"
+DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
+ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One phase of one run: seconds over the steps after the first, which warms up.
+
+    ``speedup`` is the median of ``rmpad`` over this one, of the same case. ``peak_gib`` is the largest allocation of
+    the training worker since it started; the rollout engine is another process and not counted.
+    ``tokens_per_s_per_gpu`` counts prompt and response tokens over a whole step; ``mfu`` is verl's figure for the
+    update, which counts a shared prompt once for each response, ``mfu_physical`` counts it once. What a mode does not
+    log is empty. ``outcome`` is ``ok``, or why the run ended early.
+    """
+
+    model: str
+    case: str
+    mode: str
+    phase: str
+    seconds_median: float
+    seconds_min: float
+    seconds_max: float
+    speedup: float | None
+    steps_measured: int
+    peak_gib: float
+    memory_ratio: float | None
+    tokens_per_s_per_gpu: float
+    prompt_tokens: float
+    response_tokens: float
+    mfu: float
+    mfu_physical: float | None
+    dedup_ratio: float | None
+    attention_kernel: str | None
+    seconds_before_first_step: float | None
+    outcome: str
+    num_gpus: int
+    max_token_len: int
+    rollout: str
+    cuda_graphs: bool
+    gpu_memory_utilization: float
+    overrides: str
+    device: str
+    driver: str
+    versions: str
+    commit: str
+
+
+def read_training_steps(path: Path) -> list[dict[str, float]]:
+    """Metrics of each training step in order, from verl's file logger; a run that died leaves what it had.
+
+    The last line may be cut short, when the process was killed while it wrote.
+    """
+    if not path.is_file():
+        return []
+    steps = []
+    lines = path.read_text().splitlines(keepends=True)
+    for line in lines:
+        if not line.endswith("\n") and line is lines[-1]:
+            break
+        data = json.loads(line)["data"]
+        if TIMING + "step" in data:
+            steps.append(data)
+    return steps
+
+
+def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[StepRow]:
+    """One row a phase that the run timed; ``about`` holds the fields that describe the run.
+
+    Ratios are left open until :func:`with_ratios` knows the other runs.
+
+    Returns:
+        Nothing when there is no step after the first.
+    """
+    measured = steps[1:]
+    if not measured:
+        return []
+
+    def middle(key: str) -> float | None:
+        values = [step[key] for step in measured if key in step]
+        return median(values) if values else None
+
+    kernels = {key.removeprefix(ATTENTION_BACKEND) for step in measured for key in step if ATTENTION_BACKEND in key}
+    shared = {
+        "steps_measured": len(measured),
+        "peak_gib": max(step[PEAK_GIB] for step in measured),
+        "memory_ratio": None,
+        "tokens_per_s_per_gpu": middle(TOKENS_PER_S),
+        "prompt_tokens": middle("prompt_length/mean"),
+        "response_tokens": middle("response_length/mean"),
+        "mfu": middle(MFU),
+        "mfu_physical": middle(MFU_PHYSICAL),
+        "dedup_ratio": middle(DEDUP_RATIO),
+        "attention_kernel": ",".join(sorted(kernels)) or None,
+    }
+    rows = []
+    for phase in PHASES:
+        times = [step[TIMING + phase] for step in measured if TIMING + phase in step]
+        if times:
+            seconds = {"seconds_median": median(times), "seconds_min": min(times), "seconds_max": max(times)}
+            rows.append(StepRow(phase=phase, speedup=None, **seconds, **shared, **about))
+    return rows
+
+
+def complete_rows(path: Path) -> list[StepRow]:
+    """The rows of an earlier table, without those of runs that ended early."""
+    read: dict[str, Callable[[str], Any]] = {
+        "str": str,
+        "int": int,
+        "float": float,
+        "bool": lambda text: text == "True",
+        "float | None": lambda text: float(text) if text else None,
+        "str | None": lambda text: text or None,
+    }
+    with path.open(newline="") as file:
+        rows = [
+            StepRow(**{f.name: read[str(f.type)](row[f.name]) for f in fields(StepRow)}) for row in csv.DictReader(file)
+        ]
+    return [row for row in rows if row.outcome == "ok"]
+
+
+def with_ratios(rows: list[StepRow]) -> list[StepRow]:
+    """The same rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
+    baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == BASELINE}
+    result = []
+    for row in rows:
+        base = baseline.get((row.model, row.case, row.phase))
+        if base is not None:
+            row = replace(
+                row,
+                speedup=base.seconds_median / row.seconds_median if row.seconds_median else None,
+                memory_ratio=row.peak_gib / base.peak_gib if base.peak_gib else None,
+            )
+        result.append(row)
+    return result
+
+
+def table_of(rows: list[StepRow]) -> Table:
+    """A line for each phase of each run, the figures of a whole run beside its ``step``."""
+    table = Table(
+        "case",
+        "mode",
+        "phase",
+        "median s",
+        "min..max",
+        "speed-up",
+        "GiB",
+        "ratio",
+        "tokens/s",
+        "mfu",
+        "physical",
+        "dedup",
+    )
+
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    for row in rows:
+        whole = row.phase == "step"
+        run = (row.peak_gib, row.memory_ratio, row.tokens_per_s_per_gpu, row.mfu, row.mfu_physical, row.dedup_ratio)
+        table.add_row(
+            row.case,
+            row.mode if row.outcome == "ok" else f"{row.mode} ({row.outcome})",
+            row.phase,
+            number(row.seconds_median, 2),
+            f"{row.seconds_min:.2f}..{row.seconds_max:.2f}",
+            number(row.speedup, 2),
+            *(number(value, digits) if whole else "" for value, digits in zip(run, (1, 2, 0, 3, 3, 2), strict=True)),
+            end_section=whole,
+        )
+    return table
