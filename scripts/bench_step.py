@@ -33,12 +33,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-from actor_cases import SHAPES
-from bench_common import environment, write_csv
+from benchmarks.common import environment, write_csv
+from benchmarks.shapes import SHAPES
+from benchmarks.step_inputs import make_checkpoint, make_prompts, word_tokenizer
+from benchmarks.step_metrics import StepRow, complete_rows, read_training_steps, rows_of_run, table_of, with_ratios
+from benchmarks.step_runs import StepCase, StepMode, StepRun, run_to_end
 from rich.console import Console
-from step_inputs import make_checkpoint, make_prompts, word_tokenizer
-from step_metrics import StepRow, complete_rows, read_training_steps, rows_of_run, table_of, with_ratios
-from step_runs import StepCase, StepMode, StepRun, run_to_end
 
 ROLLOUT_PACKAGES = ("vllm", "ray")
 LOG_LINES_SHOWN = 30

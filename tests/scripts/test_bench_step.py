@@ -18,11 +18,19 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from bench_common import write_csv  # noqa: E402
-from step_inputs import FIXED_WORDS, chat_of_length, make_prompts, word_tokenizer  # noqa: E402
-from step_metrics import PHASES, StepRow, complete_rows, read_training_steps, rows_of_run, table_of, with_ratios  # noqa: E402
-from step_reward import compute_score  # noqa: E402
-from step_runs import StepCase, StepMode, StepRun, run_to_end  # noqa: E402
+from benchmarks.common import write_csv  # noqa: E402
+from benchmarks.step_inputs import FIXED_WORDS, chat_of_length, make_prompts, word_tokenizer  # noqa: E402
+from benchmarks.step_metrics import (  # noqa: E402
+    PHASES,
+    StepRow,
+    complete_rows,
+    read_training_steps,
+    rows_of_run,
+    table_of,
+    with_ratios,
+)
+from benchmarks.step_reward import compute_score  # noqa: E402
+from benchmarks.step_runs import StepCase, StepMode, StepRun, run_to_end  # noqa: E402
 
 ABOUT: dict[str, Any] = {
     "model": "tiny",

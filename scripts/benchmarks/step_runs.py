@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = {
     "rmpad": "run_qwen3_rmpad.sh",
     "packed": "run_qwen3_pg.sh",
@@ -122,7 +122,7 @@ class StepRun:
             # One worker each: every further one imports the rollout engine before the first step.
             "actor_rollout_ref.rollout.agent.num_workers=1",
             "reward.num_workers=1",
-            f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'step_reward.py'}",
+            f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'benchmarks' / 'step_reward.py'}",
             "++ray_kwargs.ray_init.include_dashboard=False",
             *self.mode.overrides,
             *self.overrides,

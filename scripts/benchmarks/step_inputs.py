@@ -9,19 +9,18 @@ as asked.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-from actor_cases import SHAPES
+from data.whole_directory import whole_directory
 from make_tiny_checkpoint import CHAT_TEMPLATE, END, PAD, START, UNKNOWN
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from whole_directory import whole_directory
+
+from benchmarks.shapes import SHAPES
 
 MAX_POSITION_EMBEDDINGS = 1 << 17
 DATA_SOURCE = "random_words"
@@ -115,28 +114,3 @@ def make_prompts(
     path.parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_list(rows).to_parquet(str(path))
     return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-shape", choices=SHAPES, required=True)
-    parser.add_argument("--prompt-length", type=int, required=True, help="tokens of a prompt, the chat template's too")
-    parser.add_argument("--prompts", type=int, required=True)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--output-dir", type=Path, required=True)
-    args = parser.parse_args()
-    try:
-        model = make_checkpoint(args.output_dir / "model", args.model_shape, getattr(torch, args.dtype))
-        prompts = make_prompts(
-            args.output_dir / "prompts.parquet",
-            word_tokenizer(SHAPES[args.model_shape]["vocab_size"]),
-            length=args.prompt_length,
-            num_prompts=args.prompts,
-        )
-    except (ValueError, FileExistsError) as error:
-        parser.exit(1, f"error: {error}\n")
-    sys.stdout.write(f"{model}\n{prompts}\n")
-
-
-if __name__ == "__main__":
-    main()
