@@ -1,8 +1,6 @@
 """What a step benchmark trains on: a checkpoint of a real shape with random weights, and prompts of one length.
 
-    python scripts/step_inputs.py --model-shape qwen3-4b --prompt-length 4096 --prompts 24 --output-dir DIR
-
-writes ``DIR/model`` (weights, config, tokenizer) and ``DIR/prompts.parquet`` (verl's RL format). The tokenizer has a
+The tokenizer has a
 word for every token id, so that whatever a random model draws can be decoded and a prompt has exactly as many tokens
 as asked.
 """

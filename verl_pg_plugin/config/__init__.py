@@ -6,7 +6,6 @@ validators are imported from :mod:`verl_pg_plugin.config.validate`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.config.mode import Mode, mode_of
@@ -21,4 +20,6 @@ __all__ = ["Mode", "PrefixGrouperEngineConfig", "PrefixGrouperOptions", "mode_of
 def __getattr__(name: str) -> Any:
     if name != "PrefixGrouperEngineConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.engine_config").PrefixGrouperEngineConfig
+    from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
+
+    return PrefixGrouperEngineConfig

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-BACKEND = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
-
 
 def fused_backend_problem(backend: str | None, device_name: str) -> str | None:
     """Why a back end cannot run here, None if nothing is in the way.
@@ -21,9 +19,3 @@ def fused_backend_problem(backend: str | None, device_name: str) -> str | None:
     if backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
         return "needs the package liger-kernel, which is not installed, and verl would take torch instead"
     return None
-
-
-def fused_backend_obstacle(backend: str | None, device_name: str) -> str:
-    """The same with what would change it; empty if nothing is in the way."""
-    problem = fused_backend_problem(backend, device_name)
-    return f"{problem}; set {BACKEND}=torch" if problem else ""

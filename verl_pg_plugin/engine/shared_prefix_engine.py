@@ -54,8 +54,7 @@ class SharedPrefixMixin:
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
-        RuntimeError: verl's registry holds another engine, or the attention kernel, or upstream's library for the
-            padded mode, is missing.
+        RuntimeError: verl's registry holds another engine, or the attention kernel is missing.
     """
 
     engine_config: Any
@@ -68,16 +67,18 @@ class SharedPrefixMixin:
     _autocast_dtype: torch.dtype
     get_data_parallel_group: Callable[[], Any]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        asked = getattr(engine_config, "use_prefix_grouper", False)
+        if asked:  # first, so that a setting is refused in the words of the validators and not in verl's
+            check_options(engine_config, model_config)
+        super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self.sharing: SharingMode | None = None
         self.verifier: Verifier | None = None
         self.carrier: Carrier | None = None
         self._told_of_rmpad = False
-        if not getattr(self.engine_config, "use_prefix_grouper", False):
+        if not asked:
             return
         assert_in_force(self.engine_config.strategy, self.model_config.model_type)
-        check_options(self.engine_config, self.model_config)
         hf_config = self.model_config.hf_config
         kernel = select_kernel(
             self.engine_config.prefix_grouper.attention_kernel,

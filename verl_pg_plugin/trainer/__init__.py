@@ -1,7 +1,6 @@
 """verl's V1 trainers with a balance that keeps groups on one rank."""
 
-MODES = ("sync", "colocate_async", "separate_async")
-PREFIX = "pg_"
+from verl_pg_plugin.trainer.modes import MODES, PREFIX
 
 
 def registered_mode(mode: str) -> str:

@@ -18,7 +18,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.trainer import PREFIX
+from verl_pg_plugin.trainer.modes import PREFIX
 
 
 class GroupBalanceMixin:

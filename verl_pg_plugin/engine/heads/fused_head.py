@@ -7,9 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
 
-from verl_pg_plugin.config.fused_kernels import fused_backend_obstacle
 from verl_pg_plugin.engine.batch.sequences import BatchError
 from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead, head_obstacles
 
@@ -33,7 +31,7 @@ class FusedHead(JobHead):
             backend: verl's ``model.fused_kernel_options.impl_backend``.
 
         Raises:
-            ValueError: the backend is unknown or cannot run here, or the model's head is not a plain matrix.
+            ValueError: the model's head is not a plain matrix.
         """
         reasons = head_obstacles(module)
         head = module.get_output_embeddings()
@@ -60,11 +58,8 @@ class FusedHead(JobHead):
 def fused_outputs(backend: str | None) -> FusedOutputs:
     """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature.
 
-    Raises:
-        ValueError: the backend is unknown, or what it needs is missing.
+    Which back ends this machine has is a rule (``config.packed_rules``).
     """
-    if obstacle := fused_backend_obstacle(backend, get_device_name()):
-        raise ValueError(f"use_fused_kernels=True: impl_backend={backend} {obstacle}")
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
