@@ -121,13 +121,16 @@ def packed_config(tmp_path: Path) -> Path:
 def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) -> None:
     done = run_summary(Path(__file__).parent / "packed_run.jsonl", packed_config)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    *words, line = done.stdout.splitlines()
+    assert words[1].startswith("shared prefixes: 52,839 rows a step never computed (98%)")
+    assert "update_actor 8.22" in words[2]
     summary = json.loads(line.removeprefix("run summary: "))
     assert summary["steps"] == 4
     assert summary["mode"] == "packed"
     assert summary["attention_backend"] == "sdpa"
     assert summary["dedup_ratio"] == pytest.approx(49.0523)
     assert (summary["reward_first"], summary["reward_last"]) == (0.2588, 0.2785)
+    assert (summary["rows_saved"], summary["rows_saved_share"]) == (52839, 0.9796)
     assert summary["time_old_log_prob"] > 0
     assert summary["time_update_actor"] > 0
 
