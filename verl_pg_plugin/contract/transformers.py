@@ -23,10 +23,10 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     *_parts("transformers", "attention/interface.py", AttentionInterface=EXISTS),
     *_parts("transformers.AttentionInterface", "attention/interface.py", register="(key, value)"),
     # What configs and model classes say about themselves; read with a default, so a missing one would go unnoticed.
-    *_parts("transformers.PretrainedConfig", "engine/shared_prefix_engine.py", _attn_implementation=EXISTS),
+    *_parts("transformers.PretrainedConfig", "mixers/attention.py", _attn_implementation=EXISTS),
     *_parts(
         "transformers.PretrainedConfig",
-        "cost/flops.py engine/shared_prefix_engine.py",
+        "cost/flops.py engine/shared_model.py engine/shared_prefix_engine.py",
         get_text_config="(self, decoder=None, encoder=None)",
     ),
     *_parts(
@@ -44,8 +44,9 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "transformers",
-        f"architectures/checks.py config/checkpoint_checks.py cost/attention.py cost/flops.py cpu/generation.py "
-        f"cpu/server.py cli/doctor/sharing.py mixers/protocol.py "
+        "architectures/checks.py config/checkpoint_checks.py cost/flops.py cost/row_memory.py cpu/generation.py "
+        "cpu/server.py cli/doctor/sharing.py engine/shared_model.py mixers/__init__.py mixers/attention.py "
+        "mixers/protocol.py modalities/__init__.py modalities/protocol.py modalities/text.py "
         f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,

@@ -134,6 +134,13 @@ VERL_PARTS: tuple[Part, ...] = (
         PPOTrainerSeparateAsync="(config)",
         register_trainer="(name)",
     ),
+    *_parts("verl.trainer.ppo.v1", "cpu/agent_loop.py", AgentLoopManagerTQ=EXISTS, AgentLoopWorkerTQ=EXISTS),
+    *_parts(
+        "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ",
+        "cpu/agent_loop.py",
+        __init__="(self, *args, **kwargs)",
+        generate_sequences="(self, prompts)",
+    ),
     *_parts(
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer",
         "trainer/group_trainers.py",
@@ -181,7 +188,7 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts(
         "verl.utils.tensordict_utils",
         "engine/fsdp_engine.py engine/heads/fused_head.py engine/batch/micro_batch_plan.py engine/requirements.py "
-        "engine/batch/row_selection.py engine/shared_prefix_engine.py engine/sharing_modes.py engine/steps/verify.py "
+        "engine/batch/layout_field.py engine/batch/row_selection.py engine/sharing_modes.py engine/steps/verify.py "
         "synthetic.py upstream.py",
         get="(tensordict, key, default=None)",
         assign_non_tensor="(tensor_dict, **kwargs)",

@@ -23,14 +23,20 @@ def test_a_budget_that_holds_a_group_is_no_warning(packed: list[str]) -> None:
     assert rows[f"{ACTOR}.ppo_max_token_len_per_gpu"] == "8192 tokens per GPU: holds a whole group"
 
 
-def test_a_budget_smaller_than_a_group_is_a_warning_with_the_number_that_holds_it(packed: list[str]) -> None:
-    budget = f"{ACTOR}.ppo_max_token_len_per_gpu"
-    (warning,) = sharing(compose_config([*packed, f"{budget}=1600"])).problems
+def test_a_budget_smaller_than_a_group_is_told_and_no_problem_while_its_parts_are_carried(packed: list[str]) -> None:
+    section = sharing(compose_config([*packed, f"{ACTOR}.ppo_max_token_len_per_gpu=1600"]))
+    rows = {row[0]: row[1] for row in section.rows}
+    assert section.problems == ()
+    assert rows[f"{ACTOR}.ppo_max_token_len_per_gpu"].endswith("holds a part of a group, cut in 2")
+    assert "hand on what they share" in rows["prefix_grouper.carry"]
+
+
+def test_parts_that_each_compute_the_prompt_again_are_a_warning(packed: list[str]) -> None:
+    never = [*packed, f"{ACTOR}.ppo_max_token_len_per_gpu=1600", "prefix_grouper.carry=never"]
+    (warning,) = sharing(compose_config(never)).problems
     assert warning.is_warning
     assert "cut in up to 2 parts" in warning.what
-    assert warning.fix.startswith(f"{budget}=2047 {ROLLOUT}.log_prob_max_token_len_per_gpu=2047 ")
-    fixed = sharing(compose_config([*packed, *warning.fix.removesuffix(" (if the memory holds it)").split()]))
-    assert fixed.problems == ()
+    assert sharing(compose_config([*never, warning.fix])).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -63,10 +69,11 @@ def test_a_budget_smaller_than_a_sequence_is_a_problem(packed: list[str]) -> Non
     assert "the longest sequence, 1279 rows, does not fit" in problem.what
 
 
-def test_fixed_micro_batches_that_cut_groups_are_a_warning(packed: list[str]) -> None:
+def test_fixed_micro_batches_that_cut_groups_are_a_warning_where_nothing_is_carried(packed: list[str]) -> None:
     fixed = [f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]
-    (warning,) = sharing(compose_config([*packed, *fixed])).problems
-    assert warning.fix.startswith(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4 ")
+    assert sharing(compose_config([*packed, *fixed])).problems == ()
+    (warning,) = sharing(compose_config([*packed, *fixed, "prefix_grouper.carry=never"])).problems
+    assert f"{ACTOR}.ppo_micro_batch_size_per_gpu=2" in warning.what
 
 
 def test_modes_that_share_nothing_have_no_budget_to_warn_of(packed: list[str]) -> None:

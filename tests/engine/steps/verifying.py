@@ -21,7 +21,7 @@ PRECISIONS = {
 def break_layouts(engine: Any, fault: Any) -> Any:
     """The engine with ``fault`` in every layout that shares rows."""
     mode = engine.sharing
-    engine.sharing = BrokenMode(mode.kernel, mode.row_multiple, mode.static_rows, mode.sp_group, fault)
+    engine.sharing = BrokenMode(**vars(mode), fault=fault)
     return engine
 
 

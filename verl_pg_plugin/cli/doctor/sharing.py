@@ -24,6 +24,7 @@ __all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]
 
 GROUP = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
 LOGITS_CHUNK_SIZE = "prefix_grouper.logits_chunk_size"
+CARRY = "prefix_grouper.carry"
 SP_SIZES = tuple(
     f"{section}ulysses_sequence_parallel_size"
     for role in (ACTOR, REF)
@@ -105,11 +106,17 @@ def sharing(config: DictConfig) -> Section:
         rows.append(("in force", f"only with {USE_PREFIX_GROUPER}=True {USE_REMOVE_PADDING}=True (packed mode)"))
         return Section("Sharing", tuple(rows))
     rows += [(limit.key, f"{limit}: holds {_holds(limit.parts(group))}") for limit in limits]
+    carries = OmegaConf.select(config, CARRY, default="auto") != "never"
+    if any(limit.parts(group) > 1 for limit in limits):
+        what = (
+            "where that is cheaper, its parts hand on what they share" if carries else "each part computes the prompt"
+        )
+        rows.append((CARRY, what))
     if hf_config and hf_config.model_type not in HEAD_COMES_LAST and OmegaConf.select(config, LOGITS_CHUNK_SIZE):
         known = ", ".join(sorted(HEAD_COMES_LAST))
         why = f"model type {hf_config.model_type}, chunks are for {known}"
         rows.append((LOGITS_CHUNK_SIZE, f"not in force: logits of all response rows are held at once ({why})"))
-    return Section("Sharing", tuple(rows), tuple(_problems(group, limits)))
+    return Section("Sharing", tuple(rows), tuple(_problems(group, limits, carries)))
 
 
 def sharing_model(config: DictConfig) -> PretrainedConfig | None:
@@ -165,8 +172,8 @@ def _holds(parts: int) -> str:
     return {0: "not even one sequence", 1: "a whole group"}.get(parts, f"a part of a group, cut in {parts}")
 
 
-def _problems(group: Group, limits: list[Limit]) -> list[Problem]:
-    """One for the limits that fit no sequence, one for those that cut a group."""
+def _problems(group: Group, limits: list[Limit], carries: bool) -> list[Problem]:
+    """One for the limits that fit no sequence, one for those that cut a group whose parts hand nothing on."""
     problems = []
     short = [limit for limit in limits if limit.parts(group) == 0]
     cutting = [limit for limit in limits if limit.parts(group) > 1]
@@ -174,13 +181,13 @@ def _problems(group: Group, limits: list[Limit]) -> list[Problem]:
         rows = group.prompt - 1 + group.response
         what = f"the longest sequence, {rows} rows, does not fit {_settings(short)}"
         problems.append(Problem(what, _fixes(short, group)))
-    if cutting:
+    if cutting and not carries:
         parts = max(limit.parts(group) for limit in cutting)
         what = (
             f"the longest group, {group.num_rows} rows of {group.n} sequences, is cut in up to {parts} parts that each "
             f"compute the prompt again: {_settings(cutting)}"
         )
-        problems.append(Problem(what, f"{_fixes(cutting, group)} (if the memory holds it)", is_warning=True))
+        problems.append(Problem(what, f"{CARRY}=auto", is_warning=True))
     return problems
 
 
