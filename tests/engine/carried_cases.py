@@ -55,5 +55,6 @@ def carrying_engine(path: str, weights: CarryWeights = CarryWeights(), **options
 
 
 def carry_always(engine: Any, weights: CarryWeights = CarryWeights()) -> None:  # noqa: B008
+    """Let an engine in packed mode carry prefixes however short."""
     policy = engine._carry_policy
     engine._carry_policy = lambda forward_only: replace(policy(forward_only), part_cost=4.0, weights=weights)

@@ -19,10 +19,11 @@ BATCH_OPTIONS: tuple[Option, ...] = (
     Option(
         "a group larger than the token budget",
         f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096",
-        frozenset({CUT}),
+        frozenset({CUT, ROWS, HEAD, LAYERS}),
         engine={"use_dynamic_bsz": True},
         batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 38},
-        note="the group is split, its prompt computed once per part",
+        proofs=tuple(f"{STEPS}/test_carry{name}.py" for name in ("", "_gpu", "_models", "_ranks")),
+        note="its parts hand on what they share (`prefix_grouper.carry`)",
     ),
     Option(
         "fixed micro-batch size",

@@ -14,6 +14,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
+from tests.engine.carried_cases import carry_always
 from tests.options.option import Case
 from tests.options.table import BUDGET, SAMPLES
 from tests.support import (
@@ -78,9 +79,10 @@ class Engines:
                 model["lora_adapter_path"] = adapter
             settings = {"packed": True, **settings}
             model = {**settings.pop("model", {}), **model}
-            self.built[key] = make_engine(
-                self.checkpoint.model, strategy=strategy, engine=engine, model=model, **settings
-            )
+            built = make_engine(self.checkpoint.model, strategy=strategy, engine=engine, model=model, **settings)
+            if settings["packed"]:
+                carry_always(built)
+            self.built[key] = built
         return self.built[key]
 
 
