@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, model_misfit
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
 from verl_pg_plugin.config.rule import PACKED, SHARING, Rule, is_on, set_to
@@ -48,6 +48,13 @@ def no_kernel_fits(value: Any, facts: Facts) -> str:
     return model_misfit(value or "auto", facts.device_name, attention_needs(facts.hf_config.get_text_config()))
 
 
+def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
+    needs = attention_needs(facts.hf_config.get_text_config())
+    fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs)]
+    elsewhere = f"{settings[0].key}={fitting[-1]} (on another device), or " if fitting else ""
+    return f"{elsewhere}{USE_PREFIX_GROUPER}=False (stock verl)"
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "ulysses_heads",
@@ -79,7 +86,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         ("attention_kernel",),
         lambda value, facts: bool(no_kernel_fits(value, facts)),
         lambda value, facts: f"no kernel for {facts.hf_config.model_type}: {no_kernel_fits(value, facts)}",
-        lambda settings, facts: f"{USE_PREFIX_GROUPER}=False (stock verl)",
+        kernel_that_fits,
         needs_model=True,
     ),
 )

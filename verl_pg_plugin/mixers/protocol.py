@@ -27,7 +27,8 @@ class PairCost:
 class Mixer(Protocol):
     """One way in which a layer lets tokens see earlier ones, over shared rows.
 
-    A layer that mixes tokens adds one to ``SharedRows.calls[name]`` in each of its forwards.
+    A layer that mixes tokens adds one to ``SharedRows.calls[name]`` in each of its forwards, and does so outside of
+    compiled code (``torch.compiler.disable``): index maps differ in every micro-batch.
 
     Attributes:
         name: the key in ``MIXERS`` and in ``SharedRows.calls``.
