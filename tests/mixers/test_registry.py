@@ -1,11 +1,15 @@
 """A new way to mix tokens is one file and one line of the registry, and exact through the engine."""
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
 from tests.mixers.toy import Convolution, save_toy_model
-from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
+from tests.support import PACKED_MODE, actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine.shared_model import prepare_model
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -50,3 +54,17 @@ def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
     config = transformers.AutoConfig.from_pretrained(toy)
     assert count_layers(config) == {"attention": 2}
     assert ["conv" in reason.why for reason in unsupported_reasons(config, trust_remote_code=False)] == [True]
+
+
+@pytest.mark.usefixtures("with_convolutions")
+def test_a_mixer_that_cannot_spread_rows_over_ranks_is_refused_under_ulysses(toy: str) -> None:
+    module = transformers.AutoModelForCausalLM.from_pretrained(toy)
+    spread = replace(PACKED_MODE, sp_group=object())
+    with pytest.raises(ValueError, match=r"convolution layers .* ulysses_sequence_parallel_size=1"):
+        prepare_model(module, spread, PrefixGrouperOptions())
+
+
+@pytest.mark.usefixtures("with_convolutions")
+def test_groups_are_not_carried_where_a_mixer_cannot(toy: str) -> None:
+    engine = make_engine(toy, packed=True)
+    assert engine._carry_policy(forward_only=True) is None

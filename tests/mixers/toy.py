@@ -33,6 +33,7 @@ class Convolution:
     name: ClassVar[str] = "convolution"
     layer_types: ClassVar[frozenset[str]] = frozenset({"conv"})
     spreads_over_ranks: ClassVar[bool] = False
+    carries: ClassVar[bool] = False
 
     def obstacles(self, config: PretrainedConfig) -> list[Reason]:
         return []

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.mixers.attention import attention_needs
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,15 @@ class RowMemory:
             checkpointing: layers keep their input and compute the rest again.
             keeps_attention: they keep attention's output and its log-sum-exp too.
         """
-        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads or 1
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        key_width, value_width = max(attention_needs(config).head_dims)
+        numbers = kv_heads * (key_width + value_width)
         kept = hidden
-        if not checkpointing:  # inputs of the norms and matrices, queries, keys, values, and the MLP's three
-            kept = 4 * hidden + (2 * heads + 2 * kv_heads) * head_dim + 3 * (config.intermediate_size or hidden)
-        attention = heads * (head_dim * dtype.itemsize + 4) if checkpointing and keeps_attention else 0
-        numbers, layers = 2 * kv_heads * head_dim, config.num_hidden_layers
+        if not checkpointing:  # inputs of the norms and matrices, queries, keys, values, output, and the MLP's three
+            wide = np.max(getattr(config, "intermediate_size", None) or hidden)  # a list where layers differ
+            kept = 4 * hidden + heads * (key_width + value_width) + numbers + 3 * int(wide)
+        attention = heads * (value_width * dtype.itemsize + 4) if checkpointing and keeps_attention else 0
         return cls(
             activations=layers * (kept * dtype.itemsize + attention),
             key_value=layers * numbers * dtype.itemsize,

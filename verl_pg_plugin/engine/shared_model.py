@@ -38,6 +38,11 @@ class SharedModel:
     def num_layers(self) -> int:
         return self.layers.total()
 
+    @property
+    def carries(self) -> bool:
+        """Whether every layer reads rows that another micro-batch has computed."""
+        return all(MIXERS[name].carries for name in self.layers)
+
     def check_every_layer_mixed(self, rows: ForwardRows) -> None:
         """Raise RuntimeError if layers mixed tokens by other means in the forward of ``rows``."""
         for mixer, num_layers in self.layers.items():
@@ -68,6 +73,11 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
     config = module.config.get_text_config()
     layers = count_layers(config)
     for name in layers:
+        if mode.spreads_over_ranks and not MIXERS[name].spreads_over_ranks:
+            raise ValueError(
+                f"{name} layers of {type(module).__name__} do not mix rows that are spread over ranks; set "
+                f"ulysses_sequence_parallel_size=1, or {OFF}"
+            )
         MIXERS[name].install(module)
     if options.compile_layers:
         compile_layers(module, dynamic=not options.static_rows)

@@ -214,7 +214,7 @@ class SharedPrefixMixin:
     def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
         assert self.sharing is not None
         options = self.engine_config.prefix_grouper
-        if not self.sharing.carries or options.carry == "never":
+        if options.carry == "never" or not (self.sharing.carries and self.shared_model.carries):
             return None
         memory = RowMemory.of(
             self.model_config.hf_config.get_text_config(),

@@ -47,6 +47,11 @@ class SharingMode(ABC, Generic[L]):
         """The sequences of a batch; raises ``BatchError`` for one that it cannot read."""
         return read_sequences(data, self.modality)
 
+    @property
+    def spreads_over_ranks(self) -> bool:
+        """Whether ranks share the rows of a micro-batch (Ulysses sequence parallelism)."""
+        return False
+
     @abstractmethod
     def check_batch(self, data: TensorDict) -> None:
         """Raise ``BatchError`` for a mini-batch whose settings the mode does not support."""
@@ -82,6 +87,10 @@ class PackedMode(SharingMode[PackedLayout]):
     carries: ClassVar[bool] = True
     row_multiple: int = 1
     sp_group: dist.ProcessGroup | None = None
+
+    @property
+    def spreads_over_ranks(self) -> bool:
+        return self.sp_group is not None
 
     def check_batch(self, data: TensorDict) -> None:
         if self.static_rows and not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):

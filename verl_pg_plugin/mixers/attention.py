@@ -24,6 +24,7 @@ class Attention:
     name: ClassVar[str] = ATTENTION
     layer_types: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
     spreads_over_ranks: ClassVar[bool] = True
+    carries: ClassVar[bool] = True
 
     def obstacles(self, config: PretrainedConfig) -> list[Reason]:
         reasons = []

@@ -34,11 +34,14 @@ class Mixer(Protocol):
         name: the key in ``MIXERS`` and in ``SharedRows.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
         spreads_over_ranks: whether it mixes rows of a Ulysses group.
+        carries: whether it reads rows that another micro-batch has computed; in a model with one that does not, each
+            part of an oversized group computes what it shares again.
     """
 
     name: ClassVar[str]
     layer_types: ClassVar[frozenset[str]]
     spreads_over_ranks: ClassVar[bool]
+    carries: ClassVar[bool]
 
     def obstacles(self, config: PretrainedConfig) -> list[Reason]:
         """Why its layers in a model with this text config cannot share rows; empty if they can."""

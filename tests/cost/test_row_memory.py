@@ -1,0 +1,56 @@
+"""What carried rows take of a budget follows from the sizes of the model."""
+
+import pytest
+import torch
+import transformers
+
+from verl_pg_plugin.cost.row_memory import RowMemory
+
+SHAPE_8B = transformers.Qwen3Config(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+
+
+def memory(keeps_attention: bool = True, checkpointing: bool = True) -> RowMemory:
+    return RowMemory.of(SHAPE_8B, torch.bfloat16, checkpointing, keeps_attention)
+
+
+def test_an_8b_shape_takes_580_kib_a_row_and_432_kib_a_carried_one() -> None:
+    assert memory().activations / 1024 == 36 * (8 + 8 + 0.125)
+    assert (memory().key_value / 1024, memory().sums / 1024) == (144, 288)
+    weights = memory().weights(forward_only=False)
+    assert weights.carried == pytest.approx(0.745, abs=0.002)
+    assert weights.owed == pytest.approx(0.497, abs=0.002)
+
+
+def test_log_probs_carry_no_sums() -> None:
+    weights = memory().weights(forward_only=True)
+    assert weights.carried == weights.owed == pytest.approx(144 / 580.5, abs=0.001)
+
+
+def test_rows_that_keep_less_make_carried_ones_dearer_and_those_that_keep_all_cheaper() -> None:
+    carried = [
+        memory(keeps, checkpointing).weights(forward_only=False).carried
+        for keeps, checkpointing in ((False, True), (True, True), (True, False))
+    ]
+    assert carried[0] == pytest.approx(1.5)
+    assert carried == sorted(carried, reverse=True)
+
+
+def test_latent_attention_carries_its_wide_keys_and_narrow_values() -> None:
+    config = transformers.DeepseekV3Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    )
+    assert RowMemory.of(config, torch.bfloat16, True, True).key_value == 2 * 4 * (24 + 16) * 2
