@@ -9,6 +9,7 @@ the code it was written for raises instead of half applying.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,12 +74,14 @@ def use_unpinned_offload() -> None:
 
 
 @contextmanager
-def micro_batches_cut_by(cut: CutMicroBatches) -> Iterator[None]:
-    """Within the block, the FSDP engine of this process cuts its mini-batch with ``cut``.
+def micro_batches_cut_by(cut: CutMicroBatches, data: TensorDict) -> Iterator[None]:
+    """Within the block, verl's FSDP engine cuts ``data``, and no other mini-batch, with ``cut``.
 
-    What: ``prepare_micro_batches`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it calls ``cut``, and
-    ``postprocess_batch_func`` restores the order of the rows whatever ``use_dynamic_bsz`` says (verl assumes that
-    a fixed micro-batch size never reorders them). Both are put back at the end of the block.
+    What: ``prepare_micro_batches`` and ``postprocess_batch_func`` as ``verl.workers.engine.fsdp.transformer_impl`` sees
+    them look for ``cut`` in the mini-batch they are given. Where it is, they call it, and restore the order of the rows
+    whatever ``use_dynamic_bsz`` says (verl assumes that a fixed micro-batch size never reorders them); other
+    mini-batches go to verl's functions. Put in once per process and left there, so that engines may run inside or
+    beside each other, in any order or thread.
     Why: ``FSDPEngine.forward_backward_batch`` calls the two as module functions and has no method to override;
     copying its loop would fork gradient accumulation, loss scaling and profiling.
     Versions: verl 0.9.0 and 0.9.1.
@@ -87,26 +90,52 @@ def micro_batches_cut_by(cut: CutMicroBatches) -> Iterator[None]:
     Args:
         cut: takes the mini-batch and the data-parallel group; returns the micro-batches and the row indices of
             each, as ``verl.workers.engine.utils.prepare_micro_batches`` does.
+        data: the mini-batch; carries ``cut`` while the block runs.
     """
+    from verl.utils import tensordict_utils as tu
+
+    _look_for_cuts()
+    tu.assign_non_tensor_data(data, _CUT_KEY, cut)
+    try:
+        yield
+    finally:
+        data.pop(_CUT_KEY)
+
+
+_CUT_KEY = "prefix_grouper_cut"
+
+
+def _look_for_cuts() -> None:
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine.fsdp import transformer_impl
 
     prepare, postprocess = transformer_impl.prepare_micro_batches, transformer_impl.postprocess_batch_func
+    if getattr(prepare, "looks_for_cuts", False):
+        return
 
-    def prepare_by_cut(data: TensorDict, dp_group: Any = None, **_: Any) -> tuple[list[TensorDict], list[list[int]]]:
-        return cut(data, dp_group)
+    def cut_of(data: TensorDict) -> CutMicroBatches | None:
+        return tu.get_non_tensor_data(data, _CUT_KEY, default=None)
 
-    def postprocess_in_order(output_lst: list[Any], indices: list[list[int]], data: TensorDict) -> dict[str, Any]:
+    @functools.wraps(prepare)
+    def prepare_by_cut(
+        data: TensorDict, dp_group: Any = None, **kwargs: Any
+    ) -> tuple[list[TensorDict], list[list[int]] | None]:
+        cut = cut_of(data)
+        if cut is None:
+            return prepare(data=data, dp_group=dp_group, **kwargs)
+        return cut(data.exclude(_CUT_KEY), dp_group)
+
+    @functools.wraps(postprocess)
+    def postprocess_in_order(output_lst: list[Any], indices: Any, data: TensorDict) -> dict[str, Any]:
+        if cut_of(data) is None:
+            return postprocess(output_lst=output_lst, indices=indices, data=data)
         options = data.select("pad_mode", strict=False)
         tu.assign_non_tensor(options, use_dynamic_bsz=True)
         return postprocess(output_lst=output_lst, indices=indices, data=options)
 
+    prepare_by_cut.looks_for_cuts = True  # type: ignore[attr-defined]
     transformer_impl.prepare_micro_batches = prepare_by_cut
     transformer_impl.postprocess_batch_func = postprocess_in_order
-    try:
-        yield
-    finally:
-        transformer_impl.prepare_micro_batches, transformer_impl.postprocess_batch_func = prepare, postprocess
 
 
 @contextmanager

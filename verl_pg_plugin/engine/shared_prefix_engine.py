@@ -183,15 +183,16 @@ class SharedPrefixMixin:
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
-        self.carrier = carrier = Carrier(self.module)
+        outer, carrier = self.carrier, Carrier(self.module)
+        self.carrier = carrier
         try:
-            with upstream.micro_batches_cut_by(cut):
+            with upstream.micro_batches_cut_by(cut, data):
                 output = run(data, loss_function, forward_only=forward_only)
         except BaseException:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
             raise
         finally:
-            self.carrier = None  # and with it the rows of a chain that an error has cut short
+            self.carrier = outer  # and with ours the rows of a chain that an error has cut short are gone
         if carrier.stack.num_rows:
             raise RuntimeError(f"{carrier.stack.num_rows} carried rows were never claimed by the part that owns them")
         get_torch_device().synchronize()  # the last backward is still running, and the clock below must see its end
