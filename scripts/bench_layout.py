@@ -26,9 +26,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
+from transformers import AutoConfig
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.kernels.selection import select_kernel
@@ -39,9 +41,8 @@ from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
-from verl_pg_plugin.mixers.protocol import PairCost
 
-FLOPS_7B = ModelFlops(per_row=1.3e10, per_head_row=1.1e9, pairs=(PairCost(4.6e5),))
+FLOPS = ModelFlops.of_config(AutoConfig.for_model("qwen3", **SHAPES["qwen3-8b"]))
 PROMPT = 512
 VOCAB = 151_936
 
@@ -106,7 +107,7 @@ def growing_plans(num_sequences: int) -> dict[str, Callable[[], object]]:
     def balance(n: int, num_ranks: int) -> Callable[[], object]:
         group = np.arange(num_sequences) // n
         prompts = rng.integers(200, 4000, num_sequences)[group]
-        return lambda: balance_groups(group, prompts, responses, FLOPS_7B.segments, num_ranks)
+        return lambda: balance_groups(group, prompts, responses, FLOPS.segments, num_ranks)
 
     def cut(n: int, max_rows: int | None, at_least: int = 1) -> Callable[[], object]:
         shared = np.where(np.arange(num_sequences) % n, PROMPT - 1, 0)

@@ -1,5 +1,7 @@
 """Batches whose groups exceed a micro-batch, and engines that carry prefixes too short to be worth it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,7 @@ def trie() -> list[Sample]:
 
 
 ONE_GROUP = group(20, [6, 9, 5, 8, 7, 6, 9, 4], 1)
+DUPLICATES = [Sample(range(20), r) for r in (*[[7, 8, 9, 10]] * 3, [30, 31], [40, 41, 3], [50, 51])]
 NESTED = [
     Sample(range(30), response)
     for response in ([1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2], [7, 8], [7, 8], [7, 8], [7], [9, 1, 2, 3])
@@ -58,3 +61,22 @@ def carry_always(engine: Any, weights: CarryWeights = CarryWeights()) -> None:  
     """Let an engine in packed mode carry prefixes however short."""
     policy = engine._carry_policy
     engine._carry_policy = lambda forward_only: replace(policy(forward_only), part_cost=4.0, weights=weights)
+
+
+@contextmanager
+def carrying(engine: Any) -> Iterator[None]:
+    """Fails unless each mini-batch that ``engine`` runs in the block has chains on some rank."""
+    run, chains = engine.forward_backward_batch, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        chains.extend(output["metrics"]["prefix_grouper/chains"])
+        return output
+
+    engine.forward_backward_batch = counted
+    try:
+        yield
+    finally:
+        engine.forward_backward_batch = run
+    assert chains
+    assert all(chains), "nothing was carried, so nothing was shown"

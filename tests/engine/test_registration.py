@@ -73,6 +73,17 @@ def test_engines_are_registered_whoever_imports_the_package_first(first: str, en
     assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead"], result.stderr
 
 
+FIRST_IMPORTS = ("config.engine_config", "config.rules", "attention.ulysses", "engine.heads.lm_head", "trainer")
+
+
+@pytest.mark.parametrize("module", FIRST_IMPORTS)
+def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(module: str) -> None:
+    first = f"import verl_pg_plugin.{module}\n"
+    result = python(first + textwrap.dedent(SELECT_THE_MODE), VERL_PLATFORM="cpu")
+    assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead"], result.stderr
+    assert "not registered" not in result.stderr
+
+
 def test_on_cuda_ours_wins_and_the_stock_entry_is_untouched() -> None:
     entries = EngineRegistry._engines["language_model"]["fsdp2"]
     assert entries["cuda", "nvidia"] is PrefixGrouperFSDPEngineWithLMHead

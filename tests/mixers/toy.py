@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from verl_pg_plugin.architectures.reason import Reason
 from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.reason import Reason
 
 WIDTH = 3
 

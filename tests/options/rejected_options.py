@@ -65,7 +65,7 @@ REJECTED_OPTIONS: tuple[Option, ...] = (
         rejected=True,
         model={"override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.1}},
         proofs=("tests/engine/test_mode_errors.py::test_attention_dropout",),
-        note="a shared prefix would be dropped out once for all its responses",
+        note="a shared prefix would draw its random numbers once for all its responses",
     ),
     Option(
         "other attention implementations",

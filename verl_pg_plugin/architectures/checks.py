@@ -16,9 +16,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from verl_pg_plugin.architectures.reason import Reason
 from verl_pg_plugin.mixers import MIXERS, count_layers, unknown_layer_types
 from verl_pg_plugin.modalities import modality_obstacles
+from verl_pg_plugin.reason import Reason
 
 __all__ = [
     "HEAD_COMES_LAST",

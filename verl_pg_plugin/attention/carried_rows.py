@@ -61,7 +61,7 @@ class Carrying:
             heads, rows = (_index(x, columns_NC.device) for x in (self.handed_over_heads, layout.handover_heads))
             block.columns[rows] = columns_NC[heads]
         if self.is_export:
-            block.column_sums = torch.zeros_like(block.columns)
+            block.column_sums = _wide_zeros(block.columns)
 
     @property
     def handed_over_heads(self) -> IntArray:
@@ -99,10 +99,15 @@ class CarriedRows(PackedRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         block, layer = self.carrying.leave, options.layer_idx
         if block is not None:
-            k, v = (x.detach().index_select(0, self.handover) for x in (k_TGD, v_TGD))
-            block.key_values[layer] = k, v
-            if self.carrying.is_export:
-                block.key_value_sums[layer] = _wide_zeros(k), _wide_zeros(v)
+            if (layer, 0) in block.key_values:
+                raise RuntimeError(
+                    f"two attention layers call themselves layer_idx {layer}: set prefix_grouper.carry=never"
+                )
+            for which, x in enumerate((k_TGD, v_TGD)):
+                kept = x.detach().index_select(0, self.handover)
+                block.key_values[layer, which] = kept
+                if self.carrying.is_export:
+                    block.key_value_sums[layer, which] = _wide_zeros(kept)
         return _ReadRows.apply(k_TGD, self, layer, 0), _ReadRows.apply(v_TGD, self, layer, 1)
 
 
@@ -112,7 +117,7 @@ class _ReadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_TGD: torch.Tensor, rows: CarriedRows, layer: int, which: int) -> torch.Tensor:
         ctx.rows, ctx.layer, ctx.which = rows, layer, which
-        carried = [block.key_values[layer][which] for block in rows.carrying.read]
+        carried = [block.key_values[layer, which] for block in rows.carrying.read]
         assert rows.kv_index is not None
         return torch.cat([*carried, own_TGD]).index_select(0, rows.kv_index.rows)
 
@@ -125,10 +130,11 @@ class _ReadRows(torch.autograd.Function):
         assert rows.kv_index is not None
         total = sum_over_readers(grad, rows.kv_index, wide)
         for block in carrying.read:
-            block.key_value_sums[ctx.layer][ctx.which].add_(total[block.start : block.stop])
+            block.key_value_sums[ctx.layer, ctx.which].add_(total[block.start : block.stop])
         own = total[num_carried:]
         if carrying.owed:
-            owed = [block.key_value_sums[ctx.layer][ctx.which] for block in carrying.owed]
+            # Taken out, since verl keeps the graph, and so its blocks, until the next forward is done.
+            owed = [block.key_value_sums.pop((ctx.layer, ctx.which)) for block in carrying.owed]
             own.index_add_(0, rows.handover, torch.cat(owed).to(wide))
         return own.to(grad.dtype), None, None, None
 
@@ -154,12 +160,13 @@ class _JoinColumns(torch.autograd.Function):
             first, last = np.searchsorted(layout.carried_heads, [block.start, block.stop])
             if last > first:
                 rows = _index(layout.carried_heads[first:last] - block.start, grad.device)
-                _columns(block.column_sums).index_add_(0, rows, grad[first:last])
+                sums = _columns(block.column_sums)
+                sums.index_add_(0, rows, grad[first:last].to(sums.dtype))
         own = grad[num_carried:].clone()
         if carrying.owed and len(layout.handover_heads):
             owed = torch.cat([_columns(block.column_sums) for block in carrying.owed])
             heads, rows = (_index(x, grad.device) for x in (carrying.handed_over_heads, layout.handover_heads))
-            own.index_add_(0, heads, owed[rows])
+            own.index_add_(0, heads, owed[rows].to(own.dtype))
         return own, None
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-KeyValue = tuple[torch.Tensor, torch.Tensor]
+LayerTensors = dict[tuple[int, int], torch.Tensor]
+"""By layer, and 0 for keys or 1 for values."""
 
 
 @dataclass
@@ -15,17 +16,17 @@ class CarryBlock:
     """Rows ``start .. stop`` of a chain's path. Legend: R rows, G key/value heads, D head dim, C head outputs.
 
     Attributes:
-        key_values: by layer, (R, G, D) keys and values, rotary embedding applied.
-        key_value_sums: by layer, float32 sums of their gradients over the parts that have run; empty where nothing
-            has a gradient.
+        key_values: (R, G, D) keys and values of each layer, rotary embedding applied.
+        key_value_sums: float32 sums of their gradients over the parts that have run; empty where nothing has a
+            gradient, and once their owner has taken them.
         columns: (R, C) head outputs, float32 or wider, zero at rows that hand over none.
         column_sums: (R, C) sums of their gradients.
     """
 
     start: int
     stop: int
-    key_values: dict[int, KeyValue] = field(default_factory=dict)
-    key_value_sums: dict[int, KeyValue] = field(default_factory=dict)
+    key_values: LayerTensors = field(default_factory=dict)
+    key_value_sums: LayerTensors = field(default_factory=dict)
     columns: torch.Tensor | None = None
     column_sums: torch.Tensor | None = None
 
@@ -35,16 +36,16 @@ class CarryBlock:
         return CarryBlock(
             start,
             stop,
-            {layer: (k[rows], v[rows]) for layer, (k, v) in self.key_values.items()},
-            {layer: (k[rows], v[rows]) for layer, (k, v) in self.key_value_sums.items()},
+            {place: tensor[rows] for place, tensor in self.key_values.items()},
+            {place: tensor[rows] for place, tensor in self.key_value_sums.items()},
             None if self.columns is None else self.columns[rows],
             None if self.column_sums is None else self.column_sums[rows],
         )
 
     @property
     def num_bytes(self) -> int:
-        pairs = (*self.key_values.values(), *self.key_value_sums.values(), (self.columns, self.column_sums))
-        return sum(tensor.nbytes for pair in pairs for tensor in pair if tensor is not None)
+        tensors = (*self.key_values.values(), *self.key_value_sums.values(), self.columns, self.column_sums)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class CarryStack:
@@ -81,7 +82,9 @@ class CarryStack:
         popped: list[CarryBlock] = []
         while self.num_rows > keep:
             block = self.blocks.pop()
-            popped.append(block.cut(max(keep, block.start), block.stop))
-            if block.start < keep:
-                self.blocks.append(block.cut(block.start, keep))
+            if block.start >= keep:
+                popped.append(block)  # itself: what is cleared in it is cleared for whoever else still holds it
+                continue
+            popped.append(block.cut(keep, block.stop))
+            self.blocks.append(block.cut(block.start, keep))
         return popped[::-1]

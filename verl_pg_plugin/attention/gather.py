@@ -38,8 +38,8 @@ class GatherIndex:
         """
         parents, starts = layout.segment_parent.tolist(), layout.cu_seqlens_k[:-1].tolist()
         read = np.add.reduceat(layout.kv_rows < num_carried, layout.cu_seqlens_k[:-1]) if num_carried else ()
-        # Carried rows that the same segments read are one segment more.
-        ends = np.unique(np.asarray(read, dtype=np.int64))
+        # Carried rows that the same segments read are one segment more; the last of them may have no reader.
+        ends = np.unique(np.append(np.asarray(read, dtype=np.int64), num_carried))
         ends = ends[ends > 0]
         readers = [layout.cu_seqlens_k[:-1][read >= end].tolist() for end in ends]
         num_before = len(readers)

@@ -15,6 +15,11 @@ from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
 
+PART_COST = 256.0
+"""Fixed cost of a micro-batch in rows of an update: gathered weights and launches of an 8B model, estimated."""
+EXPORT_COST = 0.25
+"""An exported row in rows of an update: one forward of a forward, its recomputation and a backward."""
+
 FloatArray = NDArray[np.float64]
 
 

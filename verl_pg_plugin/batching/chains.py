@@ -6,7 +6,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, FloatArray, cut_tries
+from verl_pg_plugin.batching.chain_cuts import (
+    EXPORT_COST,
+    PART_COST,
+    CarryCosts,
+    CarryWeights,
+    Cut,
+    CutMaths,
+    FloatArray,
+    cut_tries,
+)
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
@@ -72,8 +81,8 @@ def cut_with_chains(
     weights: CarryWeights,
     at_least: int = 1,
     *,
-    export_cost: float = 0.25,
-    part_cost: float = 256.0,
+    export_cost: float = EXPORT_COST,
+    part_cost: float = PART_COST,
 ) -> ChainPlan:
     """Partition the sequences of a mini-batch; groups above the limits become chains where that is cheaper.
 

@@ -36,14 +36,19 @@ class RowMemory:
             checkpointing: layers keep their input and compute the rest again.
             keeps_attention: they keep attention's output and its log-sum-exp too.
         """
-        hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+        if not hidden or not heads:
+            return cls(
+                activations=1, key_value=1, sums=2
+            )  # as where every query has a key of its own: the most there is
+        layers = config.num_hidden_layers
+        kv_heads = int(np.mean(getattr(config, "num_key_value_heads", None) or heads))  # a list where layers differ
         key_width, value_width = max(attention_needs(config).head_dims)
         numbers = kv_heads * (key_width + value_width)
         kept = hidden
         if not checkpointing:  # inputs of the norms and matrices, queries, keys, values, output, and the MLP's three
-            wide = np.max(getattr(config, "intermediate_size", None) or hidden)  # a list where layers differ
-            kept = 4 * hidden + heads * (key_width + value_width) + numbers + 3 * int(wide)
+            wide = int(np.mean(getattr(config, "intermediate_size", None) or 4 * hidden))
+            kept = 4 * hidden + heads * (key_width + value_width) + numbers + 3 * wide
         attention = heads * (value_width * dtype.itemsize + 4) if checkpointing and keeps_attention else 0
         return cls(
             activations=layers * (kept * dtype.itemsize + attention),

@@ -9,8 +9,8 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     """Compile every decoder layer in place, when it first runs.
 
     Layers are compiled one by one and not the model as a whole, so that FSDP can gather and free each one's weights
-    and gradient checkpointing can recompute it. Attention stays outside (see ``attention.register_attention``): its
-    index maps differ in every micro-batch.
+    and gradient checkpointing can recompute it. Attention stays outside (``attention.interface``): its index maps
+    differ in every micro-batch.
 
     Args:
         module: an unwrapped transformers model.

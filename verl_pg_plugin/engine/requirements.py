@@ -12,9 +12,7 @@ from verl_pg_plugin.architectures.checks import Reason, class_reasons, config_re
 from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.rule import violations
 from verl_pg_plugin.config.rules import RULES
-from verl_pg_plugin.engine.batch.sequences import BatchError
-
-OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
+from verl_pg_plugin.modalities.batch_error import OFF, BatchError
 
 
 def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from verl_pg_plugin.architectures.reason import Reason
+    from verl_pg_plugin.reason import Reason
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.architectures.reason import Reason
 from verl_pg_plugin.modalities.protocol import Content, Modality
 from verl_pg_plugin.modalities.text import Text
+from verl_pg_plugin.reason import Reason
 
 __all__ = ["MODALITIES", "Content", "Modality", "modality_obstacles", "modality_of"]
 

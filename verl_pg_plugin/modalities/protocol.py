@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-import torch
 from tensordict import TensorDict
 
-from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.prefix_order import IntArray
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from verl_pg_plugin.architectures.reason import Reason
+    from verl_pg_plugin.reason import Reason
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,6 @@ class Content:
 
     keys: IntArray
     offsets: IntArray
-
-    def model_inputs(self, layout: Layout, device: torch.device | str) -> dict[str, Any]:
-        """Keywords of the model's ``forward`` beside token ids and positions."""
-        return {}
 
 
 class Modality(Protocol):

@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDict
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.architectures.reason import Reason
 from verl_pg_plugin.modalities.batch_error import OFF, BatchError
 from verl_pg_plugin.modalities.protocol import Content
+from verl_pg_plugin.reason import Reason
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying_engine
+from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, carrying, carrying_engine
 from tests.support import (
     Result,
     actor_loss,
@@ -68,12 +68,23 @@ def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: 
 def test_carried_rows_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
     engine = carrying_engine(qwen3, CarryWeights(1.0, 0.5))
     batch = make_batch(MIXED, max_token_len_per_gpu=64)
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))
 
 
 def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: Any) -> None:
     batch = make_batch(MIXED, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+
+
+def test_a_part_that_begins_with_a_duplicate_reads_no_more_than_it_shares(qwen3: str, engine: Any) -> None:
+    batch = make_batch(DUPLICATES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))
 
 
 def test_two_updates_of_one_batch_give_the_same_bits(engine: Any) -> None:
@@ -110,9 +121,8 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
             if owed == "column_sums" and block.column_sums is not None:
                 block.column_sums.zero_()
             elif owed == "key_value_sums":
-                for pair in block.key_value_sums.values():
-                    for tensor in pair:
-                        tensor.zero_()
+                for tensor in block.key_value_sums.values():
+                    tensor.zero_()
         return blocks
 
     monkeypatch.setattr(stack, forgetful)
@@ -147,6 +157,8 @@ OPTIONS: dict[str, dict] = {
     },
     "every micro-batch is verified": {"engine": {"verify": "every_n", "verify_every": 1, "verify_rows": 3}},
     "entropy is checkpointed": {"engine": {"entropy_checkpointing": True, "logits_chunk_size": 0}},
+    "static rows and compiled layers": {"engine": {"static_rows": True, "compile_layers": True}},
+    "a gate that lets chains pass": {"engine": {"min_dedup_ratio": 1.2}},
     "fused kernels": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
 }
 
@@ -155,4 +167,6 @@ OPTIONS: dict[str, dict] = {
 def test_carried_groups_stay_exact_with(qwen3: str, option: str) -> None:
     batch = make_batch(MIXED, max_token_len_per_gpu=56)
     engine = carrying_engine(qwen3, **OPTIONS[option])
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))

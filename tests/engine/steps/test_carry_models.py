@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.carried_cases import MIXED, carry_always, carrying_engine
+from tests.engine.carried_cases import MIXED, carry_always, carrying, carrying_engine
 from tests.engine.heads.value_models import (
     critic_batch,
     critic_loss,
@@ -29,7 +29,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_exact(engine: Any, path: str, **reference: Any) -> None:
-    assert_same(run_engine(engine, BATCH, actor_loss()), run_reference(path, BATCH, actor_loss(), **reference))
+    with carrying(engine):
+        result = run_engine(engine, BATCH, actor_loss())
+    assert_same(result, run_reference(path, BATCH, actor_loss(), **reference))
 
 
 def test_sliding_windows_reach_back_into_carried_rows(tmp_path: Path) -> None:

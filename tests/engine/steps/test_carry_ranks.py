@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying_engine, trie
+from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying, carrying_engine, trie
 from tests.engine.ranks import on_ranks
 from tests.support import Result, actor_loss, assert_same, clone, group, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
@@ -15,6 +15,8 @@ SAMPLES = [*ONE_GROUP, *TRIE, *group(6, [7, 1], 3), *group(9, [4, 4], 2), *SECON
 ONE, OF_TRIE, SMALL, TWO = (
     list(range(start, stop)) for start, stop in ((0, 8), (8, 8 + len(TRIE)), (36, 40), (40, len(SAMPLES)))
 )
+SMALL_GROUPS = [*group(6, [7, 1], 3), *group(9, [4, 4], 2), *group(5, [9, 8], 5), *group(7, [3, 6], 6)]
+BUDGET = CASES["small_groups_beside_large_ones"][1]
 SPLITS = {
     "two against none": ([*ONE, *OF_TRIE], [*SMALL, *TWO[:3]]),
     "two against one": ([*ONE, *OF_TRIE], [*SMALL, *TWO]),
@@ -38,7 +40,8 @@ def run_splits(rank: int, path: str) -> dict[str, Result]:
     for split, rows in SPLITS.items():
         batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
         local = tu.index_select_tensor_dict(batch, [used(split).index(row) for row in rows[rank]])
-        results[split] = run_engine(engine, clone(local), actor_loss())
+        with carrying(engine):
+            results[split] = run_engine(engine, clone(local), actor_loss())
     return results
 
 
@@ -61,10 +64,23 @@ def test_ranks_with_unequal_numbers_of_oversized_groups_are_exact(
 
 def run_ulysses(rank: int, path: str, sp_size: int) -> Any:
     engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": sp_size})
-    return run_engine(engine, make_batch(MIXED, max_token_len_per_gpu=CASES_BUDGET // sp_size), actor_loss())
+    with carrying(engine):
+        return run_engine(engine, make_batch(MIXED, max_token_len_per_gpu=BUDGET // sp_size), actor_loss())
 
 
-CASES_BUDGET = CASES["small_groups_beside_large_ones"][1]
+def fall_back(rank: int, path: str) -> list[float]:
+    """One group that exceeds a micro-batch on rank 0, small ones on rank 1, and a tolerance that nothing meets."""
+    verify = {"verify": "first", "verify_tolerance": 1e-12, "on_mismatch": "rmpad"}
+    engine = carrying_engine(path, engine=verify)
+    batch = make_batch([*ONE_GROUP, *SMALL_GROUPS], max_token_len_per_gpu=36)
+    rows = list(range(8)) if rank == 0 else list(range(8, 8 + len(SMALL_GROUPS)))
+    with engine.train_mode():
+        data = clone(tu.index_select_tensor_dict(batch, rows))
+        return engine.forward_backward_batch(data, actor_loss())["metrics"]["prefix_grouper/verify_fallback"]
+
+
+def test_a_mismatch_beside_a_chain_on_another_rank_leaves_no_rank_waiting(qwen3: str) -> None:
+    assert on_ranks(2, fall_back, qwen3) == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("sp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -72,3 +88,22 @@ def test_ulysses_ranks_carry_the_keys_of_their_heads(qwen3: str, sp_size: int) -
     expected = run_reference(qwen3, make_batch(MIXED), actor_loss())
     for result in on_ranks(sp_size, run_ulysses, qwen3, sp_size):
         assert_same(result, expected)
+
+
+def run_hybrid(rank: int, path: str, split: str) -> tuple[list[int], Result]:
+    """Two data-parallel ranks of two sequence-parallel ones each."""
+    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2})
+    mine = [used(split).index(row) for row in SPLITS[split][engine.get_data_parallel_rank()]]
+    batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=28)
+    with carrying(engine):
+        return mine, run_engine(engine, clone(tu.index_select_tensor_dict(batch, mine)), actor_loss())
+
+
+@pytest.mark.slow
+def test_sequence_and_data_parallel_ranks_carry_together(qwen3: str) -> None:
+    split = "two against one"
+    batch = make_batch([SAMPLES[row] for row in used(split)])
+    expected = run_reference(qwen3, batch, actor_loss())
+    for mine, result in on_ranks(4, run_hybrid, qwen3, split):
+        outputs = {name: [values[i] for i in mine] for name, values in expected.outputs.items()}
+        assert_same(result, Result(outputs, expected.gradients))

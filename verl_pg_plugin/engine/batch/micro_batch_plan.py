@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout
@@ -37,7 +37,7 @@ class CarryPolicy:
 
     weights: CarryWeights
     forward_only: bool
-    part_cost: float = 256.0
+    part_cost: float = PART_COST
 
 
 @dataclass(frozen=True)

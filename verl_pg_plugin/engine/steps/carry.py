@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ class Carrier:
 
     Attributes:
         module: the engine's, whose training mode an export leaves for a moment.
+        eager_exports: exports do not run compiled; where every micro-batch has one shape, each would compile its own.
         stack: rows that later micro-batches read.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, eager_exports: bool = False) -> None:
         self.module = module
+        self.eager_exports = eager_exports
         self.stack = CarryStack()
         self._carrying: Carrying | None = None
 
@@ -84,7 +86,8 @@ class Carrier:
         set_layout(samples, layout)
         block = _empty_block(layout)
         self._carrying = Carrying(layout, read=list(self.stack), leave=block, is_export=True)
-        with torch.no_grad(), _evaluating(self.module):
+        compiled = torch.compiler.set_stance("force_eager") if self.eager_exports else nullcontext()
+        with torch.no_grad(), _evaluating(self.module), compiled:
             step(samples, None, True)
         self._carrying = None
         if len(layout.handover):
@@ -97,10 +100,11 @@ def _empty_block(layout: CarriedLayout) -> CarryBlock:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """verl's activation offload counts forwards in training mode, and dropout aside (refused) nothing else differs."""
-    training = module.training
+    """verl's activation offload counts forwards in training mode; what else differs there, dropout, is refused."""
+    training = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        module.train(training)
+        for part, flag in training:
+            part.training = flag

@@ -123,13 +123,13 @@ class Verifier:
         got = read_responses(output["model_output"], rows, sequences.prompt_lengths)
         comparison = compare(got, expected, tolerances)
         mismatch = self._describe(comparison, rows, micro_batch, kind)
-        ranks = over_ranks((comparison, mismatch), self.group)
+        ranks = over_ranks((comparison, mismatch, self._layout(micro_batch).stands_alone), self.group)
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self.verified else logging.WARNING
         self.turn += 1
         self.verified.add(kind)
-        self.comparisons.extend(comparison for comparison, _ in ranks)
-        mismatches = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(ranks) if text is not None]
+        self.comparisons.extend(comparison for comparison, _, _ in ranks)
+        mismatches = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(ranks) if text is not None]
         if not mismatches:
             text = "%s micro-batch verified: samples %s alone differ by at most %.3g"
             logger.log(level, text, kind, rows, comparison.max_error)
@@ -138,8 +138,9 @@ class Verifier:
             raise MismatchError("; ".join(mismatches) + f". {self._remedy()}")
         logger.warning("%s. From here on nothing is shared (prefix_grouper.on_mismatch=rmpad)", "; ".join(mismatches))
         self.fallen_back = True
-        if not self._layout(micro_batch).stands_alone:
-            return loss, output  # other parts of the chain have read its rows, and owe it gradients
+        if not all(stands_alone for _, _, stands_alone in ranks):
+            # Other parts of a chain have read its rows, and owe it gradients; all ranks run one more forward, or none.
+            return loss, output
         self._unshare(micro_batch)
         del loss, output  # the graph of the forward that is thrown away
         return step(micro_batch, loss_function, forward_only)
