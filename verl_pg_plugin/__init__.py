@@ -9,7 +9,6 @@ A registration that fails is a logged warning and no exception: verl would swall
 still ends there, since ``PrefixGrouperEngineConfig`` checks again that the engines are in force.
 """
 
-import importlib
 import importlib.util
 import logging
 import sys
@@ -26,12 +25,12 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
-    The module that does it is imported by name: everything in it imports this package.
-
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
-    importlib.import_module(f"{__name__}.plugin").register()
+    from verl_pg_plugin import plugin
+
+    plugin.register()
 
 
 def _register_or_warn() -> None:

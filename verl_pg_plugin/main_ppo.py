@@ -19,7 +19,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
-from verl_pg_plugin.config import mode_of
+from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
 
 EXIT_USER_ERROR = 2

@@ -9,7 +9,7 @@ def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
     Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for the
-    next call, which ``config.in_force`` makes when the mode is asked for.
+    next call, which ``PrefixGrouperEngineConfig`` makes when the mode is asked for.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.

@@ -23,6 +23,7 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     Raises:
         RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
+        Exception: what keeps our engines from being registered; the import of the package only logged it.
     """
 
     use_prefix_grouper: bool = False
@@ -31,6 +32,9 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.use_prefix_grouper:
+            from verl_pg_plugin.plugin import register  # it imports the engines
+
+            register()
             # FSDPActorConfig writes its own strategy into the engine config after this class is constructed,
             # so which of the two keys the worker will look up is not known yet.
             for strategy in FSDP_STRATEGIES:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from verl.workers.engine.base import EngineRegistry
 
-import verl_pg_plugin
-
 __all__ = ["assert_in_force"]
 
 
@@ -18,11 +16,9 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
 
     Raises:
         RuntimeError: verl would build another engine, so asking for prefix sharing would do nothing.
-        Exception: what keeps our engines from being registered.
     """
-    verl_pg_plugin.register()  # the import of the package only logged why it could not
     engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
-    if not any(base.__module__.startswith(f"{verl_pg_plugin.__name__}.") for base in engine_cls.__mro__):
+    if not any(base.__module__.startswith("verl_pg_plugin.") for base in engine_cls.__mro__):
         raise RuntimeError(
             f"actor.use_prefix_grouper=True, but verl would build {engine_cls.__module__}.{engine_cls.__qualname__} "
             f"for strategy {strategy} and silently share nothing; unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, "

@@ -8,7 +8,6 @@ from hydra.utils import get_class
 
 from verl_pg_plugin.architectures.checks import REPLACED_ATTENTION
 from verl_pg_plugin.config.attention_kernels import kernel_obstacle
-from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import is_set
@@ -41,7 +40,7 @@ def runs_fsdp(facts: Facts) -> bool:
 def is_stock_engine_config(value: Any, facts: Facts) -> bool:
     if not runs_fsdp(facts):
         return False  # the strategy rule speaks: there is no fsdp_config to look at
-    return value is None or not issubclass(get_class(value), PrefixGrouperEngineConfig)
+    return value is None or "prefix_grouper" not in getattr(get_class(value), "__dataclass_fields__", {})
 
 
 SHARING_RULES: tuple[Rule, ...] = (

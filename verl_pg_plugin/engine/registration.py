@@ -6,11 +6,8 @@ without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/e
 
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 
-from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
 from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead, PrefixGrouperFSDPEngineWithValueHead
-
-__all__ = ["assert_in_force", "register_engines"]
 
 _ENGINES: dict[str, type[BaseEngine]] = {
     "language_model": PrefixGrouperFSDPEngineWithLMHead,

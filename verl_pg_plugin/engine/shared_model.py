@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.forward_rows import ForwardRows

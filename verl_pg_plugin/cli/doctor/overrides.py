@@ -17,8 +17,7 @@ from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
-from verl_pg_plugin.config import mode_of
-from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, mode_of
 from verl_pg_plugin.config.validate import validate
 from verl_pg_plugin.config.violation import Violation
 from verl_pg_plugin.main_ppo import USER_ERRORS

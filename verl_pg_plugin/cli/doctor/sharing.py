@@ -14,10 +14,10 @@ from verl.utils.model import update_model_config
 
 from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST, unsupported_reasons
 from verl_pg_plugin.cli.doctor.report import Problem, Section
-from verl_pg_plugin.config import Mode, mode_of
 from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
 from verl_pg_plugin.config.facts import Role, effective_sp_size
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.cost.flops import ModelFlops
 
 __all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]

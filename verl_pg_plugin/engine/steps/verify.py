@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
 from verl_pg_plugin.engine.batch.micro_batch_plan import unshared
 from verl_pg_plugin.engine.batch.row_selection import select_rows
