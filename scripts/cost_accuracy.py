@@ -25,7 +25,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from actor_cases import SHAPES, Case, Work, rows_of_ranks
+from benchmarks.actor_cases import Case, Work, rows_of_ranks
+from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
