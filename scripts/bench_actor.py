@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 1 scripts/bench_actor.py --model qwen3-4b --cases 4096,1024,4,1 8192,1024,8,1
 
 Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
-responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform). Speed-up is
-against rmpad in the same run; the bound is the ratio of floating point operations, the head counted on every token for
-stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and backward passes; with
-``--optimizer SGD`` there is no optimizer state beside it.
+responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform) or ``2/16`` (in
+turn). Speed-up is against rmpad in the same run; the bound is the ratio of floating point operations, the head counted
+on every token for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
+backward passes; with ``--optimizer SGD`` there is no optimizer state beside it.
 """
 
 import argparse
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 max_token_len_per_gpu=path.budget or args.max_token_len,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
-                micro_batch_size_per_gpu=int(case.n.split("-")[0]),
+                micro_batch_size_per_gpu=case.largest_group,
                 global_batch_size=len(samples),
             )
             name = ",".join(str(value) for value in asdict(case).values())

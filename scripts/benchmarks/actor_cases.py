@@ -1,5 +1,6 @@
 """Batches and their FLOPs for ``bench_actor.py``."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,8 @@ PHASES = ("old_log_prob", "ref", "update_actor")
 class Case:
     """Prompt tokens, response tokens, responses per prompt, prompts per rank.
 
-    Responses may be ``ln:MEAN`` for log-normal lengths, and responses per prompt ``4-16`` for a uniform draw.
+    Responses may be ``ln:MEAN`` for log-normal lengths. Responses per prompt may be ``4-16`` for a uniform draw, or
+    ``2/16`` for a prompt of 2 and a prompt of 16 in turn.
     """
 
     prompt: int
@@ -36,13 +38,24 @@ class Case:
         rng = np.random.default_rng(0)
         samples: list[Sample] = []
         group: list[int] = []
-        low, high = (int(n) for n in self.n.split("-")) if "-" in self.n else (int(self.n), int(self.n))
         for g in range(self.groups * world_size):
-            n = int(rng.integers(low, high + 1))
+            n = self._responses_of(g, rng)
             samples += random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
             group += [g] * n
         whole = len(samples) // world_size * world_size
         return samples[:whole], np.array(group[:whole])
+
+    @property
+    def largest_group(self) -> int:
+        """Most responses of a prompt."""
+        return max(int(n) for n in re.split("[-/]", self.n))
+
+    def _responses_of(self, group: int, rng: np.random.Generator) -> int:
+        if "-" in self.n:
+            low, high = map(int, self.n.split("-"))
+            return int(rng.integers(low, high + 1))
+        in_turn = self.n.split("/")
+        return int(in_turn[group % len(in_turn)])
 
     def _response_length(self, rng: np.random.Generator) -> int:
         if self.response.startswith("ln:"):

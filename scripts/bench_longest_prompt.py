@@ -1,0 +1,146 @@
+"""The longest prompt whose update fits the GPU, stock and packed, by bisection.
+
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python scripts/bench_longest_prompt.py --model qwen3-4b \
+        --response 1024 --n 2 --between 16384 163840 --within 8192
+
+One group of n responses, one update (SGD, so that memory shows activations and not optimizer state), gradient
+checkpointing; the budget of a micro-batch is one whole sequence, the least that verl takes, so n changes stock verl's
+time and not its memory. A path that runs out of memory is built anew before its next try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from bench_actor import run_phase
+from benchmarks.actor_cases import Case
+from benchmarks.actor_engines import EnginePath, build_engine, shared_model
+from benchmarks.common import environment, write_csv
+from benchmarks.shapes import SHAPES
+from rich.console import Console
+from torch import distributed as dist
+from verl.utils.device import get_torch_device
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.config import FSDPActorConfig
+from verl.workers.utils.losses import ppo_loss
+
+from verl_pg_plugin.synthetic import make_batch
+
+console = Console(width=150)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One try: P prompt tokens; seconds and peak GiB of the update, NaN where it did not fit."""
+
+    model: str
+    path: str
+    prompt: int
+    response: int
+    n: int
+    fits: bool
+    seconds: float
+    peak_gib: float
+    device: str
+    driver: str
+    versions: str
+    commit: str
+
+
+class Updates:
+    """Updates of one path on prompts of any length; the engine is built when it is needed."""
+
+    def __init__(self, model_path: str, args: argparse.Namespace, path: EnginePath, about: dict[str, str]) -> None:
+        self.model_path, self.args, self.path, self.about = model_path, args, path, about
+        self.vocab_size = transformers.AutoConfig.from_pretrained(model_path).vocab_size
+        self.engine: Any = None
+
+    def try_prompt(self, prompt: int) -> Row:
+        """One update. Out of memory is an answer; any other error is raised."""
+        args = self.args
+        samples, _ = Case(prompt, str(args.response), str(args.n), 1).samples(self.vocab_size, world_size=1)
+        batch = make_batch(
+            samples,
+            max_token_len_per_gpu=prompt + args.response,
+            use_remove_padding=self.path.unpadded,
+            use_dynamic_bsz=True,
+            global_batch_size=len(samples),
+        )
+        actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+        row = Row(
+            args.model, str(self.path), prompt, args.response, args.n, False, float("nan"), float("nan"), **self.about
+        )
+        try:
+            self.engine = self.engine or build_engine(self.model_path, args, self.path)
+            timing = run_phase(self.engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
+            row = replace(row, fits=True, seconds=timing.seconds, peak_gib=timing.peak_gib)
+        except torch.OutOfMemoryError:
+            self.engine = None  # it stopped in the middle of a backward
+        gc.collect()
+        get_torch_device().empty_cache()
+        console.print(
+            f"{row.path} P={prompt}: " + (f"{row.seconds:.1f} s, {row.peak_gib:.1f} GiB" if row.fits else "-")
+        )
+        return row
+
+
+def bisect(updates: Updates, low: int, high: int, within: int) -> list[Row]:
+    """Every try; the largest that fits is known to ``within`` tokens, or is ``high`` itself, tried first."""
+    rows = [updates.try_prompt(high)]
+    if rows[0].fits:
+        return rows
+    rows.append(updates.try_prompt(low))
+    while rows[1].fits and high - low > within:
+        middle = (low + high) // 2 // 1024 * 1024
+        rows.append(updates.try_prompt(middle))
+        low, high = (middle, high) if rows[-1].fits else (low, middle)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="use this many layers of the model")
+    default_paths = [EnginePath("rmpad"), EnginePath("packed")]
+    parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--n", type=int, default=2)
+    parser.add_argument("--between", nargs=2, type=int, default=(16384, 163840), metavar=("LOW", "HIGH"))
+    parser.add_argument("--within", type=int, default=8192, help="tokens, at least 2048")
+    parser.add_argument("--optimizer", default="SGD")
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU's memory, and there is no GPU")
+    args.dtype, args.no_gradient_checkpointing = "bf16", False
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    initialize_global_process_group_ray()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="bench_longest_prompt_") as folder:
+        model_path = shared_model(args, folder)
+        for path in args.paths:
+            rows += bisect(Updates(model_path, args, path, environment()), *args.between, max(args.within, 2048))
+            gc.collect()
+            get_torch_device().empty_cache()
+            if args.csv:
+                write_csv(rows, args.csv)
+            longest = max((row.prompt for row in rows if row.path == str(path) and row.fits), default=None)
+            console.print(f"{path}: longest prompt that fits: {longest}")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
