@@ -20,8 +20,13 @@ PROMPT = tuple(range(100, 200))
 GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
 
 
-def budget_of(part: Part, weights: CarryWeights) -> float:
-    return part.num_rows + weights.carried * part.num_carried + weights.owed * (part.read_next - part.keep)
+def budget_of(part: Part, weights: CarryWeights, row: float = 1.0) -> float:
+    return row * part.num_rows + weights.carried * part.num_carried + weights.owed * (part.read_next - part.keep)
+
+
+def draw_weights(data: st.DataObject) -> CarryWeights:
+    carried, owed, spare = st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.5, 1.0])
+    return CarryWeights(data.draw(carried), data.draw(owed), data.draw(spare))
 
 
 @given(st.data(), ANY_BATCH)
@@ -33,7 +38,19 @@ def test_every_sequence_is_trained_on_exactly_once(data: st.DataObject, batch: B
 @given(st.data(), ANY_BATCH)
 def test_what_a_micro_batch_computes_carries_and_owes_fits_into_memory(data: st.DataObject, batch: Batch) -> None:
     limits = data.draw(limits_for(batch))
-    weights = CarryWeights(data.draw(st.sampled_from([0.0, 0.5, 1.5])), data.draw(st.sampled_from([0.0, 0.5])))
+    weights = draw_weights(data)
+    for part in data.draw(plans(batch, limits=limits, weights=weights, at_least=1)).parts:
+        assert part.num_rows > 0
+        assert limits.max_sequences is None or len(part.sequences) <= limits.max_sequences
+        most = np.inf if limits.max_rows is None else limits.max_rows
+        assert part.recompute_attention == (budget_of(part, weights) > most)
+        assert budget_of(part, weights, weights.spare if part.recompute_attention else 1.0) <= most
+        assert not part.recompute_attention or len(part.sequences) == 1
+
+
+@given(st.data(), ANY_BATCH)
+def test_parts_made_for_the_sake_of_other_ranks_fit_into_memory_too(data: st.DataObject, batch: Batch) -> None:
+    limits, weights = data.draw(limits_for(batch)), draw_weights(data)
     for part in data.draw(plans(batch, limits=limits, weights=weights)).parts:
         assert part.num_rows > 0
         if len(part.sequences) > 1:
@@ -96,7 +113,7 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
     limits = MicroBatchLimits(
         data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4))
     )
-    weights = CarryWeights(data.draw(st.sampled_from([0.0, 0.75])), data.draw(st.sampled_from([0.0, 0.5])))
+    weights = draw_weights(data)
     export, fixed = data.draw(st.sampled_from([0.0, 0.25, 1.0])), data.draw(st.sampled_from([0.0, 3.0]))
 
     def price(cuts: list[Cut]) -> float:
@@ -107,11 +124,10 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
             read = shared[cut.stop] if k + 1 < len(cuts) and cuts[k + 1].carries else 0
             keep = min(carried, read, *(shared[i] for i in inside if i > cut.first))
             own = sum(rows[i] - shared[i] for i in inside) + shared[cut.first] - carried
-            fits = (
-                limits.max_rows is None
-                or own + weights.carried * carried + weights.owed * (read - keep) <= limits.max_rows
-            )
-            if not own or (len(inside) > 1 and not (fits and len(inside) <= limits.max_sequences)):
+            row = weights.spare if len(inside) == 1 else 1.0
+            taken = row * own + weights.carried * carried + weights.owed * (read - keep)
+            fits = limits.max_rows is None or taken <= limits.max_rows
+            if not own or not (fits and len(inside) <= limits.max_sequences):
                 return np.inf
             total += fixed + (shared[cut.first] if not cut.carries else 0)
             total += export * (carried - keep + fixed) if carried > keep else 0
@@ -167,6 +183,17 @@ def test_a_tiny_prefix_is_computed_again_rather_than_exported() -> None:
 def test_what_is_carried_takes_room_in_the_budget() -> None:
     assert len(plan_group(106).parts) == 2
     assert len(plan_group(106, carried=1.0).parts) == 4
+
+
+def test_a_prompt_is_computed_again_where_its_owner_has_no_room_for_what_it_is_owed() -> None:
+    def plan(owed: float, spare: float) -> ChainPlan:
+        return cut_with_chains(GROUP.order(), MicroBatchLimits(103), CarryWeights(0.5, owed, spare), part_cost=4.0)
+
+    assert plan(owed=0.5, spare=1.0).num_chains == 0
+    spared = plan(owed=0.5, spare=0.5)
+    assert (spared.num_chains, spared.recomputed_rows) == (1, 0)
+    assert [part.recompute_attention for part in spared.parts] == [True, *[False] * (len(spared.parts) - 1)]
+    assert plan(owed=0.75, spare=0.5).num_chains == 0
 
 
 def test_a_micro_batch_size_in_sequences_makes_chains_too() -> None:

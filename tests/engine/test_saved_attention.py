@@ -1,15 +1,17 @@
 """Gradient checkpointing recomputes attention when asked to, keeps it otherwise, and gives one gradient."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engine.carried_cases import carrying, carrying_engine
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.attention.kernels.specs import KERNELS
-from verl_pg_plugin.engine.saved_attention import save_attention
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -37,9 +39,8 @@ class CountForwards(TorchDispatchMode):
 
 def test_an_operator_that_a_release_renamed_is_an_error(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], saved_ops=("aten::no_such_attention",)))
-    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
     with pytest.raises(RuntimeError, match=r"no operator aten::no_such_attention.*recompute_attention=True"):
-        save_attention(model, "sdpa")
+        make_engine(qwen3, packed=True)
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [(False, 1), (True, 2)])
@@ -50,4 +51,21 @@ def test_attention_runs_as_often_as_asked(qwen3: str, recompute: bool, passes: i
     with engine.train_mode(), CountForwards() as kernel:
         engine.forward_backward_batch(clone(batch), actor_loss())
     assert kernel.calls == passes * LAYERS * segments
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_the_owner_of_a_long_prompt_makes_room_for_what_it_is_owed_and_stays_exact(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = carrying_engine(qwen3, CarryWeights(carried=0.2, owed=0.5, spare=0.5))
+    batch = make_batch(group(33, [3, 4, 2, 4], 7), max_token_len_per_gpu=38)
+    calls = []
+    for dropped in (SavedAttention.dropped, lambda self: nullcontext()):
+        monkeypatch.setattr(SavedAttention, "dropped", dropped)
+        with engine.train_mode(), carrying(engine), CountForwards() as kernel:
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(clone(batch), actor_loss())
+        calls.append(kernel.calls)
+    assert calls[0] == calls[1] + LAYERS  # the owner's one segment, once more
+    monkeypatch.undo()
     assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))

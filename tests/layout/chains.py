@@ -50,7 +50,7 @@ def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> ChainPlan:
     weight, cost = st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.0, 0.25, 1.0])
     options = {
         "limits": draw(limits_for(batch)),
-        "weights": CarryWeights(draw(weight), draw(weight)),
+        "weights": CarryWeights(draw(weight), draw(weight), draw(st.sampled_from([0.0, 0.5, 1.0]))),
         "at_least": draw(st.just(1) | st.integers(1, len(batch.sequences))),
         "export_cost": draw(cost),
         "part_cost": draw(st.sampled_from([0.0, 2.0])),

@@ -37,10 +37,13 @@ class CarryWeights:
     Attributes:
         carried: keys and values of a row that is read, and in training the sums of their gradients.
         owed: a row handed over: what later parts read of it, or the sums that they owe to it.
+        spare: a computed row where attention is not kept for the backward but run again: less than 1 where it is kept
+            otherwise. A part of a single sequence, which cannot be cut, may run so.
     """
 
     carried: float = 0.0
     owed: float = 0.0
+    spare: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,18 +97,21 @@ class CutMaths:
         most = min(self.carried(cut), self.read_next(following))
         return min(most, min(self._shared[cut.first + 1 : cut.stop], default=most))
 
-    def taken(self, cut: Cut, following: Cut | None) -> float:
-        """Of the row budget."""
+    def taken(self, cut: Cut, following: Cut | None, row: float = 1.0) -> float:
+        """Of the row budget, where a computed row takes ``row``."""
         owed = self.read_next(following) - self.keep(cut, following)
-        return self.rows(cut) + self.weights.carried * self.carried(cut) + self.weights.owed * owed
+        return row * self.rows(cut) + self.weights.carried * self.carried(cut) + self.weights.owed * owed
 
-    def admit(self, cut: Cut, following: Cut | None) -> bool:
-        """Whether the part owns a row and meets the limits. A single sequence always does: alone, it must run."""
-        if cut.sequences == 1:
-            return self.rows(cut) > 0
-        fits = self.limits.max_rows is None or self.taken(cut, following) <= self.limits.max_rows
-        few = self.limits.max_sequences is None or cut.sequences <= self.limits.max_sequences
-        return fits and few and self.rows(cut) > 0
+    def must_spare(self, cut: Cut, following: Cut | None) -> bool:
+        """Whether the part is within the budget only if it keeps less for its backward."""
+        return self.limits.max_rows is not None and self.taken(cut, following) > self.limits.max_rows
+
+    def admit_whole(self, group: Cut) -> bool:
+        """Whether a group meets the limits as one micro-batch. A single sequence always does: it must run."""
+        if group.sequences == 1:
+            return True
+        few = self.limits.max_sequences is None or group.sequences <= self.limits.max_sequences
+        return few and not self.must_spare(group, None)
 
 
 def cut_tries(maths: CutMaths, tries: list[tuple[int, int]]) -> list[list[Cut]]:
@@ -199,14 +205,18 @@ class _Tries:
             kept = np.minimum(common[:, w], read)
             missing = shared[:, w] - kept
             spare = room[:, :, w] - rows
-            spare[:, :, -1] = np.inf  # a single sequence always runs
-            spare[1, rows == new_before[:, w]] = -1.0  # but no part is without a row of its own
+            spare[:, :, -1] += (1 - weights.spare) * (rows - new_before[:, w])[:, -1]  # a single sequence may keep less
+            spare[0, :, -1] += (1 - weights.spare) * shared[:, b - 1]
+            spare[1, rows == new_before[:, w]] = -1.0  # no part is without a row of its own
             # By the start of the next part (computes its prefix, carries it) and by the start of this one.
             cost = np.empty((2, 2, num_tries, b - low))
             cost[:] = until[:, :, w]
             cost[0, 1] += export_all[:, w]
             cost[1, 1] += costs.export * (missing + costs.part * (missing > 0))
+            handing = spare.copy()
+            spare[0, :, -1] = np.inf  # a single sequence that reads nothing and hands nothing over always runs
             cost[0, spare < 0] = np.inf
+            spare = handing
             spare[0] -= weights.owed * read
             spare[1] -= weights.owed * (read - kept)
             cost[1, spare < 0] = np.inf

@@ -20,6 +20,9 @@ from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_ba
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
 
+LAST_RESORT = 1e12
+"""Cost, in rows, of a part that exceeds the budget: more than any other, and still finite."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -33,6 +36,8 @@ class Part:
         num_carried: leading rows of its first sequence that earlier parts own.
         keep: how many of those the next part reads as well.
         read_next: rows that the next part carries.
+        recompute_attention: it is a single sequence and within the budget only if attention is not kept for its
+            backward.
     """
 
     sequences: list[int]
@@ -42,6 +47,7 @@ class Part:
     num_carried: int = 0
     keep: int = 0
     read_next: int = 0
+    recompute_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,7 @@ def cut_with_chains(
 
     Args:
         order: the B sequences and what they share.
-        limits: what a micro-batch may hold; carried and owed rows count by their weight. A part that is one sequence
-            may exceed the rows by what it carries and hands over.
+        limits: what a micro-batch may hold; carried and owed rows count by their weight.
         weights: memory of a carried row and of a handed-over one, in computed rows.
         at_least: number of micro-batches to make if more than the limits ask for (ranks must agree on one).
         export_cost: an exported row, in rows of an update: about 1/4 with gradient checkpointing, 1/3 without, and 0
@@ -112,8 +117,8 @@ def cut_with_chains(
     maths = CutMaths(order, limits, weights, CarryCosts(export_cost, part_cost))
     starts = np.flatnonzero(order.num_shared == 0).tolist()
     groups = [Cut(a, b, carries=False) for a, b in pairwise([*starts, num_sequences])]
-    oversized = [(group.first, group.stop) for group in groups if not maths.admit(group, None)]
-    whole = [group for group in groups if maths.admit(group, None)]
+    oversized = [(group.first, group.stop) for group in groups if not maths.admit_whole(group)]
+    whole = [group for group in groups if maths.admit_whole(group)]
     cuts = [*whole, *(cut for cuts in cut_tries(maths, oversized) for cut in cuts)]
     cuts = _split_further(maths, sorted(cuts, key=lambda cut: cut.first), at_least)
 
@@ -162,6 +167,7 @@ def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers
         num_carried=maths.carried(cut),
         keep=maths.keep(cut, following),
         read_next=maths.read_next(following),
+        recompute_attention=maths.must_spare(cut, following),
     )
 
 
@@ -222,7 +228,8 @@ def _split_further(maths: CutMaths, cuts: list[Cut], at_least: int) -> list[Cut]
 def _halve(maths: CutMaths, cut: Cut, following: Cut | None) -> tuple[Cut, Cut]:
     """Of all places and ways to start the halves, the one with the least cost and largest half.
 
-    There always is one: the last sequence computed alone; where the first adds no row, that one computed alone.
+    There always is one: the last sequence computed alone; where the first adds no row, that one computed alone. Only
+    here, where ranks must agree on a number, may a single sequence exceed the budget, if nothing else is left.
     """
     starts = [(left, right) for left in {cut.carries, False} for right in (True, False)]
     scores = [_half_scores(maths, cut, following, left, right) for left, right in starts]
@@ -255,8 +262,11 @@ def _half_scores(
         cost = cost + maths.costs.export * (exported + maths.costs.part * (exported > 0))
     left_count = np.arange(1, cut.sequences)
     allowed = (left_rows > 0) & (right_rows > 0)
-    for taken, count in ((left_taken, left_count), (right_taken, cut.sequences - left_count)):
-        allowed &= (count == 1) | (taken <= (np.inf if limits.max_rows is None else limits.max_rows))
+    most = np.inf if limits.max_rows is None else limits.max_rows
+    halves = ((left_taken, left_rows, left_count), (right_taken, right_rows, cut.sequences - left_count))
+    for taken, rows, count in halves:
+        allowed &= (count == 1) | (taken <= most)
+        cost = cost + LAST_RESORT * ((count == 1) & (taken - (1 - weights.spare) * rows > most))
     return np.where(allowed, cost + largest, np.inf)
 
 

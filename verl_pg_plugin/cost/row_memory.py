@@ -18,11 +18,13 @@ class RowMemory:
         activations: what the forward of a computed row keeps for its backward.
         key_value: its keys and values.
         sums: float32 sums of the gradients of both.
+        attention: the part of ``activations`` that can be computed again instead, layer by layer.
     """
 
     activations: int
     key_value: int
     sums: int
+    attention: int = 0
 
     @classmethod
     def of(
@@ -54,10 +56,15 @@ class RowMemory:
             activations=layers * (kept * dtype.itemsize + attention),
             key_value=layers * numbers * dtype.itemsize,
             sums=layers * numbers * max(dtype.itemsize, 4),
+            attention=layers * attention,
         )
 
     def weights(self, forward_only: bool) -> CarryWeights:
         """What a carried row and one handed over take of a budget of computed rows."""
-        if forward_only:
-            return CarryWeights(self.key_value / self.activations, self.key_value / self.activations)
-        return CarryWeights((self.key_value + self.sums) / self.activations, self.sums / self.activations)
+        if forward_only:  # nothing is kept of a computed row
+            return CarryWeights(self.key_value / self.activations, self.key_value / self.activations, spare=0.0)
+        return CarryWeights(
+            carried=(self.key_value + self.sums) / self.activations,
+            owed=self.sums / self.activations,
+            spare=1 - self.attention / self.activations,
+        )

@@ -5,6 +5,8 @@ numbers per row, one to two times the hidden size. So keeping it saves the large
 memory (selective activation checkpointing, ``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,22 +16,41 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from verl_pg_plugin.attention.kernels.specs import KERNELS
 
 
-def save_attention(module: Any, kernel_name: str) -> None:
-    """Checkpoint the layers of a transformers model but for their attention kernel.
+class SavedAttention:
+    """What the checkpointed layers of one model keep for their backward: the results of their attention kernel.
 
     Raises:
         RuntimeError: the kernel's package has renamed its operator, so nothing would be kept.
     """
-    saved = KERNELS[kernel_name].saved_ops
-    for op in saved:
-        namespace, _, name = op.partition("::")
-        if not hasattr(getattr(torch.ops, namespace), name):
-            raise RuntimeError(
-                f"attention kernel {kernel_name} has no operator {op} in this version, so its outputs cannot be kept; "
-                "set prefix_grouper.recompute_attention=True"
-            )
-    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
+
+    def __init__(self, kernel_name: str) -> None:
+        self._operators = KERNELS[kernel_name].saved_ops
+        self._keeps = True
+        for op in self._operators:
+            namespace, _, name = op.partition("::")
+            if not hasattr(getattr(torch.ops, namespace), name):
+                raise RuntimeError(
+                    f"attention kernel {kernel_name} has no operator {op} in this version, so its outputs cannot be "
+                    "kept; set prefix_grouper.recompute_attention=True"
+                )
+
+    def install(self, module: Any) -> None:
+        """Checkpoint the layers of a transformers model but for their attention kernel."""
+        kwargs = {"use_reentrant": False, "context_fn": self._contexts}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Forwards in the block keep no more than their layers' inputs; their backward runs attention again."""
+        self._keeps = False
+        try:
+            yield
+        finally:
+            self._keeps = True
+
+    def _contexts(self) -> Any:
+        # A layer's backward follows what its forward was asked to keep, whatever is asked for by then.
+        return create_selective_checkpoint_contexts(partial(_policy, self._operators if self._keeps else ()))
 
 
 def _policy(saved: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -13,7 +13,7 @@ from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.requirements import OFF, check_model
-from verl_pg_plugin.engine.saved_attention import save_attention
+from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.mixers import MIXERS, count_layers
 
 if TYPE_CHECKING:
@@ -28,11 +28,13 @@ class SharedModel:
         name: its class.
         layers: how many of its layers each mixer computes, by the mixer's name.
         flops: its cost.
+        saved_attention: what its layers keep for their backward besides their inputs; None for nothing, or all.
     """
 
     name: str
     layers: Counter[str]
     flops: ModelFlops
+    saved_attention: SavedAttention | None
 
     @property
     def num_layers(self) -> int:
@@ -81,6 +83,8 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
         MIXERS[name].install(module)
     if options.compile_layers:
         compile_layers(module, dynamic=not options.static_rows)
+    saved_attention = None
     if module.is_gradient_checkpointing and not options.recompute_attention:
-        save_attention(module, mode.kernel.name)
-    return SharedModel(name=type(module).__name__, layers=layers, flops=ModelFlops.of(module))
+        saved_attention = SavedAttention(mode.kernel.name)
+        saved_attention.install(module)
+    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention)

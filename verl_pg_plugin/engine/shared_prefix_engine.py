@@ -183,7 +183,10 @@ class SharedPrefixMixin:
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
-        outer, carrier = self.carrier, Carrier(self.module, eager_exports=mode.static_rows)
+        outer, carrier = (
+            self.carrier,
+            Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows),
+        )
         self.carrier = carrier
         try:
             with upstream.micro_batches_cut_by(cut, data):

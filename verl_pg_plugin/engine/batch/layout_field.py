@@ -9,6 +9,7 @@ from verl_pg_plugin.layout.carried import CarriedLayout
 
 LAYOUT_KEY = "prefix_grouper_layout"
 EXPORT_KEY = "prefix_grouper_export"
+RECOMPUTE_KEY = "prefix_grouper_recompute_attention"
 """Non-tensor fields of a micro-batch."""
 
 
@@ -30,3 +31,13 @@ def export_of(micro_batch: TensorDict) -> CarriedLayout | None:
 def set_export(micro_batch: TensorDict, layout: CarriedLayout) -> None:
     """Have rows computed without gradient before a micro-batch."""
     tu.assign_non_tensor_data(micro_batch, EXPORT_KEY, layout)
+
+
+def recomputes_attention(micro_batch: TensorDict) -> bool:
+    """Whether a micro-batch has room for what it is owed only if its backward runs attention again."""
+    return tu.get_non_tensor_data(micro_batch, RECOMPUTE_KEY, default=False)
+
+
+def set_recompute_attention(micro_batch: TensorDict) -> None:
+    """Have a micro-batch keep nothing of attention for its backward."""
+    tu.assign_non_tensor_data(micro_batch, RECOMPUTE_KEY, True)

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout
+from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout, set_recompute_attention
 from verl_pg_plugin.engine.batch.row_selection import select_rows
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
@@ -136,6 +136,8 @@ def plan_micro_batches(
         micro_batches = select_rows(data, indices)
         for k, micro_batch in enumerate(micro_batches):
             set_layout(micro_batch, layouts[k])
+            if parts[k].recompute_attention:
+                set_recompute_attention(micro_batch)
             if exporting[k]:
                 first = sequences.select(indices[k][:1])
                 set_export(micro_batch, exports[k] or idle_export(first.tokens, first.offsets))

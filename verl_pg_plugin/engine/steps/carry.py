@@ -12,8 +12,9 @@ from torch import nn
 
 from verl_pg_plugin.attention.carried_rows import Carrying
 from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
-from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, set_layout
+from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, recomputes_attention, set_layout
 from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.engine.steps.verify import ForwardStep
 from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.carried import CarriedLayout
@@ -24,12 +25,16 @@ class Carrier:
 
     Attributes:
         module: the engine's, whose training mode an export leaves for a moment.
+        saved_attention: what layers keep for their backward; a micro-batch short of room does without.
         eager_exports: exports do not run compiled; where every micro-batch has one shape, each would compile its own.
         stack: rows that later micro-batches read.
     """
 
-    def __init__(self, module: nn.Module, eager_exports: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, saved_attention: SavedAttention | None = None, eager_exports: bool = False
+    ) -> None:
         self.module = module
+        self.saved_attention = saved_attention
         self.eager_exports = eager_exports
         self.stack = CarryStack()
         self._carrying: Carrying | None = None
@@ -73,7 +78,9 @@ class Carrier:
 
         leave = _empty_block(layout) if forward_only else None
         self._carrying = Carrying(layout, read=list(self.stack), leave=leave, owed=owed)
-        result = step(micro_batch, loss_function, forward_only)
+        saved = self.saved_attention if recomputes_attention(micro_batch) else None
+        with nullcontext() if saved is None else saved.dropped():
+            result = step(micro_batch, loss_function, forward_only)
         self._carrying = None
         if leave is not None:
             self.stack.pop(layout.handover_start)
