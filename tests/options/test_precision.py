@@ -1,8 +1,18 @@
 """Mixed precision on a CPU: as close to float32 as stock verl is, parameter by parameter."""
 
+from pathlib import Path
+
 import pytest
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from tests.engine.carried_cases import carry_always, carrying, carrying_engine
+from tests.engine.heads.value_models import (
+    critic_batch,
+    critic_loss,
+    make_value_engine,
+    run_value_reference,
+    save_value_model,
+)
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
@@ -18,13 +28,30 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
 
 
-@pytest.mark.parametrize("chunk", [0, 16], ids=["whole head", "head in chunks"])
+@pytest.mark.parametrize("way", ["whole head", "head in chunks", "carried groups"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, chunk: int) -> None:
+def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) -> None:
     mixed = {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
     batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=400), actor_loss(**SMOOTH_LOSS)
     reference = run_reference(qwen3, batch, loss)
     stock = make_engine(qwen3, packed=False, engine=mixed, engine_cls=FSDPEngineWithLMHead)
-    packed = make_engine(qwen3, packed=True, engine={**mixed, "logits_chunk_size": chunk})
     baseline = errors(run_engine(stock, batch, loss), reference)
-    assert_no_worse(errors(run_engine(packed, batch, loss), reference), baseline)
+    if way == "carried groups":
+        with carrying(engine := carrying_engine(qwen3, engine=mixed)):
+            result = run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=240), loss)
+    else:
+        chunk = {"logits_chunk_size": 16 if way == "head in chunks" else 0}
+        result = run_engine(make_engine(qwen3, packed=True, engine={**mixed, **chunk}), batch, loss)
+    assert_no_worse(errors(result, reference), baseline)
+
+
+def test_a_critic_that_carries_in_bf16_is_no_worse_than_stock_rmpad(tmp_path: Path) -> None:
+    path = save_value_model(tmp_path)
+    batch = critic_batch(SAMPLES, max_token_len_per_gpu=400)
+    reference = run_value_reference(path, batch)
+    baseline = errors(run_engine(make_value_engine(path, sharing=False, dtype="bf16"), batch, critic_loss()), reference)
+    engine = make_value_engine(path, dtype="bf16")
+    carry_always(engine)
+    with carrying(engine):
+        result = run_engine(engine, critic_batch(SAMPLES, max_token_len_per_gpu=240), critic_loss())
+    assert_no_worse(errors(result, reference), baseline)

@@ -31,14 +31,16 @@ def save_value_model(path: Path, model_type: str = "qwen3") -> str:
     return str(path / "value")
 
 
-def make_value_engine(path: str, *, sharing: bool = True, padded: bool = False, model: dict | None = None) -> Any:
-    """verl's registered value engine, initialised."""
+def make_value_engine(
+    path: str, *, sharing: bool = True, padded: bool = False, model: dict | None = None, dtype: str = "fp32"
+) -> Any:
+    """verl's registered value engine, initialised; ``dtype`` is that of activations."""
     engine_config = PrefixGrouperEngineConfig(
         strategy="fsdp2",
         use_prefix_grouper=sharing,
         use_torch_compile=False,
         use_dynamic_bsz=not padded,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
     model_config = HFModelConfig(
         **{

@@ -34,12 +34,26 @@ def used(split: str) -> list[int]:
     return sorted(row for rows in SPLITS[split] for row in rows)
 
 
+def failing_loss(at: int) -> Any:
+    """Raises on micro-batch number ``at``, on every rank."""
+    loss, calls = actor_loss(), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return 1 / (at - len(calls)) and loss(*args, **kwargs)
+
+    return fail
+
+
 def run_splits(rank: int, path: str) -> dict[str, Result]:
+    """Results of every split, each after an update that an error has ended in the middle of a chain."""
     engine = carrying_engine(path)
     results = {}
     for split, rows in SPLITS.items():
         batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
         local = tu.index_select_tensor_dict(batch, [used(split).index(row) for row in rows[rank]])
+        with pytest.raises(ZeroDivisionError), engine.train_mode():
+            engine.forward_backward_batch(clone(local), failing_loss(at=2))
         with carrying(engine):
             results[split] = run_engine(engine, clone(local), actor_loss())
     return results
@@ -91,8 +105,8 @@ def test_ulysses_ranks_carry_the_keys_of_their_heads(qwen3: str, sp_size: int) -
 
 
 def run_hybrid(rank: int, path: str, split: str) -> tuple[list[int], Result]:
-    """Two data-parallel ranks of two sequence-parallel ones each."""
-    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2})
+    """Two data-parallel ranks of two sequence-parallel ones each, weights sharded over two and replicated twice."""
+    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "fsdp_size": 2})
     mine = [used(split).index(row) for row in SPLITS[split][engine.get_data_parallel_rank()]]
     batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=28)
     with carrying(engine):
