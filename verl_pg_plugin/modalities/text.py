@@ -51,6 +51,8 @@ def _check_positions(data: TensorDict, offsets: np.ndarray) -> None:
         return
     if position_ids.dim() != 2:
         raise BatchError(f"packed mode does not support {position_ids.dim()}-D (mrope) position_ids; {OFF}")
+    if not position_ids.is_nested:
+        raise BatchError("position_ids must be jagged like input_ids; convert with verl's left_right_2_no_padding")
     counted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
     if not np.array_equal(position_ids.values().detach().cpu().numpy(), counted):
         raise BatchError(f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {OFF}")

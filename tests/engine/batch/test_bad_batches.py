@@ -1,6 +1,7 @@
 """A batch that packed mode cannot compute stops with its cause and its fix, before anything is computed."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,27 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.support import actor_loss, group, make_engine, save_tiny_model
+from tests.engine.ranks import on_ranks
+from tests.support import actor_loss, clone, full_gradients, group, make_engine, save_tiny_model
 from verl_pg_plugin.engine.batch.sequences import BatchError, read_sequences
+from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 SAMPLES = group(5, [3, 2], 1)
+
+
+def emptied(batch: TensorDict) -> TensorDict:
+    none = torch.zeros(1, dtype=torch.int64)
+    fields = {
+        name: torch.nested.nested_tensor_from_jagged(field.values()[:0], none)
+        for name, field in batch.items()
+        if isinstance(field, torch.Tensor) and field.is_nested
+    }
+    empty = TensorDict(fields, batch_size=[0])
+    tu.assign_non_tensor(empty, use_dynamic_bsz=True, max_token_len_per_gpu=64, global_batch_size=1)
+    return empty
 
 
 def without(name: str) -> Callable[[TensorDict], TensorDict]:
@@ -58,6 +73,11 @@ BAD = {
         ),
         r"3-D \(mrope\) position_ids",
     ),
+    "dense_positions": (
+        with_field("position_ids", lambda field: field.to_padded_tensor(0)),
+        "position_ids must be jagged like input_ids.*left_right_2_no_padding",
+    ),
+    "no_sequences": (emptied, "empty on this rank"),
     "shifted_positions": (
         with_field("position_ids", lambda field: jagged_like(field, field.values() + 1)),
         "do not count 0, 1, 2",
@@ -84,6 +104,44 @@ def test_error_names_the_cause(packed: Any, case: str) -> None:
     batch = change(make_batch(SAMPLES))
     with packed.train_mode(), pytest.raises(ValueError, match=message):
         packed.forward_backward_batch(batch, actor_loss())
+
+
+def gradients_of(engine: Any, batch: TensorDict) -> dict[str, torch.Tensor]:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch, actor_loss())
+        return full_gradients(engine.module)
+
+
+def narrowed(field: torch.Tensor) -> torch.Tensor:
+    """The same rows, with a value between every two that belongs to none."""
+    wide = [torch.cat([row, row[:1]]) for row in field.unbind()]
+    lengths = torch.tensor([len(row) - 1 for row in wide])
+    offsets = torch.tensor([0, *(len(row) for row in wide)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(wide), offsets=offsets, lengths=lengths)
+
+
+def test_fields_with_gaps_between_their_rows_are_read_as_stock_verl_reads_them(packed: Any) -> None:
+    batch = make_batch(SAMPLES)
+    expected = gradients_of(packed, clone(batch))
+    for name in ("input_ids", "position_ids", "responses", "old_log_probs", "advantages", "loss_mask"):
+        batch[name] = narrowed(batch[name])
+    assert batch["input_ids"].lengths() is not None
+    found = gradients_of(packed, batch)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+def one_against_nine(rank: int, path: str) -> str:
+    engine = make_engine(path, packed=True)
+    samples = group(5, [3], 1) if rank == 0 else [s for k in range(9) for s in group(5, [3], 10 + k)]
+    with engine.train_mode(), pytest.raises((BatchError, RankError)) as caught:
+        engine.forward_backward_batch(make_batch(samples, max_token_len_per_gpu=8), actor_loss())
+    return str(caught.value)
+
+
+def test_ranks_with_one_and_nine_sequences_both_say_what_cannot_be_met(tmp_path: Path) -> None:
+    for message in on_ranks(2, one_against_nine, save_tiny_model(tmp_path)):
+        assert "this rank has 1 sequences and another needs 9 micro-batches" in message
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def plan_micro_batches(
     wanted, cuts = 1, on_every_rank(cut, dp_group)
     while (counts := set(over_ranks(sum(len(cut.parts) for cut in cuts), dp_group))) != {wanted}:
         wanted = max(counts)
+        on_every_rank(partial(_check_can_fill, order, wanted), dp_group)
         cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)
 
     def lay_out() -> tuple[list[Part], list[Layout]]:
@@ -146,6 +147,15 @@ def plan_micro_batches(
         return MicroBatchPlan(micro_batches, indices, chains, exported)
 
     return on_every_rank(finish, dp_group)
+
+
+def _check_can_fill(order: PrefixOrder, wanted: int) -> None:
+    if len(order.sequences) < wanted:
+        raise BatchError(
+            f"this rank has {len(order.sequences)} sequences and another needs {wanted} micro-batches, of which all "
+            "ranks must run as many; spread sequences evenly over ranks, or raise ppo_max_token_len_per_gpu and "
+            "log_prob_max_token_len_per_gpu"
+        )
 
 
 def _lay_out(sequences: Sequences, cut: _Cut, mode: SharingMode, backward: bool) -> list[Layout]:

@@ -1,4 +1,4 @@
-"""Take many selections of rows out of one mini-batch."""
+"""Take many selections of rows out of one mini-batch, whatever way its jagged fields are stored."""
 
 import torch
 from tensordict import TensorDict
@@ -33,3 +33,21 @@ def select_rows(data: TensorDict, selections: list[list[int]]) -> list[TensorDic
                 max_seqlen=max(lengths),
             )
     return results
+
+
+def without_gaps(data: TensorDict) -> TensorDict:
+    """The same batch, with no jagged field that skips some of its values (``torch.nested.narrow`` makes such ones).
+
+    verl's losses and everything here read values and offsets, between which nothing may be left out.
+    """
+    narrowed = {
+        name: torch.nested.as_nested_tensor(list(field.unbind()), layout=torch.jagged)
+        for name, field in data.items()
+        if isinstance(field, torch.Tensor) and field.layout == torch.jagged and field.lengths() is not None
+    }
+    if not narrowed:
+        return data
+    compact = data.copy()
+    for name, field in narrowed.items():
+        compact[name] = field
+    return compact

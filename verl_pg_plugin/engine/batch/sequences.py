@@ -49,8 +49,10 @@ def read_sequences(data: TensorDict, modality: Modality = MODALITIES["text"]) ->
         modality: of the model.
 
     Raises:
-        BatchError: a field is missing, of the wrong type, or a prompt or response is empty.
+        BatchError: no sequences, or a field is missing, of the wrong type, or a prompt or response is empty.
     """
+    if not len(data):
+        raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
     missing = [name for name in ("input_ids", "prompts", "responses") if name not in data.keys()]  # noqa: SIM118
     if missing:
         raise BatchError(
