@@ -9,13 +9,9 @@ A registration that fails is a logged warning and no exception: verl would swall
 still ends there, since ``PrefixGrouperEngineConfig`` checks again that the engines are in force.
 """
 
-import importlib.util
 import logging
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+from verl_pg_plugin.after_import import after_import
 
 __version__ = "0.1.0"
 
@@ -47,36 +43,5 @@ def _register_or_warn() -> None:
         logger.info("verl_pg_plugin %s: engines registered for fsdp and fsdp2", __version__)
 
 
-class _RegisterAfterVerl(MetaPathFinder):
-    """Registers once the import of verl has ended.
-
-    verl's entry point cannot do it in a process that imported this package first: loading it again runs nothing.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != "verl":
-            return None
-        sys.meta_path.remove(self)  # so that this asks the finders that can find it
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def run_then_register(module: ModuleType) -> None:
-            sys.meta_path.remove(self)
-            run(module)
-            _register_or_warn()
-
-        spec.loader.exec_module = run_then_register  # type: ignore[method-assign]
-        return spec
-
-
-if "verl" in sys.modules:
-    _register_or_warn()
-else:
-    sys.meta_path.insert(0, _RegisterAfterVerl())
+# verl's entry point cannot register in a process that imported this package first: loading it again runs nothing.
+after_import("verl", _register_or_warn)

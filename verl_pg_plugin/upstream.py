@@ -73,6 +73,40 @@ def use_unpinned_offload() -> None:
     transformer_impl.CPUOffloadPolicy = unpinned
 
 
+def call_before_validation(action: Callable[[Any], None]) -> None:
+    """Show ``action`` the composed config of a run of verl's entry points before they validate it.
+
+    What: ``verl.utils.config.validate_config`` calls ``action(config)`` first. Entry points import it by name after
+    verl has loaded its plugins, so they get this one; put in once per process and left there.
+    Why: ``python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_prefix_grouper=True`` trains without sharing
+    anything and says nothing: the flag is in verl's config and in no engine config, and verl has no hook for plugins
+    between the composition of a config and the start of Ray.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(config, use_reference_policy, use_critic)``.
+    """
+    import verl.utils.config as patched
+
+    validate = patched.validate_config
+    if getattr(validate, "calls_before", False):
+        return
+    if list(inspect.signature(validate).parameters) != ["config", "use_reference_policy", "use_critic"]:
+        raise UpstreamChangedError(
+            f"verl.utils.config.validate_config now takes {inspect.signature(validate)}; the plugin needs "
+            "verl>=0.9.0,<0.10"
+        )
+
+    @functools.wraps(validate)
+    def act_then_validate(config: Any, *args: Any, **kwargs: Any) -> Any:
+        action(config)
+        return validate(config, *args, **kwargs)
+
+    act_then_validate.calls_before = True  # type: ignore[attr-defined]
+    patched.validate_config = act_then_validate
+
+
 @contextmanager
 def micro_batches_cut_by(cut: CutMicroBatches, data: TensorDict) -> Iterator[None]:
     """Within the block, verl's FSDP engine cuts ``data``, and no other mini-batch, with ``cut``.

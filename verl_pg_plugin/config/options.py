@@ -116,8 +116,12 @@ def option_violations(options: Mapping[str, Any]) -> Iterator[Violation]:
     """Options whose value is of another type than it seems, unknown or out of range.
 
     Args:
-        options: values by name; others than :data:`OPTION_NAMES` are passed over, the constructor refuses them.
+        options: values by name.
     """
+    for name in options:
+        if name not in (*OPTION_NAMES, "_target_"):
+            why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
+            yield Violation("unknown_option", (Setting(f"{OPTIONS}.{name}", options[name]),), why, f"~{OPTIONS}.{name}")
     for name, objection_to in _OBJECTIONS.items():
         if name in options and (objection := objection_to(options[name])):
             why, value = objection

@@ -158,7 +158,7 @@ VERL_PARTS: tuple[Part, ...] = (
     # Functions that are called.
     *_parts(
         "verl.utils.config",
-        "cpu/server.py cli/doctor/overrides.py main_ppo.py trainer/group_trainers.py",
+        "cpu/server.py cli/doctor/overrides.py main_ppo.py trainer/group_trainers.py upstream.py",
         omega_conf_to_dataclass="(config, dataclass_type=None)",
         validate_config="(config, use_reference_policy, use_critic)",
     ),

@@ -1,0 +1,91 @@
+"""verl's own entry point with the plugin installed: the flag engages the mode or ends the run, never neither."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+from verl_pg_plugin.config.engage import engage
+from verl_pg_plugin.config.violation import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+FLAGS = (f"{ACTOR}.use_prefix_grouper=True", "actor_rollout_ref.model.use_remove_padding=True")
+ENGINES = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+
+
+@pytest.fixture
+def stock_config(runnable_overrides: list[str]):
+    def composed(*overrides: str) -> DictConfig:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=[*runnable_overrides, *overrides])
+
+    return composed
+
+
+def test_two_flags_bring_the_engines_the_options_and_the_trainer(stock_config) -> None:
+    config = stock_config(*FLAGS, "+prefix_grouper.logits_chunk_size=64")
+    engage(config)
+    for engine in ENGINES:
+        section = OmegaConf.select(config, engine)
+        assert section._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+        assert section.use_prefix_grouper is True
+        assert section.prefix_grouper.logits_chunk_size == 64
+        assert section.prefix_grouper.carry == "auto"
+    assert config.trainer.v1.trainer_mode == "pg_sync"
+    assert config.trainer.v1.pg_sync == config.trainer.v1.sync
+    with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
+        config.trainer.no_such_key = 1
+
+
+def test_engaging_twice_changes_nothing(stock_config) -> None:
+    config = stock_config(*FLAGS, "+prefix_grouper.logits_chunk_size=64")
+    engage(config)
+    once = OmegaConf.to_yaml(config)
+    engage(config)
+    assert OmegaConf.to_yaml(config) == once
+
+
+@pytest.mark.parametrize("flags", [(), (FLAGS[1],)], ids=["padded", "rmpad"])
+def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, ...]) -> None:
+    config = stock_config(*flags)
+    before = OmegaConf.to_yaml(config)
+    engage(config)
+    assert OmegaConf.to_yaml(config) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((*FLAGS, f"{ACTOR}.qat.enable=True"), "qat.enable=False"),
+        ((*FLAGS, "+prefix_grouper.no_such_option=1"), "no_such_option"),
+        ((f"{ACTOR}.use_prefix_grouper=no",), "use_prefix_grouper=no"),
+        ((*FLAGS, f"{ACTOR}.strategy=megatron"), "strategy"),
+    ],
+    ids=["unsupported setting", "unknown option", "a word that is no boolean", "another engine"],
+)
+def test_what_cannot_engage_is_refused(stock_config, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engage(stock_config(*overrides))
+
+
+def test_verls_entry_point_ends_with_the_list_before_ray_starts(tmp_path: Path, runnable_overrides: list[str]) -> None:
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={tmp_path}", *runnable_overrides, *FLAGS]
+    result = subprocess.run(
+        [*command, f"{ACTOR}.qat.enable=True"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert "1 problem in the configuration, nothing was started:" in result.stderr
+    assert f"fix: {ACTOR}.qat.enable=False" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "ray init kwargs" not in result.stdout

@@ -1,0 +1,57 @@
+"""Do something once another package's module has been imported, whoever imports it and whenever."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["after_import"]
+
+
+def after_import(name: str, action: Callable[[], object]) -> None:
+    """Call ``action`` now if the module is there, else as soon as its import has ended; asked twice, it calls once.
+
+    Args:
+        name: full name of a module of another package; naming it imports nothing.
+        action: what it raises, the import raises.
+    """
+    finder = _AfterImport(name, action)
+    if name in sys.modules:
+        action()
+    elif finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)
+
+
+@dataclass(frozen=True)
+class _AfterImport(MetaPathFinder):
+    """Finds one module as the other finders do, and runs the action behind it."""
+
+    name: str
+    action: Callable[[], object]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)  # so that this asks the finders that can find it
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_then_act(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
+            run(module)
+            self.action()
+
+        spec.loader.exec_module = run_then_act  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,68 @@
+"""Make ``actor.use_prefix_grouper=True`` mean something in verl's own ``python -m verl.trainer.main_ppo``.
+
+verl's config has the flag and no field that carries it, or an option of ours, to the engines. What our entry point
+composes with Hydra is put into verl's composed config here.
+"""
+
+from __future__ import annotations
+
+import copy
+from importlib.resources import files
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_pg_plugin.config.keys import FSDP_STRATEGIES, OPTIONS, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.mode import mode_of
+from verl_pg_plugin.config.validate import check
+from verl_pg_plugin.config.violation import ConfigError
+from verl_pg_plugin.trainer.modes import MODES, PREFIX
+
+__all__ = ["engage", "engage_or_exit"]
+
+
+def engage(config: DictConfig) -> None:
+    """Give a config whose flag is set our engine configs, options and trainer, in place; again changes nothing.
+
+    Args:
+        config: composed from verl's ``ppo_trainer``; options of ours are in its section ``prefix_grouper`` if any.
+
+    Raises:
+        ConfigError: the mode does not support the settings, or the flag is no boolean.
+    """
+    if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
+        return
+    if mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES:
+        with open_dict(config):
+            _add_sections(config)
+    check(config)
+    if mode_of(config).shares_prefixes and config.trainer.v1.trainer_mode in MODES:
+        config.trainer.v1.trainer_mode = PREFIX + config.trainer.v1.trainer_mode
+
+
+def _add_sections(config: DictConfig) -> None:
+    ours = OmegaConf.create((files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml").read_text())
+    assert isinstance(ours, DictConfig)
+    chosen = copy.deepcopy(OmegaConf.select(config, OPTIONS) or {})
+    config.merge_with(ours)
+    config[OPTIONS] = OmegaConf.merge(ours[OPTIONS], chosen)
+    for mode in MODES:
+        config.trainer.v1.setdefault(PREFIX + mode, config.trainer.v1[mode])
+
+
+def engage_or_exit(config: DictConfig) -> None:
+    """``engage`` for verl's entry point: violations end the process with their list, without a traceback.
+
+    Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none.
+
+    Raises:
+        SystemExit: with the message of a ``ConfigError``.
+        ConfigError: the flag would do nothing in this recipe.
+    """
+    if ray.is_initialized():
+        check(config)
+        return
+    try:
+        engage(config)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
