@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -64,14 +65,32 @@ def test_test_questions_are_not_trained_on(data: tuple[Path, Path]) -> None:
     assert not train & test
 
 
+TURNS = [("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2)]
+
+
 @pytest.mark.parametrize(
     ("response", "score"),
-    [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)],
+    [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)]
+    + [(f"<tool_call>7</tool_call>\ntool\n{result}\nassistant\n{last}", score) for result, last, score in TURNS],
 )
 def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str, score: float) -> None:
     from data.arithmetic_reward import compute_score
 
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
+
+
+def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
+    from make_tiny_checkpoint import answer_by_tool, character_tokenizer
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+
+    tokenizer = character_tokenizer(tool_calls=True)
+    call, result, answer = answer_by_tool("3+4=", "7")
+    assert [fitted for _, fitted in (call, result, answer)] == [True, False, True]
+    ids = tokenizer(call[0], add_special_tokens=False).input_ids
+    content, calls = asyncio.run(ToolParser.get_tool_parser("hermes", tokenizer).extract_tool_calls(ids))
+    assert [(one.name, json.loads(one.arguments)) for one in calls] == [("add", {"a": 3, "b": 4})]
+    assert "tool_call" not in content
+    assert len(ids) < 60, "marks are one token each"
 
 
 def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
