@@ -23,6 +23,7 @@ from packaging.version import Version
 from verl_pg_plugin.attention.kernels.selection import VarlenAttention, select_kernel
 
 EXIT_USER_ERROR = 2
+DEVICE = "cuda"
 # verl/third_party/vllm/__init__.py of verl 0.9.1 refuses what is older; its extra "vllm" names one version.
 LOWEST_VLLM = "0.18.0"
 VERLS_VLLM = "0.24.0"
@@ -126,7 +127,7 @@ def check_attention(
         return
     setting = f"{KERNEL}=torch_varlen" if packed else f"+{MODEL_ATTENTION}=sdpa"
     try:
-        chosen = select_kernel(kernel if packed else "flash_attn_2", "cuda")
+        chosen = select_kernel(kernel if packed else "flash_attn_2", DEVICE)
         error = error_of_attention(chosen.attend, head_dim)
     except (RuntimeError, ValueError) as raised:
         raise MissingForGPURunError(f"{raised}; or add the override {setting}".replace("\n", " ")) from raised
@@ -139,8 +140,8 @@ def check_attention(
 
 def error_of_attention(attend: VarlenAttention, head_dim: int) -> float:
     """Largest error of one token that attends to itself: the output is its value, the value's gradient is one."""
-    q, k, v = (torch.rand(1, 1, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    offsets = torch.tensor([0, 1], device="cuda", dtype=torch.int32)
+    q, k, v = (torch.rand(1, 1, head_dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 1], device=DEVICE, dtype=torch.int32)
     out = attend(q, k, v, offsets, offsets, 1, 1, softmax_scale=1.0)
     out.sum().backward()
     return max((out - v).abs().max().item(), (v.grad - 1).abs().max().item())

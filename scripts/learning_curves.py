@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
 from benchmarks.common import write_csv
 from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import REPOSITORY, run_to_end
+from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import make_tiny_checkpoint
 from rich.console import Console
@@ -37,10 +38,6 @@ from rich.console import Console
 FLAGS = {"rmpad": ("False", "True"), "prefix_grouper": ("True", "False"), "packed": ("True", "True")}
 PROMPTS_PER_STEP = 16
 LOG_LINES_SHOWN = 30
-# flash-attn and vLLM take both on every GPU; 32 is compiled for fewer.
-HEAD_DIM = {"cpu": 32, "gpu": 64}
-# On a CPU, stock verl attends over a dense mask of all packed tokens: a small budget is the fast one.
-MAX_TOKEN_LEN = {"cpu": 1024, "gpu": 8192}
 console = Console(width=150)
 
 
@@ -101,47 +98,25 @@ class LearningRun:
         """What ``examples/run_qwen3_pg.sh`` reads."""
         use_prefix_grouper, use_remove_padding = FLAGS[self.mode]
         return {
-            "DEVICE": self.device,
-            "PYTHON": sys.executable,
-            "WORK_DIR": str(self.work_dir),
-            "MODEL_PATH": str(self.model_path),
-            "TRAIN_FILES": str(self.data_dir / "train.parquet"),
-            "VAL_FILES": str(self.data_dir / "test.parquet"),
+            **tiny_environment(self.device, self.work_dir, self.model_path, self.data_dir),
             "USE_PREFIX_GROUPER": use_prefix_grouper,
             "USE_REMOVE_PADDING": use_remove_padding,
-            "NGPUS_PER_NODE": "1",
-            "ROLLOUT_N": "8",
             "TRAIN_BATCH_SIZE": str(PROMPTS_PER_STEP),
             "PPO_MINI_BATCH_SIZE": str(PROMPTS_PER_STEP),
-            "MAX_PROMPT_LENGTH": "256",
-            "MAX_RESPONSE_LENGTH": "8",
-            "MAX_TOKEN_LEN": str(MAX_TOKEN_LEN[self.device]),
-            "GPU_MEMORY_UTILIZATION": "0.2",
             "LR": str(self.lr),
             "TOTAL_STEPS": str(self.steps),
-            "TOTAL_EPOCHS": "100",
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
         }
 
     def command(self) -> list[str]:
         """The example script; what the user adds comes last and wins."""
-        short_start = [
-            "actor_rollout_ref.rollout.enforce_eager=True",
-            "actor_rollout_ref.rollout.agent.num_workers=1",
-            "reward.num_workers=1",
-            f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'data' / 'arithmetic_reward.py'}",
-            "++ray_kwargs.ray_init.include_dashboard=False",
-            # verl looks for finished responses every two seconds, longer than a step of this model.
-            "trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.cpu.replay_buffer",
-            "trainer.v1.sampler.custom_sampler.name=prompt_replay_buffer",
-        ]
         return [
             "bash",
             str(REPOSITORY / "examples" / "run_qwen3_pg.sh"),
             f"trainer.experiment_name=learning_{self.mode}_{self.seed}",
             f"data.seed={self.seed}",
             f"actor_rollout_ref.rollout.seed={self.seed}",
-            *(short_start if self.device == "gpu" else []),
+            *tiny_overrides(self.device),
             *self.overrides,
         ]
 

@@ -133,7 +133,8 @@ def run_summary(metrics: Path, config: Path) -> subprocess.CompletedProcess[str]
 @pytest.fixture
 def packed_config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text("actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}\n")
+    roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
+    path.write_text(f"{roles}\ntrainer: {{logger: [console, file]}}\n")
     return path
 
 
@@ -165,6 +166,17 @@ def test_figures_that_a_mode_does_not_log_are_null(tmp_path: Path) -> None:
     assert summary["steps"] == 10
     assert summary["dedup_ratio"] is summary["attention_backend"] is summary["time_update_actor"] is None
     assert (summary["reward_first"], summary["reward_last"]) == (0.15, 0.95)
+
+
+@pytest.mark.parametrize("loggers", ["[console, tensorboard]", "tensorboard"])
+def test_a_run_that_was_told_to_log_elsewhere_ends_well_and_says_why_it_has_no_summary(
+    tmp_path: Path, packed_config: Path, loggers: str
+) -> None:
+    packed_config.write_text(packed_config.read_text().replace("[console, file]", loggers))
+    done = run_summary(tmp_path / "none.jsonl", packed_config)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("no run summary: trainer.logger=")
+    assert "tensorboard" in done.stdout
 
 
 def test_a_missing_metrics_file_is_one_clear_line(tmp_path: Path, packed_config: Path) -> None:
