@@ -42,7 +42,7 @@ TOOL_WARM_UP_STEPS = 200
 SURVIVORS_S = 60
 LOG_LINES_SHOWN = 30
 # What a process that dies of a signal leaves in the log.
-DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|SIGTERM|SIGABRT|core dumped")
+DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 console = Console(width=180, highlight=False, markup=False)
 
 

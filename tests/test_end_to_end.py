@@ -13,7 +13,7 @@ from verl_pg_plugin.config import Mode
 
 REPOSITORY = Path(__file__).parent.parent
 # What a process that dies of an exception or a signal leaves in the log of a run.
-DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|SIGTERM")
+DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 
 pytestmark = pytest.mark.timeout(600)
 
