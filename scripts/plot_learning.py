@@ -36,6 +36,7 @@ TITLES = {
 }
 TOLERANCE = 1e-5
 LAST_STEPS = 10
+FLAT = 1e-3  # a panel shows at least this range: rounding is not to fill it
 BASELINE, OURS = "rmpad", "packed"
 console = Console(width=150)
 
@@ -130,20 +131,24 @@ def steps_together(rewards: Curves, seed: int) -> int:
 
 
 def draw(comparisons: list[Comparison], curves: dict[str, Curves], out: Path) -> None:
+    """One panel a metric: the band, rmpad runs as broad lines and packed runs dashed on top, a colour for each seed."""
     figure, axes = plt.subplots(len(comparisons), 1, figsize=(8, 2.3 * len(comparisons)), sharex=True)
+    seeds = sorted({seed for runs in curves[comparisons[0].metric].values() for seed in runs})
+    colours = {seed: f"C{index}" for index, seed in enumerate(seeds)}
+    styles = {BASELINE: {"linewidth": 2.5, "alpha": 0.35}, OURS: {"linewidth": 1.2, "linestyle": "--"}}
     for axis, one in zip(axes, comparisons, strict=True):
         steps = range(1, one.steps + 1)
-        axis.fill_between(
-            steps, *one.band, color="0.8", label=f"band of {len(curves[one.metric][BASELINE])} rmpad runs"
-        )
-        for index, curve in enumerate(curves[one.metric][BASELINE].values()):
-            axis.plot(steps, curve, color="0.55", linewidth=0.8, label="" if index else "rmpad")
-        for index, curve in enumerate(curves[one.metric][OURS].values()):
-            axis.plot(steps, curve, color="tab:blue", linewidth=0.9, label="" if index else "packed")
+        axis.fill_between(steps, *one.band, color="0.9")
+        for mode, style in styles.items():
+            for seed, curve in sorted(curves[one.metric][mode].items()):
+                axis.plot(steps, curve, color=colours[seed], label=f"{mode}, seed {seed}", **style)
+        low, high = axis.get_ylim()
+        if high - low < FLAT:
+            axis.set_ylim(low - FLAT / 2, high + FLAT / 2)
         axis.set_title(TITLES[one.metric], fontsize=10, loc="left")
         axis.ticklabel_format(useOffset=False)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8, loc="lower right")
+    axes[0].legend(fontsize=7, loc="upper left", ncols=len(styles))
     axes[-1].set_xlabel("training step")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
