@@ -187,6 +187,7 @@ def test_group_filtering_drops_whole_groups(tmp_path: Path) -> None:
         assert step["critic/score/min"] < step["critic/score/max"]
 
 
+@pytest.mark.timeout(1800)
 def test_killed_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     checkpoints = killed / "checkpoints"
