@@ -11,6 +11,7 @@ set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_tools_pg}
+case " $* " in *" --help "* | *" -h "*) exec bash "$repository/examples/run_qwen3_pg.sh" --help ;; esac
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     bash "$repository/scripts/install.sh"
     export DEVICE=cpu PYTHON=$repository/.venv/bin/python
