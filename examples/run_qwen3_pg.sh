@@ -37,7 +37,8 @@
 #   MAX_TOKEN_LEN                        8192                    20480: budget of a micro-batch, per GPU
 #   LR                                   3e-4                    1e-6
 #   TOTAL_STEPS, TOTAL_EPOCHS            40, 100                 null, 15
-#   VERL_FILE_LOGGER_PATH                metrics.jsonl in the folder of the run
+#   VERL_FILE_LOGGER_PATH                metrics.jsonl in the folder of the run, for the summary
+#   TENSORBOARD_DIR                      tensorboard in the folder of the run, with trainer.logger=[...,tensorboard]
 # Overrides come last and win.
 case " $* " in
     *" --help "* | *" -h "*)
@@ -88,7 +89,8 @@ done
 case $DEVICE in
     cpu) ;;
     gpu) "$PYTHON" "$repository/scripts/check_gpu_run.py" --model "$MODEL_PATH" --rollout "${ROLLOUT:-vllm}" \
-            --gpus-per-node "${NGPUS_PER_NODE:-8}" --nodes "${NNODES:-1}" -- "$@" ;;
+            --gpus-per-node "${NGPUS_PER_NODE:-8}" --nodes "${NNODES:-1}" \
+            --use-prefix-grouper "$USE_PREFIX_GROUPER" --use-remove-padding "$USE_REMOVE_PADDING" -- "$@" ;;
     *) fail "DEVICE=$DEVICE is neither cpu nor gpu" ;;
 esac
 
@@ -148,6 +150,7 @@ fi
 
 ################################ training ################################
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$RUN_DIR/metrics.jsonl}
+export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
 
 "$PYTHON" -m verl_pg_plugin.main_ppo \
     hydra.run.dir="$RUN_DIR" \

@@ -9,10 +9,13 @@ set -euo pipefail
 
 export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_ppo_pg}
-DEVICE_ARGS=()
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
+    DEVICE=cpu
     export TOTAL_STEPS=${TOTAL_STEPS:-20}
     CRITIC_LR=${CRITIC_LR:-1e-3}
+fi
+DEVICE_ARGS=()
+if [ "${DEVICE:-gpu}" = cpu ]; then
     DEVICE_ARGS=(
         critic.model.enable_gradient_checkpointing=False
         +critic.model.override_config.attn_implementation=sdpa

@@ -1,14 +1,17 @@
 """Say what a machine lacks for a training run on GPUs, before Ray starts: one ``error:`` line and exit code 2.
 
-    python scripts/check_gpu_run.py --model PATH --rollout vllm --gpus-per-node 8 --nodes 1 -- [verl override ...]
+    python scripts/check_gpu_run.py --model PATH --rollout vllm --gpus-per-node 8 --nodes 1 \
+        --use-prefix-grouper True --use-remove-padding True -- [verl override ...]
 
-Overrides count as in the run: they come last and win. What only the run can know is left to it: GPUs of other nodes,
-and a model that is still to be downloaded.
+Overrides count as in the run: they come last and win. Attention is tried out, forward and backward, with heads of the
+model's width: a package may be installed and lack their kernels. What only the run can know is left to it: GPUs of
+other nodes, and a model that is still to be downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +20,10 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
+from verl_pg_plugin.attention.kernels.selection import VarlenAttention, select_kernel
+
 EXIT_USER_ERROR = 2
+DEVICE = "cuda"
 # verl/third_party/vllm/__init__.py of verl 0.9.1 refuses what is older; its extra "vllm" names one version.
 LOWEST_VLLM = "0.18.0"
 VERLS_VLLM = "0.24.0"
@@ -28,6 +34,12 @@ GPUS_PER_NODE = "trainer.n_gpus_per_node"
 NODES = "trainer.nnodes"
 MODEL = "actor_rollout_ref.model.path"
 TOKENIZER = "actor_rollout_ref.model.tokenizer_path"
+USE_PREFIX_GROUPER = "actor_rollout_ref.actor.use_prefix_grouper"
+USE_REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
+KERNEL = "prefix_grouper.attention_kernel"
+MODEL_ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+# What verl asks transformers for, unless MODEL_ATTENTION says otherwise.
+VERLS_ATTENTION = "flash_attention_2"
 
 
 class MissingForGPURunError(Exception):
@@ -87,19 +99,85 @@ def check_model(model: str, tokenizer: str | None) -> None:
         )
 
 
+def read_head_dim(model: str) -> int | None:
+    """Numbers of a query head; None where no config is at hand, or it names no heads."""
+    path = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    config = config.get("text_config", config)
+    if config.get("head_dim"):
+        return config["head_dim"]
+    heads = config.get("num_attention_heads")
+    return config["hidden_size"] // heads if heads else None
+
+
+def check_attention(
+    head_dim: int, *, packed: bool, kernel: str = "auto", model_attention: str = VERLS_ATTENTION
+) -> None:
+    """The attention kernel of the run computes heads of this width on this GPU, forward and backward.
+
+    Args:
+        head_dim: numbers of a head.
+        packed: whether this plugin attends (packed mode) or transformers does, through flash-attn 2.
+        kernel: the plugin's kernel by name.
+        model_attention: what transformers is asked for; only flash-attn 2 is tried.
+    """
+    if not packed and model_attention != VERLS_ATTENTION:
+        return
+    setting = f"{KERNEL}=torch_varlen" if packed else f"+{MODEL_ATTENTION}=sdpa"
+    try:
+        chosen = select_kernel(kernel if packed else "flash_attn_2", DEVICE)
+        error = error_of_attention(chosen.attend, head_dim)
+    except (RuntimeError, ValueError, AssertionError) as raised:  # flash-attn 4 asserts
+        raise MissingForGPURunError(f"{raised}; or add the override {setting}".replace("\n", " ")) from raised
+    if not error < 1e-2:
+        raise MissingForGPURunError(
+            f"{chosen.name} is wrong by {error:.3g} with heads of {head_dim} numbers: this build has no kernel for "
+            f"them; install one that has, or add the override {setting}"
+        )
+
+
+def error_of_attention(attend: VarlenAttention, head_dim: int) -> float:
+    """Largest error of one token that attends to itself: the output is its value, the value's gradient is one."""
+    q, k, v = (torch.rand(1, 1, head_dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 1], device=DEVICE, dtype=torch.int32)
+    out = attend(q, k, v, offsets, offsets, 1, 1, softmax_scale=1.0)
+    out.sum().backward()
+    return max((out - v).abs().max().item(), (v.grad - 1).abs().max().item())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rollout", default="vllm")
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--use-prefix-grouper", default="True")
+    parser.add_argument("--use-remove-padding", default="True")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     overrides = last_overrides(args.overrides)
+
+    def is_set(key: str, default: str) -> bool:
+        return overrides.get(key, default).lower() == "true"
+
+    model = overrides.get(MODEL, args.model)
+    nodes = int(overrides.get(NODES, args.nodes))
+    shared = is_set(USE_PREFIX_GROUPER, args.use_prefix_grouper)
+    unpadded = is_set(USE_REMOVE_PADDING, args.use_remove_padding)
     try:
-        check_model(overrides.get(MODEL, args.model), overrides.get(TOKENIZER))
+        check_model(model, overrides.get(TOKENIZER))
         check_rollout(overrides.get(ROLLOUT, args.rollout))
-        check_gpus(int(overrides.get(GPUS_PER_NODE, args.gpus_per_node)), int(overrides.get(NODES, args.nodes)))
+        check_gpus(int(overrides.get(GPUS_PER_NODE, args.gpus_per_node)), nodes)
+        head_dim = read_head_dim(model)
+        if head_dim is not None and torch.cuda.is_available():
+            check_attention(
+                head_dim,
+                packed=shared and unpadded,
+                kernel=overrides.get(KERNEL, "auto"),
+                model_attention=overrides.get(MODEL_ATTENTION, VERLS_ATTENTION),
+            )
     except MissingForGPURunError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR

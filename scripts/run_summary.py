@@ -6,7 +6,8 @@ CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its 
 ``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
 five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of logical over physical tokens, and
 ``rows_saved`` is how many of a step's tokens the model never computed (mean). What a run does not log is ``null``.
-Lines before the summary say the same for people.
+Lines before the summary say the same for people. A run whose ``trainer.logger`` has no ``file`` gets a line that says
+so instead.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ def read_mode(config_path: Path) -> str:
     """``padded``, ``rmpad``, ``prefix_grouper`` or ``packed``, from a saved Hydra config."""
     roles = OmegaConf.load(config_path).actor_rollout_ref
     return MODES[bool(roles.actor.use_prefix_grouper), bool(roles.model.use_remove_padding)]
+
+
+def read_loggers(config_path: Path) -> list[str]:
+    """Names in ``trainer.logger``, from a saved Hydra config."""
+    loggers = OmegaConf.load(config_path).trainer.logger
+    return [loggers] if isinstance(loggers, str) else list(loggers)
 
 
 def summarize(steps: list[dict[str, Any]], mode: str) -> dict[str, Any]:
@@ -105,6 +112,12 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()
     try:
+        loggers = read_loggers(args.config)
+        if "file" not in loggers:
+            sys.stdout.write(
+                f'no run summary: trainer.logger={loggers} writes no metrics to a file; add "file" to it\n'
+            )
+            return
         summary = summarize(read_steps(args.metrics), read_mode(args.config))
     except (ValueError, FileNotFoundError) as error:
         parser.exit(1, f"error: {error}\n")

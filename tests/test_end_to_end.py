@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from verl_pg_plugin.config import Mode
 
 REPOSITORY = Path(__file__).parent.parent
+# What a process that dies of an exception or a signal leaves in the log of a run.
+DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,6 +33,7 @@ def train(
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     (summary,) = (line for line in result.stdout.splitlines() if line.startswith("run summary: "))
     assert result.stdout.splitlines()[-1] == summary
+    assert not [line for line in (result.stdout + result.stderr).splitlines() if DEATHS.search(line)]
     (metrics,) = folder.glob("*/metrics.jsonl")
     steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     return json.loads(summary.removeprefix("run summary: ")), steps

@@ -20,15 +20,17 @@ def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
     Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for the
-    next call, which ``PrefixGrouperEngineConfig`` makes when the mode is asked for.
+    next call, which ``PrefixGrouperEngineConfig`` makes when the mode is asked for. The CPU default registers itself
+    when it was that module.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
     from verl_pg_plugin import cpu, upstream
 
-    cpu.register()
-    if _half_loaded():
+    if not _loading(cpu):
+        cpu.register()
+    if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
         return
 
     from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
@@ -52,6 +54,5 @@ def _engage_or_exit(config: DictConfig) -> None:
     engage_or_exit(config)
 
 
-def _half_loaded() -> bool:
-    ours = [module for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")]
-    return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in ours)
+def _loading(module: object) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)

@@ -1,6 +1,7 @@
 """Rule reward of the arithmetic example, for verl's ``reward.custom_reward_function.path``.
 
-The score is graded, so that a tiny model has something to climb before its first right answer.
+The score is graded, so that a tiny model has something to climb before its first right answer. Of a response with
+several turns only the last one counts: what a tool returned is no answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 DIGIT_WEIGHT = 0.2
 PLACE_WEIGHT = 0.3
 EXACT_WEIGHT = 0.5
+# What the chat template writes in front of the model's turns, without special tokens.
+TURN = "assistant\n"
 
 
 def compute_score(
@@ -26,6 +29,7 @@ def compute_score(
         ground_truth: the answer, decimal digits.
         extra_info: unused, part of verl's interface.
     """
+    solution_str = solution_str.rpartition(TURN)[2]
     if not solution_str:
         return 0.0
     digits = sum(character in "0123456789" for character in solution_str) / len(solution_str)

@@ -73,14 +73,22 @@ def test_engines_are_registered_whoever_imports_the_package_first(first: str, en
     assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead"], result.stderr
 
 
-FIRST_IMPORTS = ("config.engine_config", "config.rules", "attention.ulysses", "engine.heads.lm_head", "trainer")
+FIRST_IMPORTS = (
+    "config.engine_config",
+    "config.rules",
+    "attention.ulysses",
+    "engine.heads.lm_head",
+    "trainer",
+    "cpu.agent_loop",
+)
 
 
 @pytest.mark.parametrize("module", FIRST_IMPORTS)
 def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(module: str) -> None:
     first = f"import verl_pg_plugin.{module}\n"
-    result = python(first + textwrap.dedent(SELECT_THE_MODE), VERL_PLATFORM="cpu")
-    assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead"], result.stderr
+    rollout = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
+    result = python(first + textwrap.dedent(SELECT_THE_MODE) + rollout, VERL_PLATFORM="cpu")
+    assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead", "ServerAdapter"], result.stderr
     assert "not registered" not in result.stderr
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import check_gpu_run  # noqa: E402
-from check_gpu_run import MissingForGPURunError, check_gpus, check_model, check_rollout, last_overrides  # noqa: E402
+from check_gpu_run import (  # noqa: E402
+    MissingForGPURunError,
+    check_attention,
+    check_gpus,
+    check_model,
+    check_rollout,
+    error_of_attention,
+    last_overrides,
+    read_head_dim,
+)
+
+from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa  # noqa: E402
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel  # noqa: E402
 
 
 def test_a_missing_rollout_engine_is_named_with_the_version_to_install() -> None:
@@ -89,6 +105,64 @@ def test_a_name_of_a_hub_is_left_to_transformers() -> None:
     check_model("Qwen/Qwen3-4B", None)
 
 
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ({"head_dim": 64, "hidden_size": 1024, "num_attention_heads": 4}, 64),
+        ({"head_dim": None, "hidden_size": 1024, "num_attention_heads": 8}, 128),
+        ({"text_config": {"head_dim": 96}}, 96),
+        ({"model_type": "mamba"}, None),
+    ],
+    ids=["named", "divided", "nested", "no heads"],
+)
+def test_the_width_of_a_head_is_read_from_the_config(tmp_path: Path, config: dict[str, Any], width: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_head_dim(str(tmp_path)) == width
+    assert read_head_dim("Qwen/Qwen3-4B") is None
+
+
+def lacking(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("this flash-attn was built\nwithout headdim 32")
+
+
+def pretend_kernel(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., torch.Tensor]) -> list[str]:
+    """The kernel that any name selects; returns the names that were asked for."""
+    asked: list[str] = []
+
+    def select(name: str, device_type: str) -> VarlenKernel:
+        asked.append(name)
+        return VarlenKernel("flash_attn_2", "", attend)
+
+    monkeypatch.setattr(check_gpu_run, "select_kernel", select)
+    monkeypatch.setattr(check_gpu_run, "DEVICE", "cpu")
+    return asked
+
+
+def test_heads_that_the_installed_kernels_lack_are_named_with_the_override_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_kernel(monkeypatch, lacking)
+    with pytest.raises(MissingForGPURunError, match=r"^this .* headdim 32; or add .*attention_kernel=torch_varlen$"):
+        check_attention(32, packed=True)
+    with pytest.raises(MissingForGPURunError, match=r"headdim 32; or add .*attn_implementation=sdpa$"):
+        check_attention(32, packed=False)
+
+
+def test_a_kernel_that_returns_nonsense_for_a_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_kernel(monkeypatch, lambda q, k, v, *_, **__: v * 0.5)
+    with pytest.raises(MissingForGPURunError, match=r"flash_attn_2 is wrong by .* heads of 32 numbers"):
+        check_attention(32, packed=True)
+
+
+def test_attention_that_works_passes_and_the_runs_own_kernel_is_the_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretend_kernel(monkeypatch, attend_sdpa)
+    assert error_of_attention(attend_sdpa, 64) < 1e-2
+    check_attention(64, packed=True, kernel="torch_varlen")
+    check_attention(64, packed=False)
+    check_attention(64, packed=False, model_attention="sdpa")
+    assert asked == ["torch_varlen", "flash_attn_2"]
+
+
 def test_the_last_of_several_overrides_wins_and_plus_signs_do_not_matter() -> None:
     overrides = ["trainer.nnodes=1", "++trainer.nnodes=2", "+a.b='x'", "~dropped"]
     assert last_overrides(overrides) == {"trainer.nnodes": "2", "a.b": "x"}
@@ -133,7 +207,7 @@ def test_a_device_that_does_not_exist_is_named(tmp_path: Path, inputs: dict[str,
     assert done.stderr.splitlines()[-1] == "error: DEVICE=tpu is neither cpu nor gpu"
 
 
-@pytest.mark.parametrize("script", ["run_qwen3_pg.sh", "run_qwen3_rmpad.sh"])
+@pytest.mark.parametrize("script", ["run_qwen3_pg.sh", "run_qwen3_rmpad.sh", "run_qwen3_tools_pg.sh"])
 def test_help_lists_every_variable_that_the_script_reads_and_starts_nothing(tmp_path: Path, script: str) -> None:
     done = subprocess.run(
         ["bash", str(REPOSITORY / "examples" / script), "--help"], capture_output=True, text=True, cwd=tmp_path

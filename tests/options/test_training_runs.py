@@ -187,15 +187,19 @@ def test_group_filtering_drops_whole_groups(tmp_path: Path) -> None:
         assert step["critic/score/min"] < step["critic/score/max"]
 
 
+@pytest.mark.timeout(1800)
 def test_killed_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "checkpoints"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    checkpoints = killed / "checkpoints"
     overrides = ["trainer.save_freq=1", "trainer.resume_mode=auto", f"trainer.default_local_dir={checkpoints}"]
-    variables = {"WORK_DIR": str(tmp_path), "TOTAL_STEPS": "50", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
-    with open(tmp_path / "killed.log", "w") as log:
+    # One optimizer step a training step: rows arrive in any order, and would fill mini-batches differently.
+    variables = {"TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "8"}
+    killed.mkdir()
+    with open(killed / "run.log", "w") as log:
         run = subprocess.Popen(
             ["bash", "examples/run_qwen3_pg.sh", *overrides],
             cwd=REPOSITORY,
-            env={**os.environ, **variables},
+            env={**os.environ, **variables, "WORK_DIR": str(killed), "TOTAL_STEPS": "50"},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -203,15 +207,20 @@ def test_killed_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
         try:
             saved = checkpoints / "latest_checkpointed_iteration.txt"
             while not saved.exists():
-                assert run.poll() is None, (tmp_path / "killed.log").read_text()[-3000:]
+                assert run.poll() is None, (killed / "run.log").read_text()[-3000:]
                 time.sleep(0.1)
         finally:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
     last = int(saved.read_text())
-    for log_of_killed in tmp_path.glob("*/metrics.jsonl"):
+    for log_of_killed in killed.glob("*/metrics.jsonl"):
         log_of_killed.rename(log_of_killed.with_name("killed.jsonl"))
-    summary, steps = train(tmp_path, *overrides, TOTAL_STEPS=str(last + 2))
+    summary, steps = train(killed, *overrides, TOTAL_STEPS=str(last + 2), **variables)
     assert summary["mode"] == Mode.PACKED.value
     assert [step["training/global_step"] for step in steps] == [last + 1, last + 2]
     assert int(saved.read_text()) == last + 2
+    _, uninterrupted = train(whole, TOTAL_STEPS=str(last + 2), **variables)
+    for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/kl_loss", "actor/grad_norm"):
+        expected = [step[name] for step in uninterrupted[last:]]
+        assert [step[name] for step in steps] == pytest.approx(expected, rel=1e-4), name
+    assert len({step["actor/entropy"] for step in uninterrupted}) == last + 2, "equal steps would prove nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -64,14 +65,32 @@ def test_test_questions_are_not_trained_on(data: tuple[Path, Path]) -> None:
     assert not train & test
 
 
+TURNS = [("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2)]
+
+
 @pytest.mark.parametrize(
     ("response", "score"),
-    [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)],
+    [("12", 1.0), ("", 0.0), ("ab", 0.0), ("34", 0.2), ("13", 0.35), ("120", 0.4), ("1", 0.35), ("1a", 0.25)]
+    + [(f"<tool_call>7</tool_call>\ntool\n{result}\nassistant\n{last}", score) for result, last, score in TURNS],
 )
 def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str, score: float) -> None:
     from data.arithmetic_reward import compute_score
 
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
+
+
+def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
+    from make_tiny_checkpoint import answer_by_tool, character_tokenizer
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+
+    tokenizer = character_tokenizer(tool_calls=True)
+    call, result, answer = answer_by_tool("3+4=", "7")
+    assert [fitted for _, fitted in (call, result, answer)] == [True, False, True]
+    ids = tokenizer(call[0], add_special_tokens=False).input_ids
+    content, calls = asyncio.run(ToolParser.get_tool_parser("hermes", tokenizer).extract_tool_calls(ids))
+    assert [(one.name, json.loads(one.arguments)) for one in calls] == [("add", {"a": 3, "b": 4})]
+    assert "tool_call" not in content
+    assert len(ids) < 60, "marks are one token each"
 
 
 def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
@@ -114,7 +133,8 @@ def run_summary(metrics: Path, config: Path) -> subprocess.CompletedProcess[str]
 @pytest.fixture
 def packed_config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text("actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}\n")
+    roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
+    path.write_text(f"{roles}\ntrainer: {{logger: [console, file]}}\n")
     return path
 
 
@@ -146,6 +166,17 @@ def test_figures_that_a_mode_does_not_log_are_null(tmp_path: Path) -> None:
     assert summary["steps"] == 10
     assert summary["dedup_ratio"] is summary["attention_backend"] is summary["time_update_actor"] is None
     assert (summary["reward_first"], summary["reward_last"]) == (0.15, 0.95)
+
+
+@pytest.mark.parametrize("loggers", ["[console, tensorboard]", "tensorboard"])
+def test_a_run_that_was_told_to_log_elsewhere_ends_well_and_says_why_it_has_no_summary(
+    tmp_path: Path, packed_config: Path, loggers: str
+) -> None:
+    packed_config.write_text(packed_config.read_text().replace("[console, file]", loggers))
+    done = run_summary(tmp_path / "none.jsonl", packed_config)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("no run summary: trainer.logger=")
+    assert "tensorboard" in done.stdout
 
 
 def test_a_missing_metrics_file_is_one_clear_line(tmp_path: Path, packed_config: Path) -> None:

@@ -32,3 +32,7 @@ def _load_replica() -> type:
     from verl_pg_plugin.cpu.rollout import HFReplica
 
     return HFReplica
+
+
+# A process that imports a module of this package first finds verl's plugin loader in the middle of it.
+register()

@@ -1,0 +1,287 @@
+"""Run what users do with the example scripts, two steps each, and say in a line each whether it did what it should.
+
+    python scripts/smoke_runs.py [--runs tools lora critic] [--timeout 600] [-- OVERRIDE ...]
+
+- tools: several turns with a calculator (verl's ToolAgentLoop), validation before training, TensorBoard, a checkpoint
+  after every step; killed with SIGKILL after its first checkpoint, then run again: it goes on after the checkpoint.
+- lora: adapters, merged for the plugin's rollout on a CPU, loaded by vLLM on a GPU.
+- critic: PPO with a critic.
+
+Rollout is vLLM where torch sees a GPU and the plugin's own on a CPU. The checkpoint is tiny and made here. Logs and
+metrics stay in ``--output-dir``; the exit code is 1 when a run failed, or logged how its processes died at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+from benchmarks.step_metrics import read_training_steps
+from benchmarks.step_runs import REPOSITORY, run_to_end
+from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
+from make_arithmetic_data import make_arithmetic_data
+from make_tiny_checkpoint import make_tiny_checkpoint
+from rich.console import Console
+
+STEPS = 2
+TOOL_WARM_UP_STEPS = 200
+SURVIVORS_S = 60
+LOG_LINES_SHOWN = 30
+# What a process that dies of a signal leaves in the log.
+DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
+console = Console(width=180, highlight=False, markup=False)
+
+
+@dataclass(frozen=True)
+class SmokeRun:
+    """A script of ``examples/`` with what is added to it. Folders are absolute."""
+
+    name: str
+    script: str
+    device: str  # "gpu" or "cpu"
+    steps: int
+    work_dir: Path
+    model_path: Path
+    data_dir: Path
+    overrides: tuple[str, ...]
+    response_tokens: int = 8
+
+    @property
+    def metrics(self) -> Path:
+        return self.work_dir / f"{self.name}.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.work_dir / f"{self.name}.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.work_dir / "checkpoints"
+
+    @property
+    def last_checkpoint(self) -> int | None:
+        """Step of the last whole checkpoint; verl writes the file after everything else."""
+        tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.is_file() and tracker.read_text() else None
+
+    def environment(self) -> dict[str, str]:
+        return {
+            **tiny_environment(self.device, self.work_dir, self.model_path, self.data_dir),
+            "MAX_RESPONSE_LENGTH": str(self.response_tokens),
+            "TRAIN_BATCH_SIZE": "8",
+            "PPO_MINI_BATCH_SIZE": "4",
+            "TOTAL_STEPS": str(self.steps),
+            "VERL_FILE_LOGGER_PATH": str(self.metrics),
+            "TENSORBOARD_DIR": str(self.work_dir / "tensorboard"),
+        }
+
+    def command(self) -> list[str]:
+        return [
+            "bash",
+            str(REPOSITORY / "examples" / self.script),
+            f"trainer.default_local_dir={self.checkpoints}",
+            *tiny_overrides(self.device),
+            *self.overrides,
+        ]
+
+
+class SmokeError(Exception):
+    """What a run did not do, in one line."""
+
+
+def require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise SmokeError(otherwise)
+
+
+def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[str, float]]:
+    """Train to the end, hold what every run must do, and return the metrics of the steps."""
+    outcome, _ = run_to_end(run, timeout_s)
+    require(outcome == "ok", outcome)
+    steps = read_training_steps(run.metrics)
+    numbers = [int(step["training/global_step"]) for step in steps]
+    require(numbers == list(range(first_step, run.steps + 1)), f"its steps are {numbers}")
+    for step in steps:
+        require(step["actor/prefix_grouper/dedup_ratio"] > 2, "shares no prompts")
+        require(step["actor/grad_norm"] > 0, "has no gradient")
+        correlation = step["training/rollout_actor_probs_pearson_corr"]
+        require(correlation > 0.95, f"probabilities of rollout and actor correlate by {correlation:.3f} only")
+    text = run.log.read_text(errors="replace")
+    require(text.splitlines()[-1].startswith("run summary: "), "does not end with its summary")
+    # Packages that try an import and fail may log a traceback at the start; after the last step there is no excuse.
+    deaths = [line for line in text.rpartition(f"step:{run.steps} - ")[2].splitlines() if DEATHS.search(line)]
+    require(not deaths, f"logs {len(deaths)} lines of dying processes, the first: {deaths[0][:150]}" if deaths else "")
+    return steps
+
+
+def kill_after_first_checkpoint(run: SmokeRun, timeout_s: float) -> int:
+    """Start the run and end its trainer with SIGKILL once a checkpoint is whole.
+
+    Returns:
+        How many of its processes (Ray's, vLLM's) had to be killed because they outlived the trainer.
+    """
+    run.work_dir.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    tree: dict[int, psutil.Process] = {}
+    with run.log.open("w") as log:
+        process = subprocess.Popen(
+            run.command(),
+            cwd=REPOSITORY,
+            env={**os.environ, **run.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while run.last_checkpoint is None:
+                require(process.poll() is None, f"ended with exit code {process.poll()} before its first checkpoint")
+                require(time.monotonic() - start < timeout_s, f"wrote no checkpoint in {timeout_s:.0f} s")
+                tree.update({child.pid: child for child in psutil.Process(process.pid).children(recursive=True)})
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            _, survivors = psutil.wait_procs(list(tree.values()), timeout=SURVIVORS_S)
+            for survivor in survivors:
+                survivor.kill()
+            psutil.wait_procs(survivors, timeout=SURVIVORS_S)
+    return len(survivors)
+
+
+def run_tools(run: SmokeRun, timeout_s: float) -> str:
+    """Killed after its first checkpoint and resumed; see the module's docstring."""
+    run = replace(
+        run,
+        script="run_qwen3_tools_pg.sh",
+        response_tokens=96,
+        overrides=(
+            'trainer.logger=["console","file","tensorboard"]',
+            "trainer.val_before_train=True",
+            "trainer.save_freq=1",
+            "trainer.resume_mode=auto",
+            *run.overrides,
+        ),
+    )
+    survivors = kill_after_first_checkpoint(replace(run, name="tools-killed", steps=50), timeout_s)
+    saved = run.last_checkpoint
+    steps = finish(replace(run, steps=saved + STEPS), timeout_s, first_step=saved + 1)
+    turns = max(step["num_turns/max"] for step in steps)
+    require(turns >= 4, f"no response called the tool: at most {turns:.0f} turns")
+    first_line = run.metrics.read_text().splitlines()[0]
+    require("val-core/arithmetic" in first_line, "did not validate before its first step")
+    events = list((run.work_dir / "tensorboard").glob("events.out.tfevents.*"))
+    require(len(events) == 2, f"TensorBoard has {len(events)} files of two runs")
+    require(run.last_checkpoint == saved + STEPS, f"its last checkpoint is of step {run.last_checkpoint}")
+    mean_turns = sum(step["num_turns/mean"] for step in steps) / len(steps)
+    return (
+        f"killed after step {saved} ({survivors} processes outlived the trainer), "
+        f"resumed at {saved + 1}, {mean_turns:.1f} turns"
+    )
+
+
+def run_lora(run: SmokeRun, timeout_s: float) -> str:
+    """Adapters of every linear layer."""
+    # The plugin's rollout has no slots for adapters; vLLM loads them, beside weights read from the checkpoint.
+    rollout = {
+        "cpu": "actor_rollout_ref.model.lora.merge=True",
+        "gpu": "actor_rollout_ref.rollout.load_format=safetensors",
+    }
+    adapters = (
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.lora_alpha=16",
+        "actor_rollout_ref.model.target_modules=all-linear",
+        rollout[run.device],
+    )
+    steps = finish(replace(run, overrides=(*adapters, *run.overrides)), timeout_s)
+    return f"dedup ratio {steps[-1]['actor/prefix_grouper/dedup_ratio']:.1f}"
+
+
+def run_critic(run: SmokeRun, timeout_s: float) -> str:
+    """Actor and critic on shared prefixes."""
+    steps = finish(replace(run, script="run_qwen3_ppo_pg.sh"), timeout_s)
+    for step in steps:
+        require(step["critic/prefix_grouper/dedup_ratio"] > 2, "its critic shares no prompts")
+        require(step["critic/grad_norm"] > 0, "its critic has no gradient")
+    return f"critic's dedup ratio {steps[-1]['critic/prefix_grouper/dedup_ratio']:.1f}"
+
+
+RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one start of a script")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/smoke"))
+    parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
+    args = parser.parse_args()
+    args.output_dir = args.output_dir.absolute()
+    return args
+
+
+def prepare(args: argparse.Namespace, device: str) -> tuple[Path, dict[str, Path]]:
+    """Data, and the checkpoint of each run; both are made once."""
+    data_dir = args.output_dir / "data"
+    if not data_dir.is_dir():
+        make_arithmetic_data(data_dir)
+    models = {name: args.output_dir / f"model-{device}{'-tools' if name == 'tools' else ''}" for name in args.runs}
+    for name, path in models.items():
+        if not path.is_dir():
+            tool_calls = name == "tools"
+            make_tiny_checkpoint(
+                path,
+                head_dim=HEAD_DIM[device],
+                tool_calls=tool_calls,
+                warm_up_steps=TOOL_WARM_UP_STEPS if tool_calls else 80,
+            )
+    return data_dir, models
+
+
+def main() -> int:
+    args = parse_args()
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    data_dir, models = prepare(args, device)
+    failed = False
+    for name in args.runs:
+        run = SmokeRun(
+            name=name,
+            script="run_qwen3_pg.sh",
+            device=device,
+            steps=STEPS,
+            work_dir=args.output_dir / name,
+            model_path=models[name],
+            data_dir=data_dir,
+            overrides=tuple(args.overrides),
+        )
+        shutil.rmtree(run.work_dir, ignore_errors=True)
+        start = time.monotonic()
+        try:
+            outcome = f"ok      {RUNS[name](run, args.timeout)}"
+        except SmokeError as error:
+            failed = True
+            outcome = f"FAILED  {error}"
+            for log in sorted(run.work_dir.glob("*.log")):
+                last = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+                console.print("\n".join([f"--- {log}", *last]))
+        console.print(f"{name:8} {time.monotonic() - start:4.0f} s  {outcome}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
