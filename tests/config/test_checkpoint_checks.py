@@ -46,6 +46,7 @@ def test_sliding_window_is_accepted(violations_of, tmp_path):
     assert violations_of(save_checkpoint(tmp_path, hf_config)) == []
 
 
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
@@ -62,7 +63,21 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         (transformers.GptOssConfig(), "attention sinks"),
         (transformers.Llama4TextConfig(), "chunked_attention"),
         (transformers.BloomConfig(), "attention interface"),
-        (transformers.BertConfig(), "attention_probs_dropout_prob=0.1"),
+        (transformers.BertConfig(), "is an encoder"),
+        (transformers.DogeConfig(), "a mask of its own"),
+        (transformers.AriaTextConfig(), "experts' weights one by one"),
+        (transformers.PhimoeConfig(), "draws experts at random"),
+        (transformers.PhimoeConfig(router_jitter_noise=0.0), "draws experts at random"),
+        (transformers.GPT2Config(**NO_DROPOUT), "without its LM head: GPT2LMHeadModel"),
+        (transformers.PersimmonConfig(), "num_key_value_heads"),
+        (transformers.HrmTextConfig(), "num_key_value_heads"),
+        (transformers.ModernBertDecoderConfig(), "num_key_value_heads"),
+        (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
+        (transformers.Starcoder2Config(embedding_dropout=0.1), "embedding_dropout=0.1"),
+        (transformers.OPTConfig(), " dropout=0.1"),
+        (transformers.MixtralConfig(router_jitter_noise=0.01), "router_jitter_noise=0.01"),
+        (transformers.PhiConfig(resid_pdrop=0.1), "resid_pdrop=0.1"),
+        (transformers.GPTNeoXConfig(hidden_dropout=0.1), "hidden_dropout=0.1"),
         (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
         (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
         (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
