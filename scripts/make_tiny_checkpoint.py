@@ -1,6 +1,6 @@
-"""Write a tiny Qwen3 checkpoint with a character tokenizer, for training on a CPU.
+"""Write a tiny checkpoint with a character tokenizer, for training on a CPU.
 
-    python scripts/make_tiny_checkpoint.py --output-dir DIR [--warm-up-steps 80] [--seed 0]
+    python scripts/make_tiny_checkpoint.py --output-dir DIR [--architecture qwen3_moe] [--warm-up-steps 80] [--seed 0]
 
 The weights are random, then fitted for a few seconds on the arithmetic questions of ``make_arithmetic_data.py``
 (supervised, answer tokens only). Without this warm-up a random model hardly ever draws a right answer and RL
@@ -15,13 +15,19 @@ import random
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from data.whole_directory import whole_directory
 from make_arithmetic_data import MAX_NUMBER, chat, problems
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+"""Sizes beside those of ``tiny_model``, by model type."""
 PAD, UNKNOWN, START, END = "<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -49,9 +55,10 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_qwen3(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def tiny_model(tokenizer: PreTrainedTokenizerFast, architecture: str) -> PreTrainedModel:
     """Random float32 weights: 2 layers, hidden 128, 4 query heads over 2 key/value heads."""
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
@@ -65,11 +72,12 @@ def tiny_qwen3(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **ARCHITECTURES[architecture],
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, rng: random.Random) -> None:
+def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, rng: random.Random) -> None:
     """Fit the answers of random questions in place: ``steps`` AdamW steps on 32 rows each.
 
     Three quarters of the steps see the question without the preamble: attention finds two digits among thirty
@@ -95,7 +103,9 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: 
         optimizer.zero_grad()
 
 
-def make_tiny_checkpoint(output_dir: Path, *, warm_up_steps: int = 80, seed: int = 0) -> Path:
+def make_tiny_checkpoint(
+    output_dir: Path, *, architecture: str = "qwen3", warm_up_steps: int = 80, seed: int = 0
+) -> Path:
     """Write model, generation config and tokenizer to ``output_dir`` and return it.
 
     Raises:
@@ -103,7 +113,7 @@ def make_tiny_checkpoint(output_dir: Path, *, warm_up_steps: int = 80, seed: int
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
-    model = tiny_qwen3(tokenizer)
+    model = tiny_model(tokenizer, architecture)
     warm_up(model, tokenizer, warm_up_steps, random.Random(seed))
     with whole_directory(output_dir) as scratch:
         model.save_pretrained(scratch)
@@ -114,6 +124,7 @@ def make_tiny_checkpoint(output_dir: Path, *, warm_up_steps: int = 80, seed: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument("--warm-up-steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())

@@ -21,6 +21,9 @@ NOT_BUILT = {
     "musicgen_melody": "its config needs those of three other models",
 }
 
+RELEASED: dict[str, dict[str, int]] = {"glm4_moe": {"head_dim": 128}}
+"""What checkpoints say of a head, where the default config does not."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -31,7 +34,7 @@ class Outcome:
         why: of a status that is not exact.
         head_in_chunks: the head comes last, so chunks and verl's fused kernels can stand in for it.
         value_head: a critic of this type runs.
-        kernels: those that fit the heads of the type's default config.
+        kernels: those that fit the heads of a released checkpoint.
         needs: overrides without which its default config is refused.
     """
 
@@ -51,7 +54,8 @@ def outcome_of(model_type: str) -> Outcome:
     reasons = unsupported_reasons(default, trust_remote_code=False)
     if found := _final(reasons) or _final(unsupported_reasons(tiny_config(model_type), trust_remote_code=False)):
         return Outcome(REFUSED, "; ".join(reason.why for reason in found))
-    needs = attention_needs(default.get_text_config())
+    released = transformers.AutoConfig.for_model(model_type, **RELEASED.get(model_type, {}))
+    needs = attention_needs(released.get_text_config())
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from tests.architectures.outcome import EXACT, NOT_RUN, outcome_of, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
@@ -26,57 +27,22 @@ SAMPLES = [
     *CASES["uneven_groups_and_prompts_of_different_length"],
     *CASES["multi_turn_branches_three_deep"],
 ]
-USERS_MODELS = [
-    "cohere2",
-    "deepseek_v3",
-    "ernie4_5_moe",
-    "exaone4",
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt_neox",
-    "granite",
-    "hunyuan_v1_dense",
-    "llama",
-    "minimax_m2",
-    "ministral",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmoe",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-]
-"""In every run of the tests; the others, beside those that are refused, are slow."""
-
+SEED = 1
+"""Of the weights. With 0, the sum that is the gradient of one number of Apertus' activation cancels almost, and stock
+float32 itself is 1.6e-5 off float64."""
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
     "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)},
 }
 
 
-def parameters() -> list[Any]:
-    return [
-        pytest.param(model_type, marks=() if model_type in USERS_MODELS else pytest.mark.slow)
-        for model_type in MODEL_TYPES
-    ]
-
-
-@pytest.mark.parametrize("model_type", parameters())
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_exact_through_the_engine_or_refused_by_name(
     model_type: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = outcome_of(model_type)
     if expected.status == NOT_RUN:
-        with pytest.raises((AttributeError, ValueError, TypeError)):
+        with pytest.raises((AttributeError, StrictDataclassError)):
             transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
     if expected.status == EXACT:
         if tiny_config(model_type).get_text_config().to_dict().get("attn_logit_softcapping"):
@@ -90,7 +56,7 @@ def test_exact_through_the_engine_or_refused_by_name(
 
 def assert_actor_is_exact(model_type: str, folder: Path, head_in_chunks: bool, **overrides: Any) -> None:
     """Log-probs, entropies, squared probabilities and gradients, with gradient checkpointing wherever there is any."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     config = tiny_config(model_type, **overrides)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     batch = make_batch(SAMPLES, calculate_sum_pi_squared=True)
@@ -110,10 +76,11 @@ def assert_actor_is_exact(model_type: str, folder: Path, head_in_chunks: bool, *
 
 
 def assert_critic_is_exact(model_type: str, folder: Path) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     config = tiny_config(model_type, num_labels=1)
     transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
     batch = critic_batch(SAMPLES)
+    batch["returns"] = batch["returns"] + 2  # above all values, or what adds up to the bias's gradient cancels
     engine = make_value_engine(str(folder))
     assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(str(folder), batch))
 

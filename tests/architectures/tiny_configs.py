@@ -59,6 +59,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8},
     "gemma3n_text": {
         **PER_LAYER,
+        "pad_token_id": 96,  # a row of zeros has no gradient in transformers' model either
         "laurel_rank": 8,
         "num_kv_shared_layers": 0,
         "activation_sparsity_pattern": [0.0, 0.0],
@@ -82,6 +83,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
     },
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xlnet": {"d_head": 8},
     "youtu": LATENT,
 }
 """Sizes that have names of their own, and what switches a type's peculiarities on."""
@@ -93,7 +95,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     """Two layers of 32 numbers: one of each kind that the type has, everything random switched off."""
     default = transformers.AutoConfig.for_model(model_type)
     fields = default.to_dict()
-    sizes = {name: value for name, value in SIZES.items() if name in fields or hasattr(default, name)}
+    sizes = {name: value for name, value in SIZES.items() if name in fields or name in default.attribute_map}
     sizes.setdefault("num_key_value_heads", SIZES["num_attention_heads"])  # which verl reads from every config
     still = {
         name: 0.0 for name, value in fields.items() if any(word in name for word in RANDOM) and isinstance(value, float)

@@ -53,16 +53,19 @@ def unsupported_reasons(
     reasons = config_reasons(hf_config)
     auto_class = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
     brings_own_class = trust_remote_code and auto_class in (getattr(hf_config, "auto_map", None) or {})
-    if not reasons and not brings_own_class:
+    if not brings_own_class and all(reason.fix for reason in reasons):
         reasons += _value_model_reasons(hf_config) if value_model else _causal_lm_reasons(hf_config)
-    return reasons
+    return _weightiest(reasons)
 
 
 def config_reasons(hf_config: PretrainedConfig) -> list[Reason]:
-    """What the config alone says against sharing prefixes: what no override lifts, if there is anything."""
-    found = [reason for check in _CHECKS for reason in check(hf_config)]
-    final = [reason for reason in found if not reason.fix]
-    return list(dict.fromkeys(final or found))
+    """What the config alone says against sharing prefixes."""
+    return _weightiest([reason for check in _CHECKS for reason in check(hf_config)])
+
+
+def _weightiest(reasons: list[Reason]) -> list[Reason]:
+    """Those that no override lifts; where there is none, all. Each once."""
+    return list(dict.fromkeys([reason for reason in reasons if not reason.fix] or reasons))
 
 
 def class_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
@@ -161,6 +164,9 @@ def _key_value_heads(hf_config: PretrainedConfig) -> list[Reason]:
 def _value_model_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     if type(hf_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         return [Reason(f"transformers has no token classifier for {hf_config.model_type!r}, which a critic needs")]
+    if isinstance(getattr(hf_config, "hidden_dropout", None), float):
+        # ``hidden_dropout = "0"`` in verl's engine; configs of transformers 5 check the types of their fields.
+        return [Reason(f"verl writes text into hidden_dropout, which a config of {hf_config.model_type} refuses")]
     return class_reasons(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)]) or _key_value_heads(hf_config)
 
 

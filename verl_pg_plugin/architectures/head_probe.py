@@ -7,7 +7,7 @@ be the very tensor that the head returned, unchanged. That costs nothing, needs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ def head_obstacle(module: Any) -> str:
     pretended = _TrunkOutput(last_hidden_state=hidden)
     name = type(module).__name__
     try:
-        with torch.no_grad(), _pretending(module.base_model, pretended), _pretending(head, logits):
+        with torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(_pretending(head, logits))
+            for trunk in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
+                stack.enter_context(_pretending(trunk, pretended))
             found = module(input_ids=rows[None], logits_to_keep=rows, use_cache=False).logits
     except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
         return f"{name} does not run around another trunk ({type(error).__name__}: {str(error).splitlines()[0]})"
