@@ -22,6 +22,7 @@
 #
 # Variables, with their values on the CPU default and on GPUs:
 #   MODEL_PATH, TRAIN_FILES, VAL_FILES   generated               all three or none
+#   ARCHITECTURE                         qwen3                   - ; of the generated model: qwen3, qwen3_moe
 #   DEVICE                               cpu                     gpu; cpu takes MODEL_PATH and the files as well
 #   PYTHON                               .venv                   .venv if there is one, else python3
 #   WORK_DIR                             outputs/run_qwen3_pg    the same; each run gets a folder in it
@@ -65,13 +66,15 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     DEVICE=cpu
     bash "$repository/scripts/install.sh"
     PYTHON=$repository/.venv/bin/python
-    MODEL_PATH=$WORK_DIR/model
+    ARCHITECTURE=${ARCHITECTURE:-qwen3}
+    MODEL_PATH=$WORK_DIR/model-$ARCHITECTURE
     TRAIN_FILES=$WORK_DIR/data/train.parquet
     VAL_FILES=$WORK_DIR/data/test.parquet
     [ -d "$WORK_DIR/data" ] ||
         "$PYTHON" "$repository/scripts/make_arithmetic_data.py" --output-dir "$WORK_DIR/data"
     [ -d "$MODEL_PATH" ] ||
-        "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH"
+        "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH" \
+            --architecture "$ARCHITECTURE"
 else
     DEVICE=${DEVICE:-gpu}
     PYTHON=${PYTHON:-$([ -x "$repository/.venv/bin/python" ] && echo "$repository/.venv/bin/python" || echo python3)}

@@ -26,11 +26,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import config_of
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
-from transformers import AutoConfig
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.kernels.selection import select_kernel
@@ -42,7 +41,7 @@ from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 
-FLOPS = ModelFlops.of_config(AutoConfig.for_model("qwen3", **SHAPES["qwen3-8b"]))
+FLOPS = ModelFlops.of_config(config_of("qwen3-8b"))
 PROMPT = 512
 VOCAB = 151_936
 

@@ -1,6 +1,7 @@
-"""Write a tiny Qwen3 checkpoint with a character tokenizer, for training on a CPU.
+"""Write a tiny checkpoint with a character tokenizer, for training on a CPU.
 
-    python scripts/make_tiny_checkpoint.py --output-dir DIR [--warm-up-steps 80] [--head-dim 32] [--tool-calls]
+    python scripts/make_tiny_checkpoint.py --output-dir DIR [--architecture qwen3_moe] [--warm-up-steps 80] \
+        [--head-dim 32] [--tool-calls] [--seed 0]
 
 The weights are random, then fitted for a few seconds on the arithmetic questions of ``make_arithmetic_data.py``
 (supervised, answer tokens only). Without this warm-up a random model hardly ever draws a right answer and RL
@@ -19,14 +20,20 @@ import string
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from data.whole_directory import whole_directory
 from make_arithmetic_data import MAX_NUMBER, chat, problems
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 HEAD_DIM = 32
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+"""Sizes beside those of ``tiny_model``, by model type."""
 PAD, UNKNOWN, START, END = "<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 # As in Qwen3: tokens of their own that decoding keeps, since verl's parser looks for them in the text.
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -62,9 +69,10 @@ def character_tokenizer(*, tool_calls: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, head_dim: int) -> Qwen3ForCausalLM:
+def tiny_model(tokenizer: PreTrainedTokenizerFast, architecture: str, head_dim: int) -> PreTrainedModel:
     """Random float32 weights: 2 layers, hidden 128, 4 query heads over 2 key/value heads."""
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
@@ -78,8 +86,9 @@ def tiny_qwen3(tokenizer: PreTrainedTokenizerFast, head_dim: int) -> Qwen3ForCau
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **ARCHITECTURES[architecture],
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def plain_answer(question: str, answer: str) -> list[tuple[str, bool]]:
@@ -99,7 +108,7 @@ def answer_by_tool(question: str, answer: str) -> list[tuple[str, bool]]:
 
 
 def warm_up(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     steps: int,
     rng: random.Random,
@@ -137,6 +146,7 @@ def warm_up(
 def make_tiny_checkpoint(
     output_dir: Path,
     *,
+    architecture: str = "qwen3",
     warm_up_steps: int = 80,
     head_dim: int = HEAD_DIM,
     tool_calls: bool = False,
@@ -149,7 +159,7 @@ def make_tiny_checkpoint(
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer(tool_calls=tool_calls)
-    model = tiny_qwen3(tokenizer, head_dim)
+    model = tiny_model(tokenizer, architecture, head_dim)
     reply = answer_by_tool if tool_calls else plain_answer
     warm_up(model, tokenizer, warm_up_steps, random.Random(seed), reply)
     with whole_directory(output_dir) as scratch:
@@ -161,6 +171,7 @@ def make_tiny_checkpoint(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument("--warm-up-steps", type=int, default=80)
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
     parser.add_argument("--tool-calls", action="store_true")

@@ -55,6 +55,17 @@ def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
 
 
+@pytest.mark.slow
+def test_mixture_of_experts_trains_in_packed_mode(tmp_path: Path) -> None:
+    summary, steps = train(tmp_path, ARCHITECTURE="qwen3_moe")
+    assert json.loads((tmp_path / "model-qwen3_moe" / "config.json").read_text())["num_experts"] > 1
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout visits the experts that the engine visits"
+
+
 def test_two_workers_with_asynchronous_rollouts_keep_groups_whole(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, "trainer.v1.trainer_mode=colocate_async", NGPUS_PER_NODE="2")
     assert summary["mode"] == Mode.PACKED.value

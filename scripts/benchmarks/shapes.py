@@ -1,6 +1,11 @@
-"""Sizes of the models that benchmarks build, as keyword arguments of transformers' ``Qwen3Config``."""
+"""Sizes of the models that benchmarks build, as fields of transformers' config of Qwen3.
+
+One with ``model_type`` is of that type.
+"""
 
 from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -43,4 +48,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
 }
+
+
+def config_of(name: str, **overrides: Any) -> PretrainedConfig:
+    """The config of a shape."""
+    return AutoConfig.for_model(**{"model_type": "qwen3", **SHAPES[name], **overrides})

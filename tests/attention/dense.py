@@ -44,12 +44,19 @@ class Outcome:
 
 
 def attend_sequence(
-    q_LHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, softmax_scale: float, window_size: int = -1
+    q_LHD: torch.Tensor,
+    k_LGD: torch.Tensor,
+    v_LGD: torch.Tensor,
+    softmax_scale: float,
+    window_size: int = -1,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal softmax attention of one sequence; ``window_size`` keys to the left of a query, -1 for all."""
     repeats = q_LHD.shape[1] // k_LGD.shape[1]
     k_LHD, v_LHD = k_LGD.repeat_interleave(repeats, dim=1), v_LGD.repeat_interleave(repeats, dim=1)
     scores_HLL = torch.einsum("qhd,khd->hqk", q_LHD, k_LHD) * softmax_scale
+    if softcap:
+        scores_HLL = softcap * torch.tanh(scores_HLL / softcap)
     distance = torch.arange(len(q_LHD))[:, None] - torch.arange(len(q_LHD))
     hidden = distance < 0
     if window_size >= 0:

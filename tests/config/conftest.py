@@ -14,7 +14,8 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, save_checkpoint
 from omegaconf import DictConfig, OmegaConf
-from transformers import Gemma2Config
+from rule_cases import GEMMA2, JETMOE
+from transformers import Gemma2Config, JetMoeConfig
 
 from verl_pg_plugin.config import Mode
 
@@ -25,9 +26,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gemma2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint that can share prefixes, but caps its logits behind the head."""
-    return str(save_checkpoint(tmp_path_factory.mktemp("gemma2"), Gemma2Config(**TINY)))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints that the placeholders of ``rule_cases`` stand for."""
+    no_checkpointing = JetMoeConfig(**TINY, kv_channels=8, pad_token_id=0)
+    configs = {GEMMA2: Gemma2Config(**TINY), JETMOE: no_checkpointing}
+    return {
+        name: str(save_checkpoint(tmp_path_factory.mktemp(config.model_type), config))
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ WITH_CRITIC = {
     "critic.model.path": f"${{{MODEL}.path}}",
     "critic.ppo_micro_batch_size_per_gpu": 8,
 }
-GEMMA2 = "<a Gemma2 checkpoint>"
-"""Stands for the folder of one, whose head caps its output."""
+GEMMA2, JETMOE = "<a Gemma2 checkpoint>", "<a JetMoe checkpoint>"
+"""Stand for the folder of one: a head that caps its output, layers without gradient checkpointing."""
 
 Cases = dict[str, list[dict[str, Any]]]
 
@@ -74,6 +74,7 @@ BREAKING: Cases = {
         {**WITH_CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 3},
     ],
     "fused_kernels_model": [{f"{MODEL}.path": GEMMA2, f"{MODEL}.use_fused_kernels": True}],
+    "gradient_checkpointing_model": [{f"{MODEL}.path": JETMOE, f"{MODEL}.enable_gradient_checkpointing": True}],
 }
 """What both the validators and the engine see."""
 

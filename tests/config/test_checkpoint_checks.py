@@ -62,7 +62,20 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         (transformers.GptOssConfig(), "attention sinks"),
         (transformers.Llama4TextConfig(), "chunked_attention"),
         (transformers.BloomConfig(), "attention interface"),
-        (transformers.BertConfig(), "attention_probs_dropout_prob=0.1"),
+        (transformers.BertConfig(), "is an encoder"),
+        (transformers.DogeConfig(), "a mask of its own"),
+        (transformers.AriaTextConfig(), "experts' weights one by one"),
+        (transformers.PhimoeConfig(), "draws experts at random"),
+        (transformers.PhimoeConfig(router_jitter_noise=0.0), "draws experts at random"),
+        (transformers.PersimmonConfig(), "num_key_value_heads"),
+        (transformers.HrmTextConfig(), "num_key_value_heads"),
+        (transformers.ModernBertDecoderConfig(), "num_key_value_heads"),
+        (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
+        (transformers.Starcoder2Config(embedding_dropout=0.1), "embedding_dropout=0.1"),
+        (transformers.OPTConfig(num_key_value_heads=12), "dropout=0.1: a shared prefix"),
+        (transformers.MixtralConfig(router_jitter_noise=0.01), "router_jitter_noise=0.01"),
+        (transformers.PhiConfig(resid_pdrop=0.1), "resid_pdrop=0.1"),
+        (transformers.GPTNeoXConfig(hidden_dropout=0.1, num_key_value_heads=64), "hidden_dropout=0.1"),
         (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
         (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
         (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
@@ -76,6 +89,15 @@ def test_architectures_that_would_be_computed_wrongly_are_refused(violations_of,
     assert why in violation.why
     assert "override_config" in violation.fix or "use_prefix_grouper=False" in violation.fix
     assert violations_of(checkpoint, Mode.RMPAD) == [], "stock verl may run it"
+
+
+def test_a_checkpoint_that_verl_builds_without_its_head_is_refused(violations_of, tmp_path):
+    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    save_checkpoint(tmp_path, transformers.GPT2Config(**still))
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "architectures": ["GPT2LMHeadModel"]}))
+    (violation,) = violations_of(tmp_path)
+    assert "verl builds gpt2 without its LM head: GPT2LMHeadModel" in violation.why
 
 
 def test_the_advised_override_lifts_attention_dropout(violations_of, tmp_path):

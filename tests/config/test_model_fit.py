@@ -54,6 +54,25 @@ def test_the_critic_has_a_size_of_its_own(violations_of):
 
 def test_fused_kernels_need_a_head_that_comes_last(violations_of):
     assert violations_of(transformers.Qwen3Config(**TINY), **{FUSED: True}) == []
-    (violation,) = violations_of(transformers.Gemma3TextConfig(**TINY), **{FUSED: True})
+    (violation,) = violations_of(transformers.CohereConfig(**TINY), **{FUSED: True})
     assert violation.rule == "fused_kernels_model"
+    assert "CohereForCausalLM changes what its head puts out" in violation.why
     assert violation.fix == f"{FUSED}=False"
+
+
+def test_fused_kernels_refuse_a_head_with_a_bias(violations_of):
+    (violation,) = violations_of(transformers.PhiConfig(**TINY), **{FUSED: True})
+    assert "the head has a bias" in violation.why
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Olmo2", "Gemma3Text", "Glm4"])
+def test_fused_kernels_take_every_head_that_comes_last(violations_of, name):
+    assert violations_of(getattr(transformers, f"{name}Config")(**TINY, pad_token_id=0), **{FUSED: True}) == []
+
+
+def test_models_without_gradient_checkpointing_are_refused_with_it_and_run_without(violations_of):
+    sizes = {**TINY, "pad_token_id": 0, "num_key_value_heads": 1, "num_experts_per_tok": 2, "kv_channels": 8}
+    key = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    (violation,) = violations_of(transformers.JetMoeConfig(**sizes), **{key: True})
+    assert (violation.rule, violation.fix) == ("gradient_checkpointing_model", f"{key}=False")
+    assert violations_of(transformers.JetMoeConfig(**sizes), **{key: False}) == []

@@ -13,7 +13,6 @@ from rule_cases import (
     ACTOR,
     BREAKING,
     BREAKING_FOR_THE_TRAINER,
-    GEMMA2,
     MODEL,
     REF,
     ROLLOUT,
@@ -44,16 +43,15 @@ def names(violations) -> list[str]:
 
 
 @pytest.fixture
-def broken(make_config, gemma2, without_library):
+def broken(make_config, folders, without_library):
     """A config in a mode with settings that break a rule; the critic's mode is the actor's."""
 
     def make(rule: Rule, mode: Mode, settings: dict[str, Any]) -> DictConfig:
         if rule.name == "prefix_grouper_library":
             without_library()
         critic = {"critic.model.use_remove_padding": FLAGS[mode][1]}
-        return make_config(
-            mode, {key: gemma2 if value == GEMMA2 else value for key, value in {**critic, **settings}.items()}
-        )
+        settings = {key: folders.get(value, value) for key, value in {**critic, **settings}.items()}
+        return make_config(mode, settings)
 
     return make
 

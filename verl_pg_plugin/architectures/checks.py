@@ -11,17 +11,20 @@ from typing import Any
 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from verl_pg_plugin.architectures.randomness import random_reasons
+from verl_pg_plugin.architectures.refused_types import REFUSED_TYPES
 from verl_pg_plugin.mixers import MIXERS, count_layers, unknown_layer_types
 from verl_pg_plugin.modalities import modality_obstacles
 from verl_pg_plugin.reason import Reason
 
 __all__ = [
-    "HEAD_COMES_LAST",
     "REPLACED_ATTENTION",
     "Reason",
     "class_reasons",
@@ -29,9 +32,6 @@ __all__ = [
     "lm_head_reasons",
     "unsupported_reasons",
 ]
-
-HEAD_COMES_LAST = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types tested to return the head's output as it is; others may scale or cap it."""
 
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 """Attention implementations that attention over shared prefixes stands in for."""
@@ -53,14 +53,19 @@ def unsupported_reasons(
     reasons = config_reasons(hf_config)
     auto_class = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
     brings_own_class = trust_remote_code and auto_class in (getattr(hf_config, "auto_map", None) or {})
-    if not reasons and not brings_own_class:
+    if not brings_own_class and all(reason.fix for reason in reasons):
         reasons += _value_model_reasons(hf_config) if value_model else _causal_lm_reasons(hf_config)
-    return reasons
+    return _weightiest(reasons)
 
 
 def config_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     """What the config alone says against sharing prefixes."""
-    return [reason for check in _CHECKS for reason in check(hf_config)]
+    return _weightiest([reason for check in _CHECKS for reason in check(hf_config)])
+
+
+def _weightiest(reasons: list[Reason]) -> list[Reason]:
+    """Those that no override lifts; where there is none, all. Each once."""
+    return list(dict.fromkeys([reason for reason in reasons if not reason.fix] or reasons))
 
 
 def class_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
@@ -79,10 +84,21 @@ def lm_head_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
     return []
 
 
-def _encoder_decoder(hf_config: PretrainedConfig) -> list[Reason]:
+def _encoder(hf_config: PretrainedConfig) -> list[Reason]:
     if getattr(hf_config, "is_encoder_decoder", False):
         return [Reason(f"{hf_config.model_type} is an encoder-decoder; only decoders share causal prefixes")]
+    if type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return [Reason(f"{hf_config.model_type} is an encoder, whose tokens see later ones")]
     return []
+
+
+def _refused_type(hf_config: PretrainedConfig) -> list[Reason]:
+    why = REFUSED_TYPES.get(hf_config.model_type)
+    return [Reason(f"{hf_config.model_type} {why}")] if why else []
+
+
+def _random(hf_config: PretrainedConfig) -> list[Reason]:
+    return random_reasons(hf_config.get_text_config())
 
 
 def _length_dependent_rope(hf_config: PretrainedConfig) -> list[Reason]:
@@ -116,19 +132,50 @@ def _causal_lm_reasons(hf_config: PretrainedConfig) -> list[Reason]:
         return [Reason(f"transformers has no causal language model for {hf_config.model_type!r}")]
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     model_class = found[0] if isinstance(found, (tuple, list)) else found
-    return class_reasons(model_class) or lm_head_reasons(model_class)
+    return (
+        class_reasons(model_class)
+        or lm_head_reasons(model_class)
+        or _headless(hf_config, model_class)
+        or _key_value_heads(hf_config)
+    )
+
+
+def _headless(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> list[Reason]:
+    """verl builds the bare trunk unless ``architectures`` of the checkpoint says ForCausalLM."""
+    name = (getattr(hf_config, "architectures", None) or [model_class.__name__])[0]
+    if "ForCausalLM" in name or type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return []
+    return [Reason(f"verl builds {hf_config.model_type} without its LM head: {name} is not called ...ForCausalLM")]
+
+
+def _key_value_heads(hf_config: PretrainedConfig) -> list[Reason]:
+    text = hf_config.get_text_config()
+    if hasattr(text, "num_key_value_heads"):
+        return []
+    number = getattr(text, "num_attention_heads", "<attention heads>")
+    return [
+        Reason(
+            f"verl reads num_key_value_heads, which {hf_config.model_type} does not have",
+            fix=f"++actor_rollout_ref.model.override_config.num_key_value_heads={number}",
+        )
+    ]
 
 
 def _value_model_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     if type(hf_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         return [Reason(f"transformers has no token classifier for {hf_config.model_type!r}, which a critic needs")]
-    return class_reasons(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)])
+    if isinstance(getattr(hf_config, "hidden_dropout", None), float):
+        # ``hidden_dropout = "0"`` in verl's engine; configs of transformers 5 check the types of their fields.
+        return [Reason(f"verl writes text into hidden_dropout, which a config of {hf_config.model_type} refuses")]
+    return class_reasons(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)]) or _key_value_heads(hf_config)
 
 
 _CHECKS: tuple[Callable[[PretrainedConfig], list[Reason]], ...] = (
-    _encoder_decoder,
+    _encoder,
+    _refused_type,
     modality_obstacles,
     _length_dependent_rope,
     _layer_types,
     _mixers,
+    _random,
 )

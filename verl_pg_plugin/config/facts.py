@@ -111,6 +111,9 @@ SOURCES: dict[str, Source] = {
     "activation_offload": Source(
         ("{model}.enable_activation_offload",), lambda engine, model: model.enable_activation_offload
     ),
+    "gradient_checkpointing": Source(
+        ("{model}.enable_gradient_checkpointing",), lambda engine, model: model.enable_gradient_checkpointing
+    ),
     "attn_implementation": Source(
         ("{model}.override_config.attn_implementation",),
         lambda engine, model: (model.override_config or {}).get("attn_implementation"),

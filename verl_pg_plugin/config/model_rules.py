@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from verl_pg_plugin.architectures.head_probe import fused_obstacle
+from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
@@ -55,6 +58,21 @@ def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
     return f"{elsewhere}{USE_PREFIX_GROUPER}=False (stock verl)"
 
 
+def head_is_not_fused(facts: Facts) -> str:
+    """Why verl's fused kernels cannot stand in for the head of transformers' own class, empty if they can.
+
+    A class that the checkpoint brings along is examined by the engine that has built it.
+    """
+    known = type(facts.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return fused_obstacle(skeleton(facts.hf_config)) if known else ""
+
+
+def cannot_checkpoint(hf_config: Any) -> bool:
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False  # a class of the checkpoint's own: verl asks it
+    return not MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].supports_gradient_checkpointing
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "ulysses_heads",
@@ -71,13 +89,19 @@ MODEL_RULES: tuple[Rule, ...] = (
         "fused_kernels_model",
         PACKED,
         ("use_fused_kernels",),
-        lambda value, facts: is_on(value, facts) and facts.hf_config.model_type not in HEAD_COMES_LAST,
-        lambda value, facts: (
-            f"model type {facts.hf_config.model_type} is not known to return its head's output as it is; known are "
-            f"{', '.join(sorted(HEAD_COMES_LAST))}"
-        ),
+        lambda value, facts: is_on(value, facts) and bool(head_is_not_fused(facts)),
+        lambda value, facts: head_is_not_fused(facts),
         set_to("False"),
         roles=frozenset({Role.ACTOR, Role.REF}),
+        needs_model=True,
+    ),
+    Rule(
+        "gradient_checkpointing_model",
+        SHARING,
+        ("gradient_checkpointing",),
+        lambda value, facts: is_on(value, facts) and cannot_checkpoint(facts.hf_config),
+        lambda value, facts: f"transformers has no gradient checkpointing for {facts.hf_config.model_type}",
+        set_to("False"),
         needs_model=True,
     ),
     Rule(

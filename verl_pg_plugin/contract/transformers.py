@@ -31,26 +31,32 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "transformers.PreTrainedModel",
-        "architectures/checks.py engine/compiled_layers.py",
+        "architectures/checks.py config/model_rules.py engine/compiled_layers.py",
+        supports_gradient_checkpointing=EXISTS,
         _supports_attention_backend=EXISTS,
         _is_stateful=EXISTS,
         _no_split_modules=EXISTS,
     ),
     *_parts(
         "transformers.PreTrainedModel",
-        "cost/flops.py",
+        "architectures/head_probe.py cost/flops.py",
         get_output_embeddings="(self)",
         get_input_embeddings="(self)",
+        base_model=EXISTS,
+        get_decoder="(self)",
     ),
     *_parts(
         "transformers",
-        "architectures/checks.py config/checkpoint_checks.py cost/flops.py cost/row_memory.py cpu/generation.py "
+        "architectures/checks.py architectures/randomness.py architectures/skeleton.py config/checkpoint_checks.py "
+        "config/model_rules.py cost/flops.py cost/row_memory.py cpu/generation.py "
         "cpu/server.py cli/doctor/sharing.py engine/shared_model.py mixers/__init__.py mixers/attention.py "
         "mixers/protocol.py modalities/__init__.py modalities/protocol.py modalities/text.py "
         f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
         MODEL_FOR_CAUSAL_LM_MAPPING=EXISTS,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING=EXISTS,
+        MODEL_FOR_MASKED_LM_MAPPING=EXISTS,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING=EXISTS,
         AutoConfig=EXISTS,
         AutoModelForCausalLM=EXISTS,
@@ -81,6 +87,11 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         f"models/packed_inputs_mixin.py {_SPLIT_LLAMA_FILE}",
         BaseModelOutputWithPast="(last_hidden_state, past_key_values, ...)",
         CausalLMOutputWithPast="(loss, logits, past_key_values, ...)",
+    ),
+    *_parts(
+        "transformers.modeling_outputs",
+        "architectures/head_probe.py",
+        MoeModelOutputWithPast="(last_hidden_state, ...)",
     ),
     *_parts("transformers.utils", "models/packed_inputs_mixin.py", can_return_tuple="(func)"),
     *_parts(

@@ -1,15 +1,14 @@
 """FLOPs of the rows that are really computed."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.cost.pairs import num_pairs, visible_pairs
 from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.prefix_order import IntArray
@@ -18,7 +17,7 @@ from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
 FORWARDS_OF_AN_UPDATE = 3
 """An update in units of its forward: a backward computes two matrix products for each of the forward's."""
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Names that transformers' configs have for them."""
 
@@ -74,13 +73,7 @@ class ModelFlops:
         Raises:
             ValueError: transformers has no causal language model for it, or see ``of``.
         """
-        with torch.device("meta"):
-            # Which attention runs changes no weight, and the default may be one that is not installed here.
-            return cls.of(
-                AutoModelForCausalLM.from_config(
-                    copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
-                )
-            )
+        return cls.of(skeleton(config, trust_remote_code))
 
     def segments(self, start: IntArray, rows: IntArray, head_rows: IntArray) -> NDArray[np.float64]:
         """FLOPs of each of S segments, rows that follow ``start`` shared ones.

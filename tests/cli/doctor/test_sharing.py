@@ -135,8 +135,8 @@ def test_a_head_that_is_not_cut_in_chunks_is_a_remark(packed: list[str], tmp_pat
         assert section.problems == ()
         return dict(section.rows).get("prefix_grouper.logits_chunk_size")
 
-    olmo = f"actor_rollout_ref.model.path={save_tiny_model(tmp_path, 'olmo2')}"
+    cohere = f"actor_rollout_ref.model.path={save_tiny_model(tmp_path, 'cohere', pad_token_id=0)}"
     assert remark() is None
-    assert "logits of all response rows are held at once (model type olmo2" in (remark(olmo) or "")
-    assert remark(olmo, "prefix_grouper.logits_chunk_size=0") is None
-    assert remark(olmo, f"{ACTOR}.use_prefix_grouper=False") is None
+    assert "logits of all response rows are held at once (CohereForCausalLM changes" in (remark(cohere) or "")
+    assert remark(cohere, "prefix_grouper.logits_chunk_size=0") is None
+    assert remark(cohere, f"{ACTOR}.use_prefix_grouper=False") is None

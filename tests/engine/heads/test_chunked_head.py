@@ -8,6 +8,7 @@ import torch
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 
+from tests.architectures.tiny_configs import tiny_config
 from tests.engine.ranks import on_ranks
 from tests.support import (
     Result,
@@ -19,6 +20,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
+from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.engine.heads import chunked_head
 from verl_pg_plugin.engine.heads.chunked_head import ChunkedHead
 from verl_pg_plugin.engine.heads.lm_head import HeadJob
@@ -67,17 +69,15 @@ def test_what_is_frozen_costs_no_gradient_and_the_rest_gets_its_own(
     assert len(products) == (0 if frozen == "weight" else 4), "one for each chunk"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "head", "reason"),
-    [
-        ("qwen3", torch.nn.Sequential(torch.nn.Linear(2, 3)), "the head is a torch.nn.modules.container.Sequential"),
-        ("gemma", torch.nn.Linear(2, 3), "model type gemma is not known"),
-    ],
-    ids=["adapters on the head", "unknown model"],
-)
-def test_it_steps_aside_with_a_warning_where_logits_may_not_be_its_output(
-    model_type: str, head: torch.nn.Module, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type), get_output_embeddings=lambda: head)
+def test_it_steps_aside_with_a_warning_where_adapters_are_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)))
     assert ChunkedHead.install(model, 4) is None
-    assert reason in caplog.text
+    assert "the head is a torch.nn.modules.container.Sequential" in caplog.text
+
+
+def test_it_steps_aside_with_a_warning_where_logits_are_capped_behind_the_head(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert ChunkedHead.install(skeleton(tiny_config("gemma2")), 4) is None
+    assert "Gemma2ForCausalLM changes what its head puts out" in caplog.text
+    assert ChunkedHead.install(skeleton(tiny_config("gemma2", final_logit_softcapping=None)), 4) is not None

@@ -12,7 +12,9 @@ from transformers import AutoConfig, PretrainedConfig
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model import update_model_config
 
-from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST, unsupported_reasons
+from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.architectures.head_probe import head_obstacle
+from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
 from verl_pg_plugin.config.facts import Role, effective_sp_size
@@ -112,9 +114,8 @@ def sharing(config: DictConfig) -> Section:
             "where that is cheaper, its parts hand on what they share" if carries else "each part computes the prompt"
         )
         rows.append((CARRY, what))
-    if hf_config and hf_config.model_type not in HEAD_COMES_LAST and OmegaConf.select(config, LOGITS_CHUNK_SIZE):
-        known = ", ".join(sorted(HEAD_COMES_LAST))
-        why = f"model type {hf_config.model_type}, chunks are for {known}"
+    asked = hf_config is not None and OmegaConf.select(config, LOGITS_CHUNK_SIZE)
+    if asked and (why := head_obstacle(skeleton(hf_config))):
         rows.append((LOGITS_CHUNK_SIZE, f"not in force: logits of all response rows are held at once ({why})"))
     return Section("Sharing", tuple(rows), tuple(_problems(group, limits, carries)))
 

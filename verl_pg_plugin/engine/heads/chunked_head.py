@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead, head_obstacles
+from verl_pg_plugin.architectures.head_probe import head_obstacle
+from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,13 @@ class ChunkedHead(JobHead):
         """Put a chunked head into a transformers model; None, with a warning, where it could change the numbers.
 
         Args:
-            module: see ``head_obstacles``.
+            module: see ``head_obstacle``.
             chunk_size: rows of logits held at once, or up to twice as many uncut; 0 for all of them.
         """
         if chunk_size <= 0:
             return None
-        if reasons := head_obstacles(module):
-            logger.warning("logits of all response rows are held at once: %s", "; ".join(reasons))
+        if obstacle := head_obstacle(module):
+            logger.warning("logits of all response rows are held at once: %s", obstacle)
             return None
         return cls(module.get_output_embeddings(), chunk_size)
 

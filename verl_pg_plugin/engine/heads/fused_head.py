@@ -8,8 +8,9 @@ from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.architectures.head_probe import fused_obstacle
 from verl_pg_plugin.engine.batch.sequences import BatchError
-from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead, head_obstacles
+from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
 
 OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 FusedOutputs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -27,19 +28,16 @@ class FusedHead(JobHead):
         """Put a fused head into a transformers model.
 
         Args:
-            module: see ``head_obstacles``.
+            module: see ``head_obstacle``.
             backend: verl's ``model.fused_kernel_options.impl_backend``.
 
         Raises:
-            ValueError: the model's head is not a plain matrix.
+            ValueError: the model's head is not a plain matrix, or it does not come last.
         """
-        reasons = head_obstacles(module)
-        head = module.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            reasons.append("the head has a bias, which the fused kernels leave out")
-        if reasons:
-            raise ValueError(f"use_fused_kernels=True: {'; '.join(reasons)}; {OFF}")
-        return cls(head, fused_outputs(backend))
+        obstacle = fused_obstacle(module)
+        if obstacle:
+            raise ValueError(f"use_fused_kernels=True: {obstacle}; {OFF}")
+        return cls(module.get_output_embeddings(), fused_outputs(backend))
 
     def wants(self, job: HeadJob) -> bool:
         return True

@@ -8,15 +8,12 @@ return log-probs (and entropy) in place of logits, where FSDP has gathered its w
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import torch_functional as verl_F
-
-from verl_pg_plugin.architectures.checks import HEAD_COMES_LAST
 
 
 @dataclass(frozen=True)
@@ -93,19 +90,3 @@ class JobHead(ABC):
             return F.linear(hidden_1NE, self.head.weight, self.head.bias)
         job, self.job = self.job, None  # a job is for one forward
         return self.compute(hidden_1NE.squeeze(0), job).unsqueeze(0)
-
-
-def head_obstacles(module: Any) -> list[str]:
-    """Reasons why the outputs of a job would not come out of ``module`` unchanged.
-
-    Args:
-        module: an unwrapped causal LM of transformers, after adapters were put into it.
-    """
-    head = module.get_output_embeddings()
-    obstacles = {
-        f"model type {module.config.model_type} is not known to return the head's output": (
-            module.config.model_type not in HEAD_COMES_LAST
-        ),
-        f"the head is a {type(head).__module__}.{type(head).__qualname__}": type(head) is not nn.Linear,
-    }
-    return [reason for reason, applies in obstacles.items() if applies]

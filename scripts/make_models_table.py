@@ -1,0 +1,155 @@
+#!/usr/bin/env python
+"""docs/models.md from the results of the tests of every architecture.
+
+    python -m pytest tests/architectures/test_every_model.py --junitxml=outputs/models.xml
+    python scripts/make_models_table.py --record outputs/models.xml    # keeps them, and writes docs/models.md
+    python scripts/make_models_table.py --check                        # fails if that would change it
+
+Results are kept by the version of transformers: run the tests under the lowest and the highest that is supported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TABLE, RECORD = Path("docs/models.md"), Path("docs/data/models.json")
+RENEW = (
+    "python -m pytest tests/architectures/test_every_model.py --junitxml=outputs/models.xml && "
+    "python scripts/make_models_table.py --record outputs/models.xml"
+)
+HEADER = """\
+# Models that packed mode runs
+
+Made from the results of `tests/architectures/test_every_model.py` by `scripts/make_models_table.py`: every type that
+transformers has a causal language model for, {versions}.
+
+**{exact} are exact**: through verl's FSDP2 engine with gradient checkpointing, every log-prob, entropy and parameter's
+gradient is within 1e-5 of those of each sequence alone, in float32.
+
+| model type | head in chunks | value head | kernels | needs |
+|---|---|---|---|---|
+"""
+NOTES = """
+- **head in chunks**: logits of `prefix_grouper.logits_chunk_size` rows at once, and verl's fused kernels where the head
+  has no bias. "no" where the model scales or caps its logits behind the head: those of all response rows are held.
+- **value head**: a critic of this type runs, with the same exactness.
+- **kernels**: those that fit the heads of a released checkpoint. sdpa runs everywhere and is slow on a GPU. Capped
+  scores (Gemma 2) need flash-attn; on a CPU they are tested with attention written out.
+- **needs**: overrides under `++actor_rollout_ref.model.override_config.` (checkpointing: under
+  `actor_rollout_ref.model.`) without which the type's default config is refused.
+- **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The
+  load-balancing loss (`output_router_logits=True`) counts shared rows once and so differs from that of repeated
+  prompts; verl's FSDP engine never adds it to its loss, with or without packed mode.
+- **Latent attention** (DeepSeek, GLM 4 MoE Lite, LongCat Flash, Youtu): values narrower than keys are padded for the
+  kernels that want it.
+- **Learned attention sinks** (gpt-oss) are refused: a sink is one more key of every row, which none of the kernels
+  takes together with lengths that differ between queries and keys.
+- **Biases that softmax ignores** (of OPT's keys) have a gradient of zero, and are held against the largest of the
+  weight beside them.
+"""
+
+
+def read_results(path: Path) -> tuple[str, dict[str, Any]]:
+    """Version of transformers and outcome by model type; ValueError where a test failed or said nothing."""
+    versions, outcomes = set(), {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        said = {entry.attrib["name"]: entry.attrib["value"] for entry in case.iter("property")}
+        if case.find("failure") is not None or case.find("error") is not None or "model" not in said:
+            raise ValueError(f"{path}: {case.attrib['name']} did not pass")
+        versions.add(said["transformers"])
+        outcomes.update(json.loads(said["model"]))
+    if len(versions) != 1:
+        raise ValueError(f"{path} holds results of {len(versions)} versions of transformers, wanted are those of one")
+    return versions.pop(), outcomes
+
+
+def read_record(root: Path) -> dict[str, dict[str, Any]]:
+    """Outcomes by version of transformers, the lowest first, and model type."""
+    path = root / RECORD
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return dict(sorted(record.items(), key=lambda item: tuple(map(int, item[0].split(".")))))
+
+
+def keep(path: Path, root: Path) -> None:
+    """Replace what the record has of one version."""
+    version, outcomes = read_results(path)
+    record = {**read_record(root), version: dict(sorted(outcomes.items()))}
+    (root / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def render(record: dict[str, dict[str, Any]]) -> str:
+    """The whole document."""
+    newest_first = list(reversed(record.items()))
+    newest = newest_first[0][0]
+    latest = {}
+    for version, outcomes in reversed(newest_first):
+        latest.update({model_type: (version, outcome) for model_type, outcome in outcomes.items()})
+    lines = {"exact": [], "refused": [], "not run": []}  # type: dict[str, list[str]]
+    for model_type, (version, outcome) in sorted(latest.items()):
+        name = f"{model_type}{_versions(model_type, version, newest, record)}"
+        if outcome["status"] == "exact":
+            yes = ["yes" if outcome[column] else "no" for column in ("head_in_chunks", "value_head")]
+            cells = [name, *yes, _kernels(outcome["kernels"]), ", ".join(f"`{need}`" for need in outcome["needs"])]
+        else:
+            cells = [name, outcome["why"]]
+        lines[outcome["status"]].append(f"| {' | '.join(cells)} |")
+    versions = " and ".join(f"{len(outcomes)} in {version}" for version, outcomes in record.items())
+    other = "| model type | why |\n|---|---|\n"
+    return (
+        HEADER.format(versions=versions, exact=len(lines["exact"]))
+        + "\n".join(lines["exact"])
+        + f"\n{NOTES}\n**{len(lines['refused'])} are refused** by name, before anything starts:\n\n{other}"
+        + "\n".join(lines["refused"])
+        + f"\n\n**{len(lines['not run'])} are not run**:\n\n{other}"
+        + "\n".join(lines["not run"])
+        + "\n"
+    )
+
+
+def _versions(model_type: str, version: str, newest: str, record: dict[str, dict[str, Any]]) -> str:
+    """Where a type is not the same in all versions."""
+    if version != newest:
+        return f" (up to {version})"
+    of_type = {other: outcomes.get(model_type) for other, outcomes in record.items()}
+    notes = []
+    for other, outcome in of_type.items():
+        if outcome is None:
+            notes.append(f"not in {other}")
+        elif outcome["status"] != of_type[newest]["status"]:
+            notes.append(f"{other}: {outcome['status']}")
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def _kernels(names: list[str]) -> str:
+    return "all" if len(names) == 4 else ", ".join(names)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 if the table is stale or cannot be made."""
+    parser = argparse.ArgumentParser(description="docs/models.md from the results of the tests")
+    parser.add_argument("--record", type=Path, nargs="*", default=[], help="junit files of pytest, to keep first")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if docs/models.md is stale")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="checkout that holds docs")
+    options = parser.parse_args(arguments)
+    try:
+        for path in options.record:
+            keep(path, options.root)
+        document, table = render(read_record(options.root)), options.root / TABLE
+        if not options.check:
+            table.write_text(document)
+        elif not table.exists() or table.read_text() != document:
+            raise ValueError(f"{TABLE} is stale; renew it: python scripts/make_models_table.py")
+    except (OSError, ValueError, ElementTree.ParseError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What packed mode does with an architecture, as far as configs and classes tell."""
+
+from dataclasses import dataclass, field
+
+import transformers
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+from tests.architectures.tiny_configs import tiny_config
+from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.architectures.head_probe import head_obstacle
+from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.reason import Reason
+
+EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
+NOT_BUILT = {
+    "dbrx": "transformers builds no model from its default config",
+    "musicgen": "its config needs those of three other models",
+    "musicgen_melody": "its config needs those of three other models",
+}
+
+RELEASED: dict[str, dict[str, int]] = {"glm4_moe": {"head_dim": 128}}
+"""What checkpoints say of a head, where the default config does not."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row of docs/models.md.
+
+    Attributes:
+        status: ``EXACT`` once a test has shown it.
+        why: of a status that is not exact.
+        head_in_chunks: the head comes last, so chunks and verl's fused kernels can stand in for it.
+        value_head: a critic of this type runs.
+        kernels: those that fit the heads of a released checkpoint.
+        needs: overrides without which its default config is refused.
+    """
+
+    status: str
+    why: str = ""
+    head_in_chunks: bool = False
+    value_head: bool = False
+    kernels: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+
+
+def outcome_of(model_type: str) -> Outcome:
+    """What is expected of a type, and what a test of its engine has to bear out."""
+    if model_type in NOT_BUILT:
+        return Outcome(NOT_RUN, NOT_BUILT[model_type])
+    default = transformers.AutoConfig.for_model(model_type)
+    reasons = unsupported_reasons(default, trust_remote_code=False)
+    if found := _final(reasons) or _final(unsupported_reasons(tiny_config(model_type), trust_remote_code=False)):
+        return Outcome(REFUSED, "; ".join(reason.why for reason in found))
+    released = transformers.AutoConfig.for_model(model_type, **RELEASED.get(model_type, {}))
+    needs = attention_needs(released.get_text_config())
+    overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
+    if not supports_checkpointing(model_type):
+        overrides.append("enable_gradient_checkpointing=False")
+    return Outcome(
+        EXACT,
+        head_in_chunks=not head_obstacle(skeleton(tiny_config(model_type))),
+        value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+        and not unsupported_reasons(tiny_config(model_type), trust_remote_code=False, value_model=True),
+        kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
+        needs=overrides,
+    )
+
+
+def supports_checkpointing(model_type: str) -> bool:
+    return model_class(transformers.AutoConfig.for_model(model_type)).supports_gradient_checkpointing
+
+
+def model_class(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _final(reasons: list[Reason]) -> list[Reason]:
+    """Those that no override lifts."""
+    return [reason for reason in reasons if not reason.fix]

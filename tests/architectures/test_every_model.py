@@ -1,0 +1,116 @@
+"""Every causal language model of transformers is exact through the engine, or refused by name."""
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from tests.architectures.outcome import EXACT, NOT_RUN, outcome_of, supports_checkpointing
+from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.attention.dense import attend_sequence
+from tests.engine.heads.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
+from tests.engine.test_exactness import CASES
+from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
+from verl_pg_plugin.attention.kernels import sdpa
+from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+SAMPLES = [
+    *CASES["uneven_groups_and_prompts_of_different_length"],
+    *CASES["multi_turn_branches_three_deep"],
+]
+SEED = 1
+"""Of the weights. With 0, the sum that is the gradient of one number of Apertus' activation cancels almost, and stock
+float32 itself is 1.6e-5 off float64."""
+ZERO_GRADIENTS = {
+    # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
+    "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)},
+}
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_exact_through_the_engine_or_refused_by_name(
+    model_type: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = outcome_of(model_type)
+    if expected.status == NOT_RUN:
+        with pytest.raises((AttributeError, StrictDataclassError)):
+            transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
+    if expected.status == EXACT:
+        if tiny_config(model_type).get_text_config().to_dict().get("attn_logit_softcapping"):
+            write_capped_scores_out(monkeypatch)
+        assert_actor_is_exact(model_type, tmp_path, expected.head_in_chunks)
+        if expected.value_head:
+            assert_critic_is_exact(model_type, tmp_path / "value")
+    record_property("transformers", transformers.__version__)
+    record_property("model", json.dumps({model_type: asdict(expected)}))
+
+
+def assert_actor_is_exact(model_type: str, folder: Path, head_in_chunks: bool, **overrides: Any) -> None:
+    """Log-probs, entropies, squared probabilities and gradients, with gradient checkpointing wherever there is any."""
+    torch.manual_seed(SEED)
+    config = tiny_config(model_type, **overrides)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    batch = make_batch(SAMPLES, calculate_sum_pi_squared=True)
+    engine = make_engine(
+        str(folder),
+        packed=True,
+        engine={"logits_chunk_size": 5},
+        model={"enable_gradient_checkpointing": supports_checkpointing(model_type)},
+    )
+    assert (engine.job_head is not None) == head_in_chunks
+    actual, expected = run_engine(engine, batch, actor_loss()), run_reference(str(folder), batch, actor_loss())
+    zero = ZERO_GRADIENTS.get(model_type, set())
+    assert_same(without(actual, zero), without(expected, zero))
+    for name in zero:
+        largest = expected.gradients[name.replace("bias", "weight")].abs().max()
+        assert actual.gradients[name].abs().max() <= 1e-5 * largest
+
+
+def assert_critic_is_exact(model_type: str, folder: Path) -> None:
+    torch.manual_seed(SEED)
+    config = tiny_config(model_type, num_labels=1)
+    transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    batch = critic_batch(SAMPLES)
+    batch["returns"] = batch["returns"] + 2  # above all values, or what adds up to the bias's gradient cancels
+    engine = make_value_engine(str(folder))
+    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(str(folder), batch))
+
+
+def without(result: Result, names: set[str]) -> Result:
+    return replace(result, gradients={name: grad for name, grad in result.gradients.items() if name not in names})
+
+
+def write_capped_scores_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel for a CPU caps scores: attention written out takes the place of sdpa."""
+    monkeypatch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], softcap=True))
+    monkeypatch.setattr(sdpa, "attend", capped_attention)
+
+
+def capped_attention(q_THD, k_KGD, v_KGD, cu_seqlens_q, cu_seqlens_k, *longest, **options: Any) -> torch.Tensor:
+    lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    pieces = zip(q_THD.split(lengths[0]), k_KGD.split(lengths[1]), v_KGD.split(lengths[1]), strict=True)
+    return torch.cat([partial(attend_segment, **options)(*piece) for piece in pieces])
+
+
+def attend_segment(
+    q_LHD: torch.Tensor,
+    k_MGD: torch.Tensor,
+    v_MGD: torch.Tensor,
+    *,
+    softmax_scale: float,
+    window_size: int,
+    softcap: float,
+) -> torch.Tensor:
+    """The queries are the last L of M positions."""
+    before = len(k_MGD) - len(q_LHD)
+    q_MHD = torch.cat([q_LHD.new_zeros(before, *q_LHD.shape[1:]), q_LHD])
+    return attend_sequence(q_MHD, k_MGD, v_MGD, softmax_scale, window_size, softcap)[before:]

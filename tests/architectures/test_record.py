@@ -1,0 +1,58 @@
+"""docs/models.md is what the record says, and the record is what the installed transformers does."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import transformers
+
+from scripts.make_models_table import RECORD, RENEW, main, read_record
+from tests.architectures.outcome import outcome_of
+from tests.architectures.tiny_configs import MODEL_TYPES
+
+REPOSITORY = Path(__file__).parents[2]
+OUTCOMES = read_record(REPOSITORY)
+
+
+def supported_versions() -> list[str]:
+    lowest = re.search(r'"transformers>=([\d.]+)', (REPOSITORY / "pyproject.toml").read_text())
+    highest = re.search(r"^transformers==([\d.]+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    assert lowest is not None
+    assert highest is not None
+    return [lowest[1], highest[1]]
+
+
+def test_the_document_is_made_from_the_record() -> None:
+    assert main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("version", supported_versions())
+def test_sixty_architectures_are_exact_on_the_lowest_and_the_highest_transformers(version: str) -> None:
+    assert version in OUTCOMES, f"run {RENEW}"
+    assert sum(outcome["status"] == "exact" for outcome in OUTCOMES[version].values()) >= 60
+
+
+def test_every_type_of_the_installed_transformers_is_in_the_record_as_it_is() -> None:
+    recorded = OUTCOMES.get(transformers.__version__, {})
+    assert sorted(recorded) == list(MODEL_TYPES), f"run {RENEW}"
+    for model_type in MODEL_TYPES:
+        assert asdict(outcome_of(model_type)) == recorded[model_type], f"{model_type}: run {RENEW}"
+
+
+def test_a_document_that_differs_is_stale_and_a_failed_test_is_no_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RECORD).parent.mkdir(parents=True)
+    (tmp_path / RECORD).write_text(json.dumps(OUTCOMES))
+    assert main(["--root", str(tmp_path)]) == 0
+    assert main(["--root", str(tmp_path), "--check"]) == 0
+    table = tmp_path / "docs/models.md"
+    table.write_text(table.read_text().replace("| qwen3 | yes |", "| qwen3 | no |"))
+    assert main(["--root", str(tmp_path), "--check"]) == 1
+    assert "is stale" in capsys.readouterr().err
+    failed = tmp_path / "failed.xml"
+    failed.write_text('<testsuite><testcase classname="a" name="test[qwen3]"><failure/></testcase></testsuite>')
+    assert main(["--root", str(tmp_path), "--record", str(failed)]) == 1
+    assert "test[qwen3] did not pass" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""A tiny config of every causal language model that transformers can build from sizes alone."""
+
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+"""Every type that the installed transformers has a causal language model for."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Windows shorter than the prompts of the tests.
+    "sliding_window": 6,
+    # Experts, too many for a token to visit all.
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    # Latent attention, whose values are narrower than its keys.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+"""Given to a config that has a field of that name."""
+
+LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
+PER_LAYER = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "aria_text": {"num_experts_per_tok": 2},
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    "deepseek_v3": LATENT,
+    "dots1": {"n_routed_experts": 8},
+    "gemma3n_text": {
+        **PER_LAYER,
+        "pad_token_id": 96,  # a row of zeros has no gradient in transformers' model either
+        "laurel_rank": 8,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    # As every released checkpoint of theirs has.
+    "gemma4": {"vision_config": {}},
+    "gemma4_unified": {"vision_config": {}},
+    "gemma4_text": {**PER_LAYER, "global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
+    "glm4_moe_lite": LATENT,
+    "hunyuan_v1_moe": {"moe_topk": 2},
+    "jetmoe": {"kv_channels": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        **LATENT,
+        "num_layers": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 24,
+        "zero_expert_num": 4,
+        "routed_scaling_factor": 1.0,
+    },
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xlnet": {"d_head": 8},
+    "youtu": LATENT,
+}
+"""Sizes that have names of their own, and what switches a type's peculiarities on."""
+
+RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
+    """Two layers of 32 numbers: one of each kind that the type has, everything random switched off."""
+    default = transformers.AutoConfig.for_model(model_type)
+    fields = default.to_dict()
+    sizes = {name: value for name, value in SIZES.items() if name in fields or name in default.attribute_map}
+    sizes.setdefault("num_key_value_heads", SIZES["num_attention_heads"])  # which verl reads from every config
+    still = {
+        name: 0.0 for name, value in fields.items() if any(word in name for word in RANDOM) and isinstance(value, float)
+    }
+    kinds = list(dict.fromkeys(fields.get("layer_types") or ()))
+    layers = {"layer_types": [kinds[0], kinds[-1]]} if kinds else {}
+    return transformers.AutoConfig.for_model(
+        model_type, **{**sizes, **still, **layers, **OF_TYPE.get(model_type, {}), **overrides}
+    )
