@@ -53,14 +53,15 @@ class ModelFlops:
         head_weights = [] if head is None else list(head.parameters())
         lookups = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
         skip = {id(weight) for weight in (*head_weights, *lookups)}
-        per_row = 0.0
+        layers = count_layers(config)
+        per_row = sum(MIXERS[name].row_flops(config) for name in layers)
         for name, weight in module.named_parameters():
             if weight.ndim >= 2 and id(weight) not in skip:
                 per_row += 2 * weight.numel() * (_visited_experts(config) if ".experts." in name else 1)
         return cls(
             per_row=per_row,
             per_head_row=2.0 * sum(weight.numel() for weight in head_weights),
-            pairs=tuple(pair for name in count_layers(config) for pair in MIXERS[name].pair_costs(config)),
+            pairs=tuple(pair for name in layers for pair in MIXERS[name].pair_costs(config)),
         )
 
     @classmethod
