@@ -33,8 +33,7 @@ class Mixer(Protocol):
     Attributes:
         name: the key in ``MIXERS`` and in ``SharedRows.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
-        stateful_model_types: models that transformers marks as carrying a state from token to token, whose state is that
-            of its layers alone.
+        stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
         spreads_over_ranks: whether it mixes rows of a Ulysses group.
         carries: whether it reads rows that another micro-batch has computed; in a model with one that does not, each
             part of an oversized group computes what it shares again.
