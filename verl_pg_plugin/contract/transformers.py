@@ -39,15 +39,17 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     *_parts(
         "transformers.PreTrainedModel",
         "cost/flops.py",
+        get_decoder="(self)",
         get_output_embeddings="(self)",
         get_input_embeddings="(self)",
     ),
     *_parts(
         "transformers",
-        "architectures/checks.py config/checkpoint_checks.py cost/flops.py cost/row_memory.py cpu/generation.py "
-        "cpu/server.py cli/doctor/sharing.py engine/shared_model.py mixers/__init__.py mixers/attention.py "
-        "mixers/protocol.py modalities/__init__.py modalities/protocol.py modalities/text.py "
-        f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
+        "architectures/checks.py architectures/stock_faults.py config/checkpoint_checks.py cost/flops.py "
+        "cost/row_memory.py cpu/generation.py cpu/server.py cli/doctor/sharing.py engine/shared_model.py "
+        "mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py mixers/protocol.py modalities/__init__.py "
+        "modalities/protocol.py modalities/text.py engine/heads/value_model.py models/__init__.py "
+        f"models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
         MODEL_FOR_CAUSAL_LM_MAPPING=EXISTS,

@@ -55,7 +55,9 @@ class ModelFlops:
         skip = {id(weight) for weight in (*head_weights, *lookups)}
         layers = count_layers(config)
         per_row = sum(MIXERS[name].row_flops(config) for name in layers)
-        for name, weight in module.named_parameters():
+        # Pictures of a multimodal model cost what its tower computes; the rows counted here are those of the text.
+        text = module if module.config is config else module.get_decoder()
+        for name, weight in text.named_parameters():
             if weight.ndim >= 2 and id(weight) not in skip:
                 per_row += 2 * weight.numel() * (_visited_experts(config) if ".experts." in name else 1)
         return cls(

@@ -35,7 +35,7 @@ def kernel_obstacles(device_name: str) -> list[Reason]:
     """
     if device_name != "cuda":
         return []
-    if find_spec("fla") is None:
+    if not has_fla():
         return [
             Reason("Gated DeltaNet needs the kernels of flash-linear-attention, which is not installed", INSTALL_FLA)
         ]
@@ -46,6 +46,11 @@ def kernel_obstacles(device_name: str) -> list[Reason]:
         why = f"the backward of the gated delta rule is wrong on Hopper with Triton {first} to {fixed} (here {triton})"
         return [Reason(why, INSTALL_TRITON)]
     return []
+
+
+def has_fla() -> bool:
+    """Whether flash-linear-attention is installed, which transformers then takes on a GPU."""
+    return find_spec("fla") is not None
 
 
 @cache
