@@ -14,9 +14,11 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, save_checkpoint
 from omegaconf import DictConfig, OmegaConf
-from transformers import Gemma2Config
+from transformers import Gemma2Config, Qwen3NextConfig
 
 from verl_pg_plugin.config import Mode
+from verl_pg_plugin.mixers.gated_delta import kernels
+from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
 
 
 @pytest.fixture(scope="session")
@@ -30,15 +32,26 @@ def gemma2(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_checkpoint(tmp_path_factory.mktemp("gemma2"), Gemma2Config(**TINY)))
 
 
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with a layer that does not mix rows by attention."""
+    kinds = ["linear_attention", "full_attention"]
+    return str(save_checkpoint(tmp_path_factory.mktemp("qwen3_next"), Qwen3NextConfig(**TINY, layer_types=kinds)))
+
+
 @pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Takes upstream's library away for the rest of the test."""
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Takes away, for the rest of the test, what a rule asks of the machine, if it is such a rule."""
     find_spec = importlib.util.find_spec
 
-    def take() -> None:
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
-        )
+    def take(rule_name: str) -> None:
+        if rule_name == "prefix_grouper_library":
+            monkeypatch.setattr(
+                importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
+            )
+        if rule_name == "mixer_kernels":
+            monkeypatch.setattr(kernels, "has_fla", lambda: False)
+            monkeypatch.setattr(GatedDelta, "machine_obstacles", lambda self, device: kernels.kernel_obstacles("cuda"))
 
     return take
 

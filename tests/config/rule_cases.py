@@ -16,6 +16,8 @@ WITH_CRITIC = {
 }
 GEMMA2 = "<a Gemma2 checkpoint>"
 """Stands for the folder of one, whose head caps its output."""
+HYBRID = "<a Qwen3-Next checkpoint>"
+"""Of one with a Gated DeltaNet layer."""
 
 Cases = dict[str, list[dict[str, Any]]]
 
@@ -73,6 +75,9 @@ BREAKING: Cases = {
         {f"{ACTOR}.ulysses_sequence_parallel_size": 3},
         {**WITH_CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 3},
     ],
+    "mixer_ulysses": [{f"{MODEL}.path": HYBRID, f"{ACTOR}.ulysses_sequence_parallel_size": 2}],
+    "mixer_padded_groups": [{f"{MODEL}.path": HYBRID}],
+    "mixer_kernels": [{f"{MODEL}.path": HYBRID}],  # the fixture of the tests takes fla away
     "fused_kernels_model": [{f"{MODEL}.path": GEMMA2, f"{MODEL}.use_fused_kernels": True}],
 }
 """What both the validators and the engine see."""

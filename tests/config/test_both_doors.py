@@ -8,7 +8,7 @@ import pytest
 from config_support import FLAGS
 from engine_door import engine_configs
 from omegaconf import DictConfig
-from rule_cases import BREAKING, BREAKING_FOR_THE_TRAINER, GEMMA2, WITH_CRITIC
+from rule_cases import BREAKING, BREAKING_FOR_THE_TRAINER, GEMMA2, HYBRID, WITH_CRITIC
 
 from verl_pg_plugin.config import Mode
 from verl_pg_plugin.config.checkpoint_checks import roles_of
@@ -29,13 +29,12 @@ BOTH = [
 
 
 @pytest.fixture
-def broken(make_config, gemma2, without_library):
+def broken(make_config, gemma2, hybrid, without):
     def make(rule: Rule, mode: Mode, settings: dict[str, Any]) -> DictConfig:
-        if rule.name == "prefix_grouper_library":
-            without_library()
+        without(rule.name)
         critic = {"critic.model.use_remove_padding": FLAGS[mode][1]}
-        settings = {key: gemma2 if value == GEMMA2 else value for key, value in {**critic, **settings}.items()}
-        return make_config(mode, settings)
+        checkpoints = {GEMMA2: gemma2, HYBRID: hybrid}
+        return make_config(mode, {key: checkpoints.get(value, value) for key, value in {**critic, **settings}.items()})
 
     return make
 
