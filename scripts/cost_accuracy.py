@@ -26,10 +26,9 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.actor_cases import Case, Work, rows_of_ranks
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, config_of_shape
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
 from verl_pg_plugin.cost.flops import ModelFlops
 
@@ -60,7 +59,7 @@ class Measurement:
 @cache
 def work_of(model: str, case_name: str, stock: bool, world_size: int) -> Work:
     """FLOPs of the case on every rank, as ``bench_actor.py`` ran it."""
-    flops = ModelFlops.of_config(AutoConfig.for_model("qwen3", **SHAPES[model]))
+    flops = ModelFlops.of_config(config_of_shape(model))
     samples, group = Case.parse(case_name).samples(SHAPES[model]["vocab_size"], world_size)
     parts = rows_of_ranks(samples, group, stock, flops, world_size)
     return Work.of([[samples[row] for row in part] for part in parts], flops, checkpointing=True)

@@ -1,6 +1,6 @@
-"""Write a tiny Qwen3 checkpoint with a character tokenizer, for training on a CPU.
+"""Write a tiny checkpoint with a character tokenizer, for training on a CPU.
 
-    python scripts/make_tiny_checkpoint.py --output-dir DIR [--warm-up-steps 80] [--seed 0]
+    python scripts/make_tiny_checkpoint.py --output-dir DIR [--architecture qwen3] [--warm-up-steps 80] [--seed 0]
 
 The weights are random, then fitted for a few seconds on the arithmetic questions of ``make_arithmetic_data.py``
 (supervised, answer tokens only). Without this warm-up a random model hardly ever draws a right answer and RL
@@ -15,12 +15,13 @@ import random
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from data.whole_directory import whole_directory
 from make_arithmetic_data import MAX_NUMBER, chat, problems
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, UNKNOWN, START, END = "<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -49,27 +50,44 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_qwen3(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+}
+"""What each architecture has beside ``SIZES``, by model type."""
+
+
+def tiny_model(architecture: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Random float32 weights: 2 layers, hidden 128, 4 query heads over 2 key/value heads."""
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        **{**SIZES, **ARCHITECTURES[architecture]},
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, rng: random.Random) -> None:
+def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, rng: random.Random) -> None:
     """Fit the answers of random questions in place: ``steps`` AdamW steps on 32 rows each.
 
     Three quarters of the steps see the question without the preamble: attention finds two digits among thirty
@@ -95,7 +113,9 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: 
         optimizer.zero_grad()
 
 
-def make_tiny_checkpoint(output_dir: Path, *, warm_up_steps: int = 80, seed: int = 0) -> Path:
+def make_tiny_checkpoint(
+    output_dir: Path, *, architecture: str = "qwen3", warm_up_steps: int = 80, seed: int = 0
+) -> Path:
     """Write model, generation config and tokenizer to ``output_dir`` and return it.
 
     Raises:
@@ -103,7 +123,7 @@ def make_tiny_checkpoint(output_dir: Path, *, warm_up_steps: int = 80, seed: int
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
-    model = tiny_qwen3(tokenizer)
+    model = tiny_model(architecture, tokenizer)
     warm_up(model, tokenizer, warm_up_steps, random.Random(seed))
     with whole_directory(output_dir) as scratch:
         model.save_pretrained(scratch)
@@ -114,6 +134,7 @@ def make_tiny_checkpoint(output_dir: Path, *, warm_up_steps: int = 80, seed: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3")
     parser.add_argument("--warm-up-steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())

@@ -15,7 +15,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, config_of_shape
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 
 
@@ -64,7 +64,7 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
     dist.broadcast_object_list(names, src=0)
     if dist.get_rank() == 0:
         if args.model in SHAPES:
-            config = transformers.AutoConfig.for_model("qwen3", max_position_embeddings=1 << 17, **SHAPES[args.model])
+            config = config_of_shape(args.model, max_position_embeddings=1 << 17)
         else:
             config = transformers.AutoConfig.from_pretrained(args.model)
         if args.layers:

@@ -16,9 +16,9 @@ import torch
 from data.whole_directory import whole_directory
 from make_tiny_checkpoint import CHAT_TEMPLATE, END, PAD, START, UNKNOWN
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, config_of_shape
 
 MAX_POSITION_EMBEDDINGS = 1 << 17
 DATA_SOURCE = "random_words"
@@ -54,13 +54,12 @@ def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, seed: int 
     """
     with whole_directory(output_dir) as scratch:
         tokenizer = word_tokenizer(SHAPES[shape]["vocab_size"])
-        config = AutoConfig.for_model(
-            "qwen3",
+        config = config_of_shape(
+            shape,
             max_position_embeddings=MAX_POSITION_EMBEDDINGS,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
-            **SHAPES[shape],
         )
         torch.manual_seed(seed)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
