@@ -81,7 +81,9 @@ class ModelFlops:
             # Which attention runs changes no weight, and the default may be one that is not installed here.
             return cls.of(
                 AutoModelForCausalLM.from_config(
-                    copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
+                    copy.deepcopy(config.get_text_config()),
+                    trust_remote_code=trust_remote_code,
+                    attn_implementation="eager",
                 )
             )
 
