@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,22 @@ def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -
     for step in steps:
         assert step["critic/prefix_grouper/dedup_ratio"] > 8
         assert step["critic/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_hybrid_of_recurrence_and_attention_trains_in_packed_mode(tmp_path: Path) -> None:
+    scripts, files = REPOSITORY / "scripts", {}
+    commands = {
+        "MODEL_PATH": ["make_tiny_checkpoint.py", "--architecture", "qwen3_5_text", "--warm-up-steps", "20"],
+        "TRAIN_FILES": ["make_arithmetic_data.py"],
+    }
+    for name, (script, *options) in commands.items():
+        files[name] = str(tmp_path / name)
+        subprocess.run([sys.executable, scripts / script, "--output-dir", files[name], *options], check=True)
+    data = {"TRAIN_FILES": f"{files['TRAIN_FILES']}/train.parquet", "VAL_FILES": f"{files['TRAIN_FILES']}/test.parquet"}
+    summary, steps = train(tmp_path / "run", DEVICE="cpu", **{**files, **data})
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["actor/grad_norm"] > 0
+        assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"

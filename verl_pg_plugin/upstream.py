@@ -201,6 +201,37 @@ def value_models_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
         patched.load_valuehead_model = loader
 
 
+@contextmanager
+def forwards_left_alone() -> Iterator[None]:
+    """Within the block, verl's FSDP engine of this process builds its model without replacing forwards.
+
+    What: ``apply_monkey_patch`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put back at the
+    end of the block.
+    Why: for Qwen3.5 it puts its own forwards into transformers' classes, for all models of the process. They take no
+    ``logits_to_keep`` and drop the keywords that say which rows are shared. What else the engine asks of it, Ulysses
+    and fused kernels, packed mode does by other means.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl's forwards of Qwen3.5 hand on the keywords that they do not know.
+
+    Raises:
+        UpstreamChangedError: the function has other parameters than the block can answer for.
+    """
+    from verl.workers.engine.fsdp import transformer_impl
+
+    patched = transformer_impl.apply_monkey_patch
+    missing = {"model", "use_remove_padding", "ulysses_sp_size"} - inspect.signature(patched).parameters.keys()
+    if missing:
+        raise UpstreamChangedError(
+            f"verl.models.transformers.monkey_patch.apply_monkey_patch no longer takes {', '.join(sorted(missing))}; "
+            "Qwen3.5 needs verl>=0.9.0,<0.10"
+        )
+    transformer_impl.apply_monkey_patch = lambda **kwargs: None
+    try:
+        yield
+    finally:
+        transformer_impl.apply_monkey_patch = patched
+
+
 def drop_unreduced_gradients(module: Any) -> None:
     """Forget gradients that micro-batches have left for the last one of a mini-batch to reduce.
 

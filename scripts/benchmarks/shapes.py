@@ -63,6 +63,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "tie_word_embeddings": False,
+    },
 }
 
 

@@ -14,10 +14,12 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, save_checkpoint
 from omegaconf import DictConfig, OmegaConf
-from rule_cases import GEMMA2, JETMOE
-from transformers import Gemma2Config, JetMoeConfig
+from rule_cases import GEMMA2, HYBRID, JETMOE
+from transformers import Gemma2Config, JetMoeConfig, Qwen3NextConfig
 
 from verl_pg_plugin.config import Mode
+from verl_pg_plugin.mixers.gated_delta import kernels
+from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints that the placeholders of ``rule_cases`` stand for."""
     no_checkpointing = JetMoeConfig(**TINY, kv_channels=8, pad_token_id=0)
-    configs = {GEMMA2: Gemma2Config(**TINY), JETMOE: no_checkpointing}
+    hybrid = Qwen3NextConfig(**TINY, layer_types=["linear_attention", "full_attention"])
+    configs = {GEMMA2: Gemma2Config(**TINY), JETMOE: no_checkpointing, HYBRID: hybrid}
     return {
         name: str(save_checkpoint(tmp_path_factory.mktemp(config.model_type), config))
         for name, config in configs.items()
@@ -37,14 +40,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Takes upstream's library away for the rest of the test."""
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Takes away, for the rest of the test, what a rule asks of the machine, if it is such a rule."""
     find_spec = importlib.util.find_spec
 
-    def take() -> None:
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
-        )
+    def take(rule_name: str) -> None:
+        if rule_name == "prefix_grouper_library":
+            monkeypatch.setattr(
+                importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
+            )
+        if rule_name == "mixer_kernels":
+            monkeypatch.setattr(kernels, "has_fla", lambda: False)
+            monkeypatch.setattr(GatedDelta, "machine_obstacles", lambda self, device: kernels.kernel_obstacles("cuda"))
 
     return take
 

@@ -14,8 +14,8 @@ WITH_CRITIC = {
     "critic.model.path": f"${{{MODEL}.path}}",
     "critic.ppo_micro_batch_size_per_gpu": 8,
 }
-GEMMA2, JETMOE = "<a Gemma2 checkpoint>", "<a JetMoe checkpoint>"
-"""Stand for the folder of one: a head that caps its output, layers without gradient checkpointing."""
+GEMMA2, JETMOE, HYBRID = "<a Gemma2 checkpoint>", "<a JetMoe checkpoint>", "<a Qwen3-Next checkpoint>"
+"""Stand for the folder of one: a head that caps its output, layers without gradient checkpointing, or with states."""
 
 Cases = dict[str, list[dict[str, Any]]]
 
@@ -73,6 +73,9 @@ BREAKING: Cases = {
         {f"{ACTOR}.ulysses_sequence_parallel_size": 3},
         {**WITH_CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 3},
     ],
+    "mixer_ulysses": [{f"{MODEL}.path": HYBRID, f"{ACTOR}.ulysses_sequence_parallel_size": 2}],
+    "mixer_padded_groups": [{f"{MODEL}.path": HYBRID}],
+    "mixer_kernels": [{f"{MODEL}.path": HYBRID}],  # the fixture of the tests takes fla away
     "fused_kernels_model": [{f"{MODEL}.path": GEMMA2, f"{MODEL}.use_fused_kernels": True}],
     "gradient_checkpointing_model": [{f"{MODEL}.path": JETMOE, f"{MODEL}.enable_gradient_checkpointing": True}],
 }

@@ -29,10 +29,9 @@ BOTH = [
 
 
 @pytest.fixture
-def broken(make_config, folders, without_library):
+def broken(make_config, folders, without):
     def make(rule: Rule, mode: Mode, settings: dict[str, Any]) -> DictConfig:
-        if rule.name == "prefix_grouper_library":
-            without_library()
+        without(rule.name)
         critic = {"critic.model.use_remove_padding": FLAGS[mode][1]}
         settings = {key: folders.get(value, value) for key, value in {**critic, **settings}.items()}
         return make_config(mode, settings)

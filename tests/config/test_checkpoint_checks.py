@@ -14,12 +14,6 @@ from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
 
 PATH = "actor_rollout_ref.model.path"
 TRUST = "actor_rollout_ref.model.trust_remote_code"
-LINEAR_ATTENTION = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-}
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Qwen2VLConfig(), "multimodal"),
         (transformers.Gemma3Config(), "multimodal"),
-        (transformers.Qwen3NextConfig(**TINY, **LINEAR_ATTENTION), "linear_attention"),
+        (transformers.MiniMaxConfig(), "linear attention that is not known to be Gated DeltaNet"),
         (transformers.MambaConfig(), "layers other than causal attention: mamba"),
         (transformers.JambaConfig(), "layers other than causal attention: mamba"),
         (transformers.RwkvConfig(), "recurrent state"),

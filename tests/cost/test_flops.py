@@ -34,6 +34,24 @@ def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> Non
     assert segments.sum() == priced, "balance and micro-batches would price one group differently"
 
 
+def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> None:
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "linear_conv_kernel_dim": 3,
+    }
+    hybrid = ["linear_attention", "full_attention", "linear_attention"]
+    flops = ModelFlops.of_config(config("qwen3_5_text", layer_types=hybrid, **linear))
+    assert flops.pairs == (PairCost(4 * 4 * 4),)
+    keys, values = 2 * 8, 4 * 4
+    attention = 16 * 2 * 16 + 2 * 16 * 8 + 16 * 16  # queries and their gate, keys and values, output
+    recurrent = 16 * (2 * keys + 2 * values + 2 * 4) + 3 * (2 * keys + values) + values * 16
+    weights = attention + 2 * recurrent + 3 * 3 * 16 * 24
+    assert flops.per_row == 2 * weights + 2 * 6 * 4 * 8 * 4
+
+
 def test_stock_verl_is_priced_with_every_token_and_its_head() -> None:
     flops = ModelFlops(per_row=100.0, per_head_row=10.0, pairs=(PairCost(1.0),))
     assert flops.alone(np.array([2, 3])).tolist() == [2 * 110 + 3, 3 * 110 + 6]

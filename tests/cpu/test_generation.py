@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_pg_plugin.cpu.generation import Completion, Request, generate
 from verl_pg_plugin.cpu.sampling import SamplingParams
@@ -42,6 +42,17 @@ def test_log_probs_are_those_of_a_forward_pass_of_each_row_alone(model: PreTrain
     batch = requests(temperature=temperature, ignore_eos=True)
     for request, completion in zip(batch, run(model, batch), strict=True):
         expected = reference_log_probs(model, request.prompt_ids, completion.token_ids, temperature)
+        assert completion.log_probs == pytest.approx(expected, abs=1e-5)
+
+
+def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenizerBase) -> None:
+    from make_tiny_checkpoint import tiny_model
+
+    torch.manual_seed(0)
+    model = tiny_model("qwen3_5_text", tokenizer).eval()
+    batch = requests(ignore_eos=True, max_tokens=4)
+    for request, completion in zip(batch, run(model, batch), strict=True):
+        expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
         assert completion.log_probs == pytest.approx(expected, abs=1e-5)
 
 

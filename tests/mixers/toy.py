@@ -32,10 +32,15 @@ class Convolution:
 
     name: ClassVar[str] = "convolution"
     layer_types: ClassVar[frozenset[str]] = frozenset({"conv"})
+    stateful_model_types: ClassVar[frozenset[str]] = frozenset()
     spreads_over_ranks: ClassVar[bool] = False
     carries: ClassVar[bool] = False
+    mixes_padded_groups: ClassVar[bool] = False
 
     def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+        return []
+
+    def machine_obstacles(self, device_name: str) -> list[Reason]:
         return []
 
     def prepare(self, config: PretrainedConfig) -> None:
@@ -48,6 +53,9 @@ class Convolution:
 
     def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
         return ()
+
+    def row_flops(self, config: PretrainedConfig) -> float:
+        return 0.0
 
 
 @torch.compiler.disable  # index maps differ in every micro-batch

@@ -20,7 +20,7 @@ from transformers import (
 
 from verl_pg_plugin.architectures.randomness import random_reasons
 from verl_pg_plugin.architectures.refused_types import REFUSED_TYPES
-from verl_pg_plugin.mixers import MIXERS, count_layers, unknown_layer_types
+from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
 from verl_pg_plugin.modalities import modality_obstacles
 from verl_pg_plugin.reason import Reason
 
@@ -70,6 +70,8 @@ def _weightiest(reasons: list[Reason]) -> list[Reason]:
 
 def class_reasons(model_class: type[PreTrainedModel]) -> list[Reason]:
     """What a model class says against it: recurrent state, or attention that cannot be replaced."""
+    if getattr(model_class.config_class, "model_type", "") in stateful_model_types():
+        return []  # the state is a mixer's; that every layer went through one is counted in each forward
     if getattr(model_class, "_is_stateful", False):
         return [Reason(f"{model_class.__name__} carries recurrent state across tokens")]
     if not getattr(model_class, "_supports_attention_backend", False):

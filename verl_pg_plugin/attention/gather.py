@@ -58,6 +58,17 @@ class GatherIndex:
             reader_starts=to_device(np.concatenate(readers), torch.int32, device),
         )
 
+    @classmethod
+    def of_rows(cls, rows: np.ndarray, num_rows: int, device: torch.device | str) -> "GatherIndex":
+        """Any gather from ``num_rows`` rows: each of them counts as a segment, read wherever ``rows`` (K,) names it."""
+        return cls(
+            rows=to_device(rows, torch.int32, device),
+            row_segment=to_device(np.arange(num_rows), torch.int32, device),
+            key_place=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            reader_bounds=to_device(np.cumsum([0, *np.bincount(rows, minlength=num_rows)]), torch.int32, device),
+            reader_starts=to_device(np.argsort(rows, kind="stable"), torch.int32, device),
+        )
+
 
 def to_device(array: np.ndarray, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Copy an index map to the device; from pinned memory, so that the host does not wait for the copy."""

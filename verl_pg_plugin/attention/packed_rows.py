@@ -60,6 +60,9 @@ class PackedRows(SharedRows):
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
         return cls(kernel, num_rows, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
+    def rounded(self, out: torch.Tensor) -> torch.Tensor:
+        return self.kernel.rounded(out)
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ class SharedRows(ABC):
     def __init__(self, layout: Layout | None) -> None:
         self.layout = layout
         self.calls: Counter[str] = Counter()
-        self._indices: dict[Callable[..., Any], Any] = {}
+        self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod
     def attend(
@@ -66,14 +66,22 @@ class SharedRows(ABC):
             (B, T, H, D) in the dtype of ``query`` and the width of ``value``.
         """
 
-    def index(self, make: Callable[[Layout], T]) -> T:
+    def rounded(self, out: torch.Tensor) -> torch.Tensor:
+        """What a layer computed, as it is; verify mode moves it by rounding, see ``engine.steps.token_comparison``."""
+        return out
+
+    def index(self, make: Callable[..., T], *args: Hashable) -> T:
         """What ``make`` derives from the layout, derived once per forward and not once per layer.
+
+        Args:
+            make: takes the layout, then ``args``.
 
         Raises:
             RuntimeError: these rows have no layout.
         """
         if self.layout is None:
             raise RuntimeError("rows that a model packed by itself have no layout; only attention can mix them")
-        if make not in self._indices:
-            self._indices[make] = make(self.layout)
-        return self._indices[make]
+        key = (make, *args)
+        if key not in self._indices:
+            self._indices[key] = make(self.layout, *args)
+        return self._indices[key]

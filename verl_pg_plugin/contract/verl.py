@@ -32,6 +32,7 @@ VERL_PARTS: tuple[Part, ...] = (
         ),
         postprocess_batch_func="(output_lst, indices, data)",
         CPUOffloadPolicy="(pin_memory, ...)",
+        apply_monkey_patch="(model, ulysses_sp_size, use_remove_padding, use_fused_kernels, ...)",
     ),
     *_parts(
         "verl.utils.model",

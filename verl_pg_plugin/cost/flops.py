@@ -52,14 +52,17 @@ class ModelFlops:
         head_weights = [] if head is None else list(head.parameters())
         lookups = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
         skip = {id(weight) for weight in (*head_weights, *lookups)}
-        per_row = 0.0
-        for name, weight in module.named_parameters():
+        layers = count_layers(config)
+        per_row = sum(MIXERS[name].row_flops(config) for name in layers)
+        # Pictures of a multimodal model cost what its tower computes; the rows counted here are those of the text.
+        text = module if module.config is config else module.get_decoder()
+        for name, weight in text.named_parameters():
             if weight.ndim >= 2 and id(weight) not in skip:
                 per_row += 2 * weight.numel() * (_visited_experts(config) if ".experts." in name else 1)
         return cls(
             per_row=per_row,
             per_head_row=2.0 * sum(weight.numel() for weight in head_weights),
-            pairs=tuple(pair for name in count_layers(config) for pair in MIXERS[name].pair_costs(config)),
+            pairs=tuple(pair for name in layers for pair in MIXERS[name].pair_costs(config)),
         )
 
     @classmethod
@@ -73,7 +76,7 @@ class ModelFlops:
         Raises:
             ValueError: transformers has no causal language model for it, or see ``of``.
         """
-        return cls.of(skeleton(config, trust_remote_code))
+        return cls.of(skeleton(config.get_text_config(), trust_remote_code))
 
     def segments(self, start: IntArray, rows: IntArray, head_rows: IntArray) -> NDArray[np.float64]:
         """FLOPs of each of S segments, rows that follow ``start`` shared ones.

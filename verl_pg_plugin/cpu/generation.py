@@ -45,7 +45,7 @@ class _Decoding:
     sampler: BatchSampler
 
     def select(self, rows: torch.Tensor) -> _Decoding:
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)
         return _Decoding(
             self.request[rows],
             self.cache,
@@ -133,7 +133,7 @@ def _prefill(
         logits_to_keep=1,
     )
     unique_B = torch.tensor([unique[request.prompt_ids] for request in requests])
-    output.past_key_values.batch_select_indices(unique_B)
+    output.past_key_values.reorder_cache(unique_B)
     decoding = _Decoding(
         request=torch.arange(len(requests)),
         cache=output.past_key_values,

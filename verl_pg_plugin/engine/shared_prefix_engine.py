@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from verl.utils.device import get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
+from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.cost.row_memory import RowMemory
@@ -35,6 +36,7 @@ from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prep
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality, modality_of
 
@@ -78,6 +80,9 @@ class SharedPrefixMixin:
         self.carrier: Carrier | None = None
         self._told_of_rmpad = False
         if not asked:
+            fault = rmpad_fault(self.model_config.hf_config, get_device_name())
+            if self.model_config.use_remove_padding and fault and self.rank == 0:
+                logger.warning("%s; %s", fault.why, fault.fix)
             return
         assert_in_force(self.engine_config.strategy, self.model_config.model_type)
         hf_config = self.model_config.hf_config
@@ -116,12 +121,14 @@ class SharedPrefixMixin:
 
     @contextmanager
     def _stock_forward(self) -> Iterator[None]:
-        """Keep verl from replacing the model's forward for fused kernels: its own drops keywords, ours among them."""
+        """Keep verl from replacing the model's forward: its own drops keywords, ours among them."""
         asked = self.model_config
         self.model_config = copy.copy(asked)
         object.__setattr__(self.model_config, "use_fused_kernels", False)  # verl's configs are frozen
+        stateful = asked.hf_config.model_type in stateful_model_types()
         try:
-            yield
+            with upstream.forwards_left_alone() if stateful else nullcontext():
+                yield
         finally:
             self.model_config = asked
 

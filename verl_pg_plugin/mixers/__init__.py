@@ -7,11 +7,12 @@ from collections import Counter
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.mixers.attention import FULL, Attention
+from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
 from verl_pg_plugin.mixers.protocol import Mixer, PairCost
 
-__all__ = ["MIXERS", "Mixer", "PairCost", "count_layers", "unknown_layer_types"]
+__all__ = ["MIXERS", "Mixer", "PairCost", "count_layers", "stateful_model_types", "unknown_layer_types"]
 
-MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (Attention(),)}
+MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (Attention(), GatedDelta())}
 """Every mixer by name; a layer type belongs to the first that claims it."""
 
 
@@ -28,6 +29,11 @@ def count_layers(config: PretrainedConfig) -> Counter[str]:
 def unknown_layer_types(config: PretrainedConfig) -> list[str]:
     """Layer types of a text config that no mixer claims, sorted."""
     return sorted(set(_layer_types(config)).difference(*(mixer.layer_types for mixer in MIXERS.values())))
+
+
+def stateful_model_types() -> frozenset[str]:
+    """Models with a recurrent state that a mixer hands from parents to children."""
+    return frozenset().union(*(mixer.stateful_model_types for mixer in MIXERS.values()))
 
 
 def _layer_types(config: PretrainedConfig) -> list[str]:

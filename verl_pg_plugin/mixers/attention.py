@@ -36,8 +36,10 @@ class Attention:
 
     name: ClassVar[str] = ATTENTION
     layer_types: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
+    stateful_model_types: ClassVar[frozenset[str]] = frozenset()
     spreads_over_ranks: ClassVar[bool] = True
     carries: ClassVar[bool] = True
+    mixes_padded_groups: ClassVar[bool] = True
 
     def obstacles(self, config: PretrainedConfig) -> list[Reason]:
         reasons = []
@@ -50,6 +52,10 @@ class Attention:
                 why = f"{name}={value}: a shared prefix would draw its random numbers once for all its responses"
                 reasons.append(Reason(why, fix=f"++actor_rollout_ref.model.override_config.{name}=0.0"))
         return reasons
+
+    def machine_obstacles(self, device_name: str) -> list[Reason]:
+        """None here: which kernel runs is an option with rules of its own."""
+        return []
 
     def prepare(self, config: PretrainedConfig) -> None:
         register_attention()
@@ -67,6 +73,9 @@ class Attention:
             for kind, window in windows
             if layers[kind]
         )
+
+    def row_flops(self, config: PretrainedConfig) -> float:
+        return 0.0
 
 
 def attention_layer_types(config: PretrainedConfig) -> list[str]:

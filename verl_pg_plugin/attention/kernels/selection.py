@@ -6,6 +6,7 @@ heads, D head dim, S segments.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,13 +53,22 @@ class VarlenAttention(Protocol):
     ) -> torch.Tensor: ...
 
 
+def as_it_is(out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
 @dataclass(frozen=True)
 class VarlenKernel:
-    """A kernel and why it was chosen."""
+    """A kernel and why it was chosen.
+
+    Attributes:
+        rounded: what layers that mix tokens without attention do to their output; verify mode moves both alike.
+    """
 
     name: str
     reason: str
     attend: VarlenAttention
+    rounded: Callable[[torch.Tensor], torch.Tensor] = as_it_is
 
     def __call__(
         self, q_THD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, *args: Any, **kwargs: Any

@@ -13,11 +13,13 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device, get_device_name
 
+from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
-from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, mode_of
+from verl_pg_plugin.cli.doctor.sharing import sharing_model
+from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode, mode_of
 from verl_pg_plugin.config.validate import validate
 from verl_pg_plugin.config.violation import Violation
 from verl_pg_plugin.main_ppo import USER_ERRORS
@@ -53,6 +55,8 @@ def settings(config: DictConfig) -> Section:
         ("strategy of the actor", str(OmegaConf.select(config, "actor_rollout_ref.actor.strategy"))),
     ]
     problems = [_problem(violation) for violation in violations]
+    if mode is Mode.RMPAD:
+        problems += _stock_fault(config)
     if not mode.shares_prefixes:
         rows.append(("attention", f"stock verl's; {USE_PREFIX_GROUPER}=True shares prefixes"))
     elif not any(violation.rule == "attention_kernel" for violation in violations):
@@ -72,6 +76,12 @@ def settings(config: DictConfig) -> Section:
         problems += objections
         rows.append(("verl's own checks", "reject it" if objections else "passed"))
     return Section("With these overrides", tuple(rows), tuple(problems))
+
+
+def _stock_fault(config: DictConfig) -> list[Problem]:
+    hf_config = sharing_model(config)
+    fault = rmpad_fault(hf_config, get_device_name()) if hf_config else None
+    return [Problem(fault.why, fault.fix)] if fault else []
 
 
 def _problem(violation: Violation) -> Problem:

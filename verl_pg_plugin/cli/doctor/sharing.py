@@ -21,6 +21,7 @@ from verl_pg_plugin.config.facts import Role, effective_sp_size
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.mixers import MIXERS, count_layers
 
 __all__ = ["Group", "Limit", "flop_bound", "sharing", "sharing_model"]
 
@@ -108,16 +109,22 @@ def sharing(config: DictConfig) -> Section:
         rows.append(("in force", f"only with {USE_PREFIX_GROUPER}=True {USE_REMOVE_PADDING}=True (packed mode)"))
         return Section("Sharing", tuple(rows))
     rows += [(limit.key, f"{limit}: holds {_holds(limit.parts(group))}") for limit in limits]
-    carries = OmegaConf.select(config, CARRY, default="auto") != "never"
+    cannot = mixers_that_do_not_carry(hf_config) if hf_config else []
+    carries = OmegaConf.select(config, CARRY, default="auto") != "never" and not cannot
     if any(limit.parts(group) > 1 for limit in limits):
         what = (
             "where that is cheaper, its parts hand on what they share" if carries else "each part computes the prompt"
         )
-        rows.append((CARRY, what))
-    asked = hf_config is not None and OmegaConf.select(config, LOGITS_CHUNK_SIZE)
-    if asked and (why := head_obstacle(skeleton(hf_config))):
+        rows.append((CARRY, f"{what}: {', '.join(cannot)} layers hand nothing on" if cannot else what))
+    head = skeleton(hf_config.get_text_config()) if hf_config and OmegaConf.select(config, LOGITS_CHUNK_SIZE) else None
+    if head is not None and (why := head_obstacle(head)):
         rows.append((LOGITS_CHUNK_SIZE, f"not in force: logits of all response rows are held at once ({why})"))
-    return Section("Sharing", tuple(rows), tuple(_problems(group, limits, carries)))
+    return Section("Sharing", tuple(rows), tuple(_problems(group, limits, carries, cannot)))
+
+
+def mixers_that_do_not_carry(hf_config: PretrainedConfig) -> list[str]:
+    """Names of the mixers that keep parts of a group from handing on what they share."""
+    return [name for name in count_layers(hf_config.get_text_config()) if not MIXERS[name].carries]
 
 
 def sharing_model(config: DictConfig) -> PretrainedConfig | None:
@@ -173,7 +180,7 @@ def _holds(parts: int) -> str:
     return {0: "not even one sequence", 1: "a whole group"}.get(parts, f"a part of a group, cut in {parts}")
 
 
-def _problems(group: Group, limits: list[Limit], carries: bool) -> list[Problem]:
+def _problems(group: Group, limits: list[Limit], carries: bool, cannot: list[str]) -> list[Problem]:
     """One for the limits that fit no sequence, one for those that cut a group whose parts hand nothing on."""
     problems = []
     short = [limit for limit in limits if limit.parts(group) == 0]
@@ -188,7 +195,7 @@ def _problems(group: Group, limits: list[Limit], carries: bool) -> list[Problem]
             f"the longest group, {group.num_rows} rows of {group.n} sequences, is cut in up to {parts} parts that each "
             f"compute the prompt again: {_settings(cutting)}"
         )
-        problems.append(Problem(what, f"{CARRY}=auto", is_warning=True))
+        problems.append(Problem(what, _fixes(cutting, group) if cannot else f"{CARRY}=auto", is_warning=True))
     return problems
 
 

@@ -175,13 +175,17 @@ def read_responses(
 
 
 def rounded_otherwise(kernel: VarlenKernel) -> VarlenKernel:
-    """The kernel with every element of its output moved up or down by a rounding step, the same way in each process."""
+    """The kernel with every element of its output, and of what other mixers compute, moved by a rounding step."""
 
     def attend(q_THD: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        out_THD = kernel.attend(q_THD, *args, **kwargs)  # type: ignore[arg-type]
-        generator = torch.Generator(out_THD.device).manual_seed(len(out_THD))
-        signs = torch.randint(0, 2, out_THD.shape, generator=generator, device=out_THD.device) * 2 - 1
-        step = _ROUNDING_STEP[out_THD.dtype] * torch.finfo(out_THD.dtype).eps
-        return (out_THD.double() * (1 + step * signs)).to(out_THD.dtype)
+        return _moved(kernel.attend(q_THD, *args, **kwargs))  # type: ignore[arg-type]
 
-    return replace(kernel, attend=attend)
+    return replace(kernel, attend=attend, rounded=_moved)
+
+
+def _moved(out: torch.Tensor) -> torch.Tensor:
+    """Every element of (T, ...) moved up or down by a rounding step, the same way in each process."""
+    generator = torch.Generator(out.device).manual_seed(len(out))
+    signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
+    step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
+    return (out.double() * (1 + step * signs)).to(out.dtype)

@@ -1,0 +1,163 @@
+"""Tiny models with Gated DeltaNet layers, in float32 as transformers has them and in float64, and tries for them.
+
+As transformers initialises ``A_log``, a layer forgets what it has read within a row or two and a state that is not
+handed over would hardly be missed; here it is drawn from -5 to -1.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+from tests.layout.tries import Batch, batch_of
+from tests.support import VOCAB
+from verl_pg_plugin.layout import PackedLayout
+
+EXPERTS = {
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 24,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextForCausalLM", EXPERTS),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", EXPERTS),
+}
+"""Class and further sizes by model type."""
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def config_of(kind: str, **overrides: Any) -> Any:
+    return transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind][1], **overrides})
+
+
+def remember(model: nn.Module) -> nn.Module:
+    """Let the recurrence of ``model`` keep what it reads for tens of rows."""
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.copy_(torch.empty(weight.shape).uniform_(-5.0, -1.0))
+    return model
+
+
+def save_hybrid(path: Path, kind: str = "qwen3_next", seed: int = 0, **overrides: Any) -> str:
+    """Write a float32 checkpoint of three Gated DeltaNet layers and an attention layer."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **overrides), dtype=torch.float32)
+    remember(model).save_pretrained(path)
+    return str(path)
+
+
+TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": SIZES["hidden_size"],
+    "num_position_embeddings": 16,
+}
+
+
+def save_multimodal(path: Path, kind: str = "qwen3_5") -> str:
+    """Write a float32 checkpoint as Qwen3.5 is released: a tower for pictures, positions in three dimensions."""
+    torch.manual_seed(0)
+    sizes = KINDS[f"{kind}_text"][1]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
+    text = {**SIZES, **sizes, "rope_parameters": rope}
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=TOWER)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    remember(model).save_pretrained(path)
+    return str(path)
+
+
+def modeling_file(kind: str, dtype: torch.dtype) -> ModuleType:
+    """transformers' module; for float64 a copy of its text that casts to float64 where it casts to float32."""
+    folder = kind.removesuffix("_text")
+    name = f"transformers.models.{folder}.modeling_{folder}"
+    stock = importlib.import_module(name)
+    if dtype == torch.float32:
+        return stock
+    copy_name = f"{name}_float64"
+    if copy_name not in sys.modules:
+        text = Path(str(stock.__file__)).read_text()
+        text = re.sub(r"torch\.float(32)?\b", "torch.float64", text).replace(".float()", ".double()")
+        copy = ModuleType(copy_name)
+        copy.__file__, copy.__package__ = stock.__file__, stock.__package__
+        sys.modules[copy_name] = copy
+        exec(compile(text, str(stock.__file__), "exec"), copy.__dict__)
+    return sys.modules[copy_name]
+
+
+def build_hybrid(kind: str, dtype: torch.dtype = torch.float64, attention: str = "eager") -> Any:
+    """The same weights at every call, drawn in float32."""
+    torch.manual_seed(0)
+    config = config_of(kind)
+    config._attn_implementation = attention
+    model = getattr(modeling_file(kind, dtype), KINDS[kind][0])(config).to(dtype)
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        weight.data.copy_(torch.randn(weight.shape) * 0.2)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+    return remember(model)
+
+
+def delta_layer(model: nn.Module) -> nn.Module:
+    """The first Gated DeltaNet layer."""
+    return next(module for module in model.modules() if hasattr(module, "chunk_gated_delta_rule"))
+
+
+def depth_of(layout: PackedLayout) -> int:
+    depth: list[int] = []
+    for parent in layout.segment_parent.tolist():
+        depth.append(depth[parent] + 1 if parent >= 0 else 1)
+    return max(depth)
+
+
+def trie_of_depth(depth: int) -> Batch:
+    """A few sequences at every depth: shorter than a convolution's reach, longer than a chunk of the recurrence."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, VOCAB, count).tolist()
+
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = [(tokens(3), tokens(4)), (tokens(1), tokens(2))]
+    stem = tokens(70)
+    for extension in (68, 2, 9)[: depth - 1]:
+        pairs += [(stem, tokens(length)) for length in (2, 66, 9)]
+        stem = stem + tokens(extension)
+    return batch_of(*pairs)
+
+
+def stretched(batch: Batch, times: int) -> Batch:
+    """Every token ``times`` over: the same trie with longer segments."""
+    return Batch(
+        tuple(tuple(token for token in sequence for _ in range(times)) for sequence in batch.sequences),
+        tuple(length * times for length in batch.prompt_lengths),
+    )

@@ -1,0 +1,73 @@
+"""Machines whose kernels would compute the gated delta rule wrongly are told what to install, before anything runs."""
+
+import subprocess
+
+import pytest
+from packaging.version import Version
+
+from verl_pg_plugin.mixers.gated_delta import kernels
+from verl_pg_plugin.mixers.gated_delta.kernels import gpu_generations, kernel_obstacles
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """A GPU machine: its generations, its Triton, and the packages that it has."""
+
+    def make(generations: set[int], triton: str | None, *packages: str) -> None:
+        monkeypatch.setattr(kernels, "gpu_generations", lambda: frozenset(generations))
+        monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in packages else None)
+        monkeypatch.setattr(kernels, "_installed", lambda name: Version(triton) if triton else None)
+
+    return make
+
+
+@pytest.mark.parametrize("triton", ["3.4.0", "3.6.0", "3.7.0"])
+def test_triton_with_a_wrong_backward_on_hopper_is_refused(machine, triton: str) -> None:
+    machine({9}, triton, "fla")
+    (reason,) = kernel_obstacles("cuda")
+    assert "wrong on Hopper" in reason.why
+    assert triton in reason.why
+    assert "triton>=3.7.1" in reason.fix
+
+
+@pytest.mark.parametrize(
+    ("generations", "triton", "packages"),
+    [
+        ({9}, "3.3.1", ("fla",)),
+        ({9}, "3.7.1", ("fla",)),
+        ({9}, "3.6.0", ("fla", "tilelang")),
+        ({8}, "3.6.0", ("fla",)),
+        ({10}, "3.6.0", ("fla",)),
+        (set(), "3.6.0", ("fla",)),
+    ],
+    ids=["before the fault", "mended", "by tilelang", "ampere", "blackwell", "not known, so the worker's to ask"],
+)
+def test_other_machines_are_not(machine, generations: set[int], triton: str, packages: tuple[str, ...]) -> None:
+    machine(generations, triton, *packages)
+    assert kernel_obstacles("cuda") == []
+
+
+def test_a_gpu_without_fla_is_refused(machine) -> None:
+    machine({9}, "3.7.1")
+    (reason,) = kernel_obstacles("cuda")
+    assert reason.fix == "pip install fla-core"
+
+
+def test_a_cpu_needs_nothing(machine) -> None:
+    machine(set(), None)
+    assert kernel_obstacles("cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "generations"),
+    [("9.0\n9.0\n", 0, {9}), ("8.6\n12.0\n", 0, {8, 12}), ("no devices were found\n", 6, set()), ("[N/A]\n", 0, set())],
+)
+def test_generations_are_what_nvidia_smi_says(monkeypatch, output: str, code: int, generations: set[int]) -> None:
+    gpu_generations.cache_clear()
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
+    done = subprocess.CompletedProcess([], code, stdout=output)
+    monkeypatch.setattr(kernels.subprocess, "run", lambda *args, **kwargs: done)
+    try:
+        assert gpu_generations() == generations
+    finally:
+        gpu_generations.cache_clear()

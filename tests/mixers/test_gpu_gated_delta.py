@@ -1,0 +1,198 @@
+"""Gated DeltaNet over shared rows on a GPU, through fla's kernels.
+
+Stock rmpad leaks states between sequences (``architectures.stock_faults``), so what is held against float32 beside
+packed mode is stock padded mode. The float32 reference runs on the CPU through transformers' own fallback.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from tests.layout.tries import sequence_rows
+from tests.mixers.hybrids import save_hybrid, trie_of_depth
+from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
+from tests.support import actor_loss, group, make_engine, run_engine, run_reference
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
+from verl_pg_plugin.mixers.gated_delta import recurrence
+from verl_pg_plugin.mixers.gated_delta.convolution import Windows, convolve, plain_convolution
+from verl_pg_plugin.mixers.gated_delta.kernels import kernel_obstacles
+from verl_pg_plugin.mixers.gated_delta.recurrence import Levels, delta_rule_over
+from verl_pg_plugin.synthetic import make_batch
+
+ON_GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+with_fla = pytest.mark.skipif(
+    ON_GPU and bool(kernel_obstacles("cuda")), reason="; ".join(o.why for o in kernel_obstacles("cuda")) or "none"
+)
+BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "initializer_range": 0.05,
+}
+SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
+KIND = "qwen3_5_text"
+
+
+@contextmanager
+def without_fla() -> Iterator[None]:
+    """Models that are built in the block compute as on a CPU."""
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    names = ("chunk_gated_delta_rule", "causal_conv1d_fn", "FusedRMSNormGated")
+    with patch.multiple(modeling, **dict.fromkeys(names)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    with without_fla():
+        return save_hybrid(tmp_path_factory.mktemp("hybrid"), KIND, **SIZES)
+
+
+def on_gpu(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def recurrence_inputs(num_rows: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values, log decay and beta of 4 heads; the decay keeps what it reads for tens of rows."""
+    q, k, v = (on_gpu(num_rows, 4, 64, seed=seed) for seed in range(3))
+    decay = -0.05 * torch.rand(num_rows, 4, generator=torch.Generator().manual_seed(3)).to("cuda")
+    beta = torch.rand(num_rows, 4, generator=torch.Generator().manual_seed(4)).to("cuda", torch.bfloat16)
+    return tuple(x.requires_grad_() for x in (q, k, v, decay, beta))
+
+
+def fla_rule() -> Any:
+    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+
+def grads_of(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return list(torch.autograd.grad((out.float() * on_gpu(*out.shape, seed=9).float()).sum(), inputs))
+
+
+@with_fla
+@pytest.mark.parametrize("depth", [2, 4])
+def test_the_recurrence_over_a_trie_is_that_of_every_sequence_alone(depth: int) -> None:
+    batch = trie_of_depth(depth)
+    layout = batch.layout()
+    inputs = recurrence_inputs(layout.num_rows)
+    out = delta_rule_over(Levels.from_layout(layout, "cuda"), fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
+    weight = on_gpu(*out.shape, seed=9).float()
+    readers = torch.zeros(layout.num_rows, 1, 1, device="cuda")
+    want = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
+    for sequence in batch.sequences:
+        rows = torch.tensor(sequence_rows(layout, sequence), device="cuda")
+        readers[rows] += 1
+        own = [x[rows].detach().requires_grad_() for x in inputs]
+        q, k, v, g, beta = (x.unsqueeze(0) for x in own)
+        alone = fla_rule()(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0].squeeze(0)
+        assert (out[rows] - alone).float().norm() <= 2e-2 * alone.float().norm()
+        for total, gradient in zip(want, torch.autograd.grad((alone * weight[rows]).sum(), own), strict=True):
+            total.index_add_(0, rows, gradient.float())
+    for got, expected in zip(torch.autograd.grad((out * weight * readers).sum(), inputs), want, strict=True):
+        assert (got.float() - expected).norm() <= 2e-2 * expected.norm()
+
+
+@with_fla
+def test_the_recurrence_gives_the_same_bits_each_time() -> None:
+    layout = trie_of_depth(4).layout()
+    levels, inputs = Levels.from_layout(layout, "cuda"), recurrence_inputs(layout.num_rows)
+
+    def run() -> list[torch.Tensor]:
+        out = delta_rule_over(levels, fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
+        return [out.detach(), *grads_of(out, inputs)]
+
+    assert all(torch.equal(first, second) for first, second in zip(run(), run(), strict=True))
+
+
+def test_states_handed_to_many_children_are_summed_in_order() -> None:
+    counts = torch.tensor([3, 0, 200, 1], device="cuda")
+    state = on_gpu(4, 2, 64, 64, seed=0, dtype=torch.float32).requires_grad_()
+    grad = on_gpu(204, 2, 64, 64, seed=1, dtype=torch.float32)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(recurrence._HandDown.apply(state, counts, 204), state, grad)[0]
+
+    first = gradient()
+    assert torch.equal(first, gradient())
+    want = torch.stack([part.double().sum(0) for part in grad.split(counts.tolist())])
+    assert (first.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
+    layout, width = trie_of_depth(3).layout(), 256
+    weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, width, layout.num_rows, generator=torch.Generator().manual_seed(0))
+    out_weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    found = []
+    for device in ("cpu", "cuda"):
+        own, w = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            windows = Windows.from_layout(layout, 4, torch.device(device))
+            out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, None, "silu"))
+            (out * out_weight.to(device)).sum().backward()
+        found.append([tensor.detach().cpu() for tensor in (out, own.grad, w.grad)])
+    for want, got in zip(*found, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_any_gather_sums_its_gradient_in_order() -> None:
+    rows = np.random.default_rng(0).integers(0, 50, 400)
+    x = on_gpu(50, 8192, seed=0).requires_grad_()
+    grad = on_gpu(400, 8192, seed=1)
+    index = GatherIndex.of_rows(rows, 50, "cuda")
+    got = torch.autograd.grad(gather_rows(x, index), x, grad)[0]
+    want = torch.zeros(50, 8192, dtype=torch.float64, device="cuda")
+    want.index_add_(0, torch.from_numpy(rows).cuda(), grad.double())
+    assert (got.double() - want).abs().max() <= torch.finfo(torch.bfloat16).eps * want.abs().max()
+
+
+@with_fla
+def test_bf16_error_is_at_most_that_of_stock_padded_mode(hybrid: str) -> None:
+    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
+    with without_fla():
+        reference = run_reference(hybrid, batch, loss)
+    padded = make_batch(SAMPLES, use_remove_padding=False, use_dynamic_bsz=False, micro_batch_size_per_gpu=13)
+    stock = make_engine(hybrid, packed=False, engine=BF16, model={**FLASH, "use_remove_padding": False})
+    baseline = errors(run_engine(stock, padded, loss), reference)
+    result = errors(run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss), reference)
+    assert_no_worse(result, baseline)
+
+
+@with_fla
+@pytest.mark.parametrize("options", [{"verify": "first"}, {"compile_layers": True}, {"static_rows": True}], ids=str)
+def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: str, options: dict) -> None:
+    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
+    with without_fla():
+        reference = run_reference(hybrid, batch, loss)
+    plain = errors(run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss), reference)
+    engine = make_engine(hybrid, packed=True, engine={**BF16, **options}, model=FLASH)
+    found = errors(run_engine(engine, batch, loss), reference)
+    assert all(found[name] <= 1.25 * plain[name] for name in found)
+
+
+@with_fla
+def test_without_the_state_handed_down_log_probs_are_wrong(hybrid: str) -> None:
+    def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
+        return state.new_zeros(total, *state.shape[1:])
+
+    batch, loss = make_batch(SAMPLES), actor_loss(**SMOOTH_LOSS)
+    with without_fla():
+        reference = run_reference(hybrid, batch, loss)
+    with patch.object(recurrence._HandDown, "apply", forget):
+        broken = run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss)
+    right = run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss)
+    assert errors(broken, reference)["log_probs"] > 5 * errors(right, reference)["log_probs"]
