@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import transformers
+from make_models_table import RECORD, RENEW, main, read_record
 
-from scripts.make_models_table import RECORD, RENEW, main, read_record
 from tests.architectures.outcome import outcome_of
 from tests.architectures.tiny_configs import MODEL_TYPES
 
