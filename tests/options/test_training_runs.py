@@ -210,7 +210,8 @@ def test_killed_run_resumes_after_its_last_checkpoint(tmp_path: Path) -> None:
                 assert run.poll() is None, (killed / "run.log").read_text()[-3000:]
                 time.sleep(0.1)
         finally:
-            os.killpg(run.pid, signal.SIGKILL)
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
             run.wait()
     last = int(saved.read_text())
     for log_of_killed in killed.glob("*/metrics.jsonl"):
