@@ -2,17 +2,21 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import transformers
 
-from scripts.make_models_table import RECORD, RENEW, main, read_record
 from tests.architectures.outcome import outcome_of
 from tests.architectures.tiny_configs import MODEL_TYPES
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from make_models_table import RECORD, RENEW, main, read_record  # noqa: E402
+
 OUTCOMES = read_record(REPOSITORY)
 
 
