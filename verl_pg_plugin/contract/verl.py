@@ -35,6 +35,11 @@ VERL_PARTS: tuple[Part, ...] = (
         apply_monkey_patch="(model, ulysses_sp_size, use_remove_padding, use_fused_kernels, ...)",
     ),
     *_parts(
+        "verl.workers.engine.fsdp.utils",
+        "cpu/received_weights.py",
+        unfuse_moe_params="(weights, model_type=None)",
+    ),
+    *_parts(
         "verl.utils.model",
         "upstream.py",
         load_valuehead_model="(local_path, torch_dtype, model_config, trust_remote_code)",

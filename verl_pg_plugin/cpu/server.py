@@ -22,6 +22,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_pg_plugin.cpu.generation import Completion, Request, generate
+from verl_pg_plugin.cpu.received_weights import copy_weights, received_parameters, received_weights
 from verl_pg_plugin.cpu.sampling import LOGPROBS_MODES, SamplingParams, derived_seed
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ class HFServer:
         self.global_steps: int | None = None
         self._generator = torch.Generator().manual_seed(config.seed + replica_rank)
         # With load_format=dummy the weights are noise until the trainer has sent its own.
-        names = [name for name, _ in self.model.named_parameters()]
-        self._missing_weights = set(names) if config.load_format == "dummy" else set()
+        self._weights = received_weights(self.model)
+        self._missing_weights = received_parameters(self.model) if config.load_format == "dummy" else set()
         self._unanswered = 0
         self._pending: list[_Pending] = []
         self._model_lock = asyncio.Lock()
@@ -123,13 +124,14 @@ class HFServer:
         Raises:
             RuntimeError: a name or a shape the model does not have.
         """
-        async with self._model_lock:
-            unexpected = self.model.load_state_dict(named_tensors, strict=False).unexpected_keys
+        unexpected = sorted(named_tensors.keys() - self._weights.keys())
         if unexpected:
             raise RuntimeError(
-                f"weights {sorted(unexpected)} do not exist in {type(self.model).__name__}; with LoRA set "
+                f"weights {unexpected} do not exist in {type(self.model).__name__}; with LoRA set "
                 "actor_rollout_ref.model.lora.merge=True"
             )
+        async with self._model_lock:
+            copy_weights(self._weights, named_tensors)
         self._missing_weights -= named_tensors.keys()
 
     async def set_global_steps(self, global_steps: int) -> None:
