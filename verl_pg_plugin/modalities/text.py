@@ -56,7 +56,8 @@ def _check_positions(data: TensorDict, offsets: np.ndarray) -> None:
     if not position_ids.is_nested:
         raise BatchError("position_ids must be jagged like input_ids; convert with verl's left_right_2_no_padding")
     counted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-    if not (position_ids.values().detach().cpu().numpy() == counted).all():  # (N,), or (dimensions, N) as mrope has
+    positions = position_ids.values().detach().cpu().numpy()  # (N,), or (dimensions, N) as mrope has
+    if positions.shape[-1] != len(counted) or not (positions == counted).all():
         raise BatchError(f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {OFF}")
 
 

@@ -71,7 +71,7 @@ BAD = {
                 [r.expand(3, -1).T for r in field.unbind()], layout=torch.jagged
             ),
         ),
-        r"3-D \(mrope\) position_ids",
+        "do not count 0, 1, 2",
     ),
     "dense_positions": (
         with_field("position_ids", lambda field: field.to_padded_tensor(0)),
