@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,10 +13,6 @@ from tests.architectures.outcome import outcome_of
 from tests.architectures.tiny_configs import MODEL_TYPES
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from make_models_table import RECORD, RENEW, main, read_record  # noqa: E402
-
 OUTCOMES = read_record(REPOSITORY)
 
 

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from benchmarks.shapes import config_of
 
-from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.mixers.protocol import PairCost
