@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,17 +95,16 @@ class Updates:
         return row
 
 
-def bisect(updates: Updates, low: int, high: int, within: int) -> list[Row]:
+def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -> Iterator[Row]:
     """Every try; the largest that fits is known to ``within`` tokens, or is ``high`` itself, tried first."""
-    rows = [updates.try_prompt(high)]
-    if rows[0].fits:
-        return rows
-    rows.append(updates.try_prompt(low))
-    while rows[1].fits and high - low > within:
+    yield (first := try_prompt(high))
+    if first.fits:
+        return
+    yield (second := try_prompt(low))
+    while second.fits and high - low > within:
         middle = (low + high) // 2 // 1024 * 1024
-        rows.append(updates.try_prompt(middle))
-        low, high = (middle, high) if rows[-1].fits else (low, middle)
-    return rows
+        yield (row := try_prompt(middle))
+        low, high = (middle, high) if row.fits else (low, middle)
 
 
 def main() -> int:
@@ -131,11 +131,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench_longest_prompt_") as folder:
         model_path = shared_model(args, folder)
         for path in args.paths:
-            rows += bisect(Updates(model_path, args, path, environment()), *args.between, max(args.within, 2048))
+            updates = Updates(model_path, args, path, environment())
+            for row in bisect(updates.try_prompt, *args.between, max(args.within, 2048)):
+                rows.append(row)
+                if args.csv:
+                    write_csv(rows, args.csv)
+            updates.engine = None
             gc.collect()
             get_torch_device().empty_cache()
-            if args.csv:
-                write_csv(rows, args.csv)
             longest = max((row.prompt for row in rows if row.path == str(path) and row.fits), default=None)
             console.print(f"{path}: longest prompt that fits: {longest}")
     dist.destroy_process_group()

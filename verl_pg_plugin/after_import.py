@@ -49,9 +49,10 @@ class _AfterImport(MetaPathFinder):
         run = spec.loader.exec_module
 
         def run_then_act(module: ModuleType) -> None:
-            sys.meta_path.remove(self)
-            run(module)
-            self.action()
+            run(module)  # an import that fails may be tried again
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.action()
 
         spec.loader.exec_module = run_then_act  # type: ignore[method-assign]
         return spec

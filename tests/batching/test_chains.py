@@ -49,7 +49,9 @@ def test_what_a_micro_batch_computes_carries_and_owes_fits_into_memory(data: st.
 
 
 @given(st.data(), ANY_BATCH)
-def test_parts_made_for_the_sake_of_other_ranks_fit_into_memory_too(data: st.DataObject, batch: Batch) -> None:
+def test_parts_of_several_sequences_that_other_ranks_ask_for_fit_into_memory_too(
+    data: st.DataObject, batch: Batch
+) -> None:
     limits, weights = data.draw(limits_for(batch)), draw_weights(data)
     for part in data.draw(plans(batch, limits=limits, weights=weights)).parts:
         assert part.num_rows > 0

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from verl_pg_plugin.config.engage import engage
+from verl_pg_plugin.config.engage import engage, engage_or_exit
 from verl_pg_plugin.config.violation import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -65,13 +65,28 @@ def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, .
         ((*FLAGS, f"{ACTOR}.qat.enable=True"), "qat.enable=False"),
         ((*FLAGS, "+prefix_grouper.no_such_option=1"), "no_such_option"),
         ((f"{ACTOR}.use_prefix_grouper=no",), "use_prefix_grouper=no"),
+        ((*FLAGS, "+actor_rollout_ref.ref.fsdp_config.use_prefix_grouper=False"), "use_prefix_grouper=False"),
         ((*FLAGS, f"{ACTOR}.strategy=megatron"), "strategy"),
     ],
-    ids=["unsupported setting", "unknown option", "a word that is no boolean", "another engine"],
+    ids=["unsupported setting", "unknown option", "a word that is no boolean", "one role left out", "another engine"],
 )
 def test_what_cannot_engage_is_refused(stock_config, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engage(stock_config(*overrides))
+
+
+def test_options_of_one_role_are_kept(stock_config) -> None:
+    config = stock_config(*FLAGS, "+critic.fsdp.prefix_grouper.carry=never")
+    engage(config)
+    assert config.critic.fsdp.prefix_grouper.carry == "never"
+    assert config.critic.fsdp.prefix_grouper.logits_chunk_size == 2048
+    assert config.actor_rollout_ref.actor.fsdp_config.prefix_grouper.carry == "auto"
+
+
+def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(stock_config, monkeypatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
+        engage_or_exit(stock_config(*FLAGS))
 
 
 def test_verls_entry_point_ends_with_the_list_before_ray_starts(tmp_path: Path, runnable_overrides: list[str]) -> None:

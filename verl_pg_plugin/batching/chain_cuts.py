@@ -18,8 +18,8 @@ from verl_pg_plugin.layout.prefix_order import IntArray
 PART_COST = 350.0
 """Fixed cost of a micro-batch in rows of an update: gathered weights, launches, the head's own.
 
-From docs/data/actor_8b_carried.csv, one H200: the same rows in 12 micro-batches more take 61 ms each (n 64), in 7 more
-70 ms each (n 32), where a row takes 0.18 ms.
+Measured on one H200, Qwen3-8B shape, where a row takes 0.18 ms: the same rows in 12 micro-batches more take 61 ms each
+(docs/data/actor_8b_carried_n64.csv), in 7 more 126 ms each, 70 ms in another run (actor_8b_carried.csv).
 """
 EXPORT_COST = 0.25
 """An exported row in rows of an update: one forward of a forward, its recomputation and a backward.

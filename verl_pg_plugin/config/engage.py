@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 from importlib.resources import files
+from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_pg_plugin.config.keys import FSDP_STRATEGIES, OPTIONS, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
 from verl_pg_plugin.config.violation import ConfigError
 from verl_pg_plugin.trainer.modes import MODES, PREFIX
 
 __all__ = ["engage", "engage_or_exit"]
+
+ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp")
+STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
 
 
 def engage(config: DictConfig) -> None:
@@ -41,11 +45,21 @@ def engage(config: DictConfig) -> None:
 
 
 def _add_sections(config: DictConfig) -> None:
+    """What our entry point composes; what the user has set in a section of ours stays, for the rules to look at."""
     ours = OmegaConf.create((files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml").read_text())
     assert isinstance(ours, DictConfig)
-    chosen = copy.deepcopy(OmegaConf.select(config, OPTIONS) or {})
+    users = copy.deepcopy(config)
     config.merge_with(ours)
-    config[OPTIONS] = OmegaConf.merge(ours[OPTIONS], chosen)
+    config[OPTIONS] = OmegaConf.merge(ours[OPTIONS], users.get(OPTIONS) or {})
+    for engine in ENGINES:
+        section: Any = OmegaConf.select(config, engine)
+        users_section: Any = OmegaConf.to_container(OmegaConf.select(users, engine), resolve=False)
+        if users_section["_target_"] != STOCK_ENGINE_CONFIG:
+            section["_target_"] = users_section["_target_"]
+        if "use_prefix_grouper" in users_section:
+            section["use_prefix_grouper"] = users_section["use_prefix_grouper"]
+        if isinstance(options := users_section.get("prefix_grouper"), dict):
+            section["prefix_grouper"] = OmegaConf.merge(config[OPTIONS], options)
     for mode in MODES:
         config.trainer.v1.setdefault(PREFIX + mode, config.trainer.v1[mode])
 

@@ -232,7 +232,8 @@ class SharedPrefixMixin:
             self.model_config.hf_config.get_text_config(),
             self._autocast_dtype,
             checkpointing=self.model_config.enable_gradient_checkpointing,
-            keeps_attention=not options.recompute_attention,
+            # Offloaded activations keep nothing here; what is carried then has the room of layer inputs.
+            keeps_attention=not (options.recompute_attention or self.model_config.enable_activation_offload),
         )
         return CarryPolicy(memory.weights(forward_only), forward_only)
 

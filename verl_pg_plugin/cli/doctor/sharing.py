@@ -113,7 +113,9 @@ def sharing(config: DictConfig) -> Section:
     carries = OmegaConf.select(config, CARRY, default="auto") != "never" and not cannot
     if any(limit.parts(group) > 1 for limit in limits):
         what = (
-            "where that is cheaper, its parts hand on what they share" if carries else "each part computes the prompt"
+            "where that is cheaper and fits, its parts hand on what they share"
+            if carries
+            else "each part computes the prompt"
         )
         rows.append((CARRY, f"{what}: {', '.join(cannot)} layers hand nothing on" if cannot else what))
     head = skeleton(hf_config.get_text_config()) if hf_config and OmegaConf.select(config, LOGITS_CHUNK_SIZE) else None

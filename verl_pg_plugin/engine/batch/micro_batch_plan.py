@@ -221,6 +221,9 @@ def _cut(
 
 def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | None, at_least: int) -> list[list[Part]]:
     if carry is not None:
+        if limits.max_rows is None and limits.max_sequences is not None:
+            # What as many of the longest sequences would take alone is the room for what is carried beside few rows.
+            limits = replace(limits, max_rows=int(np.sort(order.num_rows)[-limits.max_sequences :].sum()))
         costs = {"part_cost": carry.part_cost, **({"export_cost": 0.0} if carry.forward_only else {})}
         return cut_with_chains(order, limits, carry.weights, at_least, **costs).chains
     place = np.argsort(order.sequences)
