@@ -22,7 +22,8 @@
 #
 # Variables, with their values on the CPU default and on GPUs:
 #   MODEL_PATH, TRAIN_FILES, VAL_FILES   generated               all three or none
-#   ARCHITECTURE                         qwen3                   - ; of the generated model: qwen3, qwen3_moe
+#   ARCHITECTURE                         qwen3                   - ; of the generated model; also qwen3_moe, qwen3_5_text
+#   ENTRY_POINT                          verl_pg_plugin.main_ppo; verl.trainer.main_ppo does the same with the plugin there
 #   DEVICE                               cpu                     gpu; cpu takes MODEL_PATH and the files as well
 #   PYTHON                               .venv                   .venv if there is one, else python3
 #   WORK_DIR                             outputs/run_qwen3_pg    the same; each run gets a folder in it
@@ -155,7 +156,7 @@ fi
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$RUN_DIR/metrics.jsonl}
 export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
 
-"$PYTHON" -m verl_pg_plugin.main_ppo \
+"$PYTHON" -m "${ENTRY_POINT:-verl_pg_plugin.main_ppo}" \
     hydra.run.dir="$RUN_DIR" \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=False \

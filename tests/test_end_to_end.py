@@ -67,8 +67,10 @@ def test_mixture_of_experts_trains_in_packed_mode(tmp_path: Path) -> None:
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout visits the experts that the engine visits"
 
 
-def test_two_workers_with_asynchronous_rollouts_keep_groups_whole(tmp_path: Path) -> None:
-    summary, steps = train(tmp_path, "trainer.v1.trainer_mode=colocate_async", NGPUS_PER_NODE="2")
+def test_verls_own_entry_point_keeps_groups_whole_with_two_workers_and_asynchronous_rollouts(tmp_path: Path) -> None:
+    entry_point = "verl.trainer.main_ppo"  # the other tests run ours
+    overrides = ("trainer.v1.trainer_mode=colocate_async", "+prefix_grouper.logits_chunk_size=64")
+    summary, steps = train(tmp_path, *overrides, ENTRY_POINT=entry_point, NGPUS_PER_NODE="2")
     assert summary["mode"] == Mode.PACKED.value
     for step in steps:
         assert step["prefix_grouper/balance/cut_groups"] == 0
