@@ -10,7 +10,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["EXISTS", "Part", "differences", "parts_of", "signature_of"]
+__all__ = ["EXISTS", "VERL_VERSION", "Part", "differences", "parts_of", "signature_of"]
+
+VERL_VERSION = "0.9.1"
+"""Release whose parts the tables of verl list."""
 
 EXISTS = ""
 """Signature of a part of which only the existence counts: a registry, a base class, a constant, a property."""
