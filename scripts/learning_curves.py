@@ -15,12 +15,14 @@ Runs whose metrics are complete in ``--output-dir`` are kept: a command that was
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -108,6 +110,19 @@ class LearningRun:
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
         }
 
+    @property
+    def settings(self) -> str:
+        """All that a run follows from, as text."""
+        return json.dumps([self.command(), self.environment()], indent=1)
+
+    def was_run_otherwise(self) -> bool:
+        kept = self.work_dir / "settings.json"
+        return kept.is_file() and kept.read_text() != self.settings
+
+    def keep_settings(self) -> None:
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        (self.work_dir / "settings.json").write_text(self.settings)
+
     def command(self) -> list[str]:
         """The example script; what the user adds comes last and wins."""
         return [
@@ -119,6 +134,11 @@ class LearningRun:
             *tiny_overrides(self.device),
             *self.overrides,
         ]
+
+
+def fail(message: str) -> NoReturn:
+    console.print(f"error: {message}", markup=False, highlight=False)
+    sys.exit(2)
 
 
 def curve_of(run: LearningRun) -> list[LearningStep]:
@@ -171,11 +191,14 @@ def main() -> int:
             lr=args.lr,
             model_path=model_path,
             data_dir=data_dir,
-            work_dir=args.output_dir / f"{mode}-{seed}",
+            work_dir=args.output_dir / f"{device}-{mode}-{seed}",
             overrides=tuple(args.overrides),
         )
+        if run.was_run_otherwise():
+            fail(f"{run.work_dir} holds a run with other settings; choose another --output-dir")
         if len(curve_of(run)) != args.steps:
             shutil.rmtree(run.work_dir, ignore_errors=True)
+            run.keep_settings()
             console.print(f"{mode}, seed {seed}: {args.steps} steps, log in {run.log}")
             outcome, _ = run_to_end(run, args.timeout)
             if outcome == "ok" and len(curve_of(run)) != args.steps:

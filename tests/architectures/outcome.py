@@ -65,8 +65,7 @@ def outcome_of(model_type: str) -> Outcome:
     return Outcome(
         EXACT,
         head_in_chunks=not head_obstacle(skeleton(tiny_config(model_type).get_text_config())),
-        value_head=model_type not in HYBRIDS
-        and model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+        value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         and not unsupported_reasons(tiny_config(model_type), trust_remote_code=False, value_model=True),
         kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
         needs=overrides,

@@ -72,6 +72,12 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         (transformers.GPTNeoXConfig(hidden_dropout=0.1, num_key_value_heads=64), "hidden_dropout=0.1"),
         (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
         (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
+        (
+            transformers.AutoConfig.for_model(
+                "qwen3_5", text_config={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+            ),
+            "rope_type=dynamic",
+        ),
         (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
     ],
     ids=lambda value: getattr(value, "model_type", None),

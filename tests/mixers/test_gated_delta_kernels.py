@@ -63,11 +63,15 @@ def test_a_cpu_needs_nothing(machine) -> None:
     [("9.0\n9.0\n", 0, {9}), ("8.6\n12.0\n", 0, {8, 12}), ("no devices were found\n", 6, set()), ("[N/A]\n", 0, set())],
 )
 def test_generations_are_what_nvidia_smi_says(monkeypatch, output: str, code: int, generations: set[int]) -> None:
-    gpu_generations.cache_clear()
     monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
+    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: False)
     done = subprocess.CompletedProcess([], code, stdout=output)
     monkeypatch.setattr(kernels.subprocess, "run", lambda *args, **kwargs: done)
-    try:
-        assert gpu_generations() == generations
-    finally:
-        gpu_generations.cache_clear()
+    assert gpu_generations() == generations
+
+
+def test_a_worker_asks_torch_which_has_the_gpu_in_use(monkeypatch) -> None:
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(kernels.torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert gpu_generations() == {9}

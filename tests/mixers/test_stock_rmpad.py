@@ -49,7 +49,9 @@ def test_models_without_recurrence_are_not_warned_of(tmp_path: Path, caplog: pyt
     assert rmpad_fault(transformers.AutoConfig.from_pretrained(path), "cuda") is None
 
 
-def test_verls_forward_of_the_released_checkpoints_is_right_with_flas_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     released = transformers.AutoConfig.for_model("qwen3_5", text_config=config_of("qwen3_5_text").to_dict())
     monkeypatch.setattr(stock_faults, "has_fla", lambda: True)
     assert rmpad_fault(released, "cuda") is None

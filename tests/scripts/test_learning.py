@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,11 @@ def test_both_modes_get_one_seed_one_optimizer_step_and_the_same_budget(run: Lea
     assert ours["TRAIN_BATCH_SIZE"] == ours["PPO_MINI_BATCH_SIZE"]
     assert {"data.seed=7", "actor_rollout_ref.rollout.seed=7"} <= set(run.command())
     assert run.command()[-1] == "a.b=1"
+
+
+def test_figures_of_a_run_with_other_settings_are_not_taken_for_this_one(run: LearningRun) -> None:
+    assert not run.was_run_otherwise()
+    run.keep_settings()
+    assert not run.was_run_otherwise()
+    assert replace(run, lr=run.lr / 2).was_run_otherwise()
+    assert replace(run, overrides=("actor_rollout_ref.actor.entropy_coeff=5",)).was_run_otherwise()

@@ -104,7 +104,7 @@ def _random(hf_config: PretrainedConfig) -> list[Reason]:
 
 
 def _length_dependent_rope(hf_config: PretrainedConfig) -> list[Reason]:
-    rope: Any = getattr(hf_config, "rope_parameters", None) or {}
+    rope: Any = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     # One set of parameters, or one for each type of layer.
     types = [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]
     return [
@@ -166,6 +166,8 @@ def _key_value_heads(hf_config: PretrainedConfig) -> list[Reason]:
 def _value_model_reasons(hf_config: PretrainedConfig) -> list[Reason]:
     if type(hf_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         return [Reason(f"transformers has no token classifier for {hf_config.model_type!r}, which a critic needs")]
+    if hf_config.model_type in stateful_model_types():
+        return [Reason(f"critics of {hf_config.model_type} have not been verified with shared prefixes")]
     if isinstance(getattr(hf_config, "hidden_dropout", None), float):
         # ``hidden_dropout = "0"`` in verl's engine; configs of transformers 5 check the types of their fields.
         return [Reason(f"verl writes text into hidden_dropout, which a config of {hf_config.model_type} refuses")]

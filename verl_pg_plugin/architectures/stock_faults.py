@@ -22,7 +22,7 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Reason | None:
     verl 0.9.1 lays sequences one after the other and tells attention where each begins, but not the recurrence: from
     the second sequence on, its layers start from the state of the one before. Tiny models with random weights are off
     by 0.30 (Qwen3-Next), 0.35 (Qwen3.5, text) and 0.31 (Qwen3.5, multimodal) in a log-prob. verl's own forward of
-    multimodal Qwen3.5 does tell fla's kernels, which transformers' fallback ignores.
+    multimodal Qwen3.5 does tell fla's kernels, which transformers' fallback ignores (by its source; not run on a GPU).
     """
     config = hf_config.get_text_config()
     if not count_layers(config)[GATED_DELTA] or MIXERS[GATED_DELTA].obstacles(config):

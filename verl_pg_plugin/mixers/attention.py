@@ -15,19 +15,6 @@ from verl_pg_plugin.reason import Reason
 # Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
 SINK_MODEL_TYPES = frozenset({"gpt_oss", "deepseek_v4", "openai_privacy_filter"})
 # What a shared row would draw once for all its samples. Dropout that is a module is found in the model itself.
-RANDOM_FIELDS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-    "residual_dropout",
-    "resid_pdrop",
-    "embedding_dropout",
-    "embd_pdrop",
-    "dropout",
-    "layerdrop",
-    "router_jitter_noise",
-    "input_jitter_noise",
-)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -47,10 +34,6 @@ class Attention:
             reasons.append(Reason(f"{config.model_type} adds learned attention sinks to the softmax"))
         if getattr(config, "index_topk", None):
             reasons.append(Reason(f"{config.model_type} selects keys with a sparse-attention indexer"))
-        for name in RANDOM_FIELDS:
-            if value := getattr(config, name, 0.0):
-                why = f"{name}={value}: a shared prefix would draw its random numbers once for all its responses"
-                reasons.append(Reason(why, fix=f"++actor_rollout_ref.model.override_config.{name}=0.0"))
         return reasons
 
     def machine_obstacles(self, device_name: str) -> list[Reason]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+import torch
 from packaging.version import Version
 
 from verl_pg_plugin.reason import Reason
@@ -53,14 +53,21 @@ def has_fla() -> bool:
     return find_spec("fla") is not None
 
 
-@cache
 def gpu_generations() -> frozenset[int]:
-    """Major compute capabilities of this machine's GPUs; empty where ``nvidia-smi`` cannot tell."""
+    """Major compute capabilities of this machine's GPUs, from torch where it has a GPU in use, else ``nvidia-smi``.
+
+    Empty where neither tells: in a process without a GPU; a worker has one in use when its engine asks.
+    """
+    if torch.cuda.is_initialized():
+        return frozenset({torch.cuda.get_device_capability()[0]})
     command = shutil.which("nvidia-smi")
     if command is None:
         return frozenset()
     query = [command, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:  # a driver that hangs is not this check's to report
+        return frozenset()
     lines = result.stdout.split() if result.returncode == 0 else []
     return frozenset(int(line.partition(".")[0]) for line in lines if line[0].isdigit())
 
