@@ -49,7 +49,7 @@ def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenize
     from make_tiny_checkpoint import tiny_model
 
     torch.manual_seed(0)
-    model = tiny_model("qwen3_5_text", tokenizer).eval()
+    model = tiny_model(tokenizer, "qwen3_5_text", head_dim=32).eval()
     batch = requests(ignore_eos=True, max_tokens=4)
     for request, completion in zip(batch, run(model, batch), strict=True):
         expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)

@@ -70,7 +70,7 @@ RUN_OPTIONS: tuple[Option, ...] = (
         "trainer.v1.trainer_mode=colocate_async",
         proofs=(
             f"{SUPPORT}/test_rollouts.py::test_rows_of_one_prompt",
-            "tests/test_end_to_end.py::test_two_workers_with_asynchronous_rollouts",
+            "tests/test_end_to_end.py::test_verls_own_entry_point",
         ),
         note="rows of one prompt may arrive in different batches",
     ),
