@@ -39,6 +39,7 @@ TABLE = Path("docs/support.md")
 RECORDS = {name: Path(f"docs/data/support_{name}.json") for name in ("gpu", "slow")}
 PYTEST, SCRIPT = "python -m pytest", "python scripts/make_support_table.py"
 DEVICES = ("CPU", "1 GPU", "2 GPUs")
+CARRIED = "a group larger than the token budget"
 HEADER = """\
 # Options that packed mode runs with
 
@@ -50,7 +51,8 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 - **rejected**: refused by name before anything is computed, with the override that lets the run start.
 - **not run**: no test of it has passed on the machines that this table was made on.
 
-`tests` counts those that run the option, alone and together with every option it meets in the code.
+`tests` counts those that run the option, alone and together with every option it meets in the code. `carried`: one of
+them runs it with groups that exceed a micro-batch and hand on what they share.
 """
 
 
@@ -144,6 +146,11 @@ def _proves(names: list[str], test: str) -> Iterable[Option]:
     return (option for option in OPTIONS if option.name in names or test.startswith(option.proofs))
 
 
+def _carries(test: str, names: list[str]) -> bool:
+    """Whether a test runs chains, by the options that it names, its file or its case."""
+    return CARRIED in names or "/test_carry" in test or "carried groups" in test
+
+
 def merge(parts: Iterable[Results]) -> Results:
     """All tests that passed anywhere."""
     return Results({test: names for part in parts for test, names in part.options.items()})
@@ -158,6 +165,7 @@ def row(option: Option, results: Results, gpu: Results) -> str:
     note = "; ".join(filter(None, [option.note, refused]))
     override = f"`{option.override}`" if "=" in option.override else option.override
     marks = ["yes" if device in devices else "" for device in DEVICES]
+    marks.append("yes" if any(_carries(test, results.options[test]) for test in proofs) else "")
     return f"| {' | '.join([option.name, override, status, str(len(proofs)), *marks, note])} |"
 
 
@@ -170,8 +178,8 @@ def described(name: str, record: Results) -> str:
 def render(quick: Results, records: dict[str, Results]) -> str:
     """The whole document."""
     results = merge([quick, *records.values()])
-    columns = ["option", "override", "status", "tests", *DEVICES, "note"]
-    lines = [f"| {' | '.join(columns)} |", "|---|---|---|--:|---|---|---|---|"]
+    columns = ["option", "override", "status", "tests", *DEVICES, "carried", "note"]
+    lines = [f"| {' | '.join(columns)} |", "|---|---|---|--:|---|---|---|---|---|"]
     lines += [row(option, results, records["gpu"]) for option in sorted(OPTIONS, key=lambda option: option.rejected)]
     where = "\n".join(described(name, record) for name, record in records.items())
     return f"{HEADER}\n{where}\n\n" + "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Losses, roles, checkpoints and rollouts, which have tests of their own."""
 
-from tests.options.keys import ACTOR, EXACTNESS, SUPPORT
+from tests.options.keys import ACTOR, EXACTNESS, STEPS, SUPPORT
 from tests.options.option import Option
 
 RUN_OPTIONS: tuple[Option, ...] = (
@@ -28,6 +28,7 @@ RUN_OPTIONS: tuple[Option, ...] = (
         proofs=(
             "tests/engine/heads/test_value_model.py",
             f"{SUPPORT}/test_critic.py",
+            f"{STEPS}/test_carry_models.py::test_values_of_carried",
             "tests/test_end_to_end.py::test_ppo_script",
         ),
         note="every option above that is not about the language-model head",

@@ -1,6 +1,6 @@
 """How weights are sharded and moved, and in which precision they compute."""
 
-from tests.options.keys import ACTOR, FSDP, PRECISION, SUPPORT
+from tests.options.keys import ACTOR, FSDP, PRECISION, STEPS, SUPPORT
 from tests.options.option import Option, Place
 
 WEIGHTS = Place.WEIGHTS
@@ -42,7 +42,7 @@ WEIGHT_OPTIONS: tuple[Option, ...] = (
         "FSDP2",
         f"{ACTOR}.strategy=fsdp2",
         frozenset({WEIGHTS}),
-        proofs=("tests/engine/test_two_ranks.py::test_gradients",),
+        proofs=("tests/engine/test_two_ranks.py::test_gradients", f"{STEPS}/test_carry_ranks.py::test_ranks_with"),
         note="1, 2 and 4 processes",
     ),
     Option(

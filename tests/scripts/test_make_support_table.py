@@ -135,6 +135,8 @@ def test_every_option_has_a_row_with_what_its_tests_showed(
         case(MATRIX, "test_case[one]", "pad_to_length"),
         case(MATRIX, "test_case[two]", "pad_to_length", "static rows"),
         case(MATRIX, "test_case[three]", "LoRA", outcome="skipped"),
+        case(MATRIX, "test_case[four]", "entropy bonus", "a group larger than the token budget"),
+        case("tests.engine.steps.test_carry_models", "test_values_of_carried_rows_reach_the_critic"),
         case("tests.config.test_rules", RULE),
         case("tests.test_other", "test_that_proves_nothing"),
     )
@@ -148,6 +150,11 @@ def test_every_option_has_a_row_with_what_its_tests_showed(
     assert table["Liger kernels"][1:6] == ["exact", "1", "", "yes", ""]
     assert table["LoRA"][1:6] == ["not run", "0", "", "", ""]
     assert table["distillation"][1:6] == ["rejected", "1", "yes", "", ""]
+    assert {name for name, cells in table.items() if cells[6] == "yes"} == {
+        "a group larger than the token budget",
+        "entropy bonus",
+        "critic",
+    }
     assert "refused with activation offload" in table["verify mode"][-1]
     assert f"- gpu tests: a GPU, commit {git('rev-parse', '--short', 'HEAD')}\n" in document(tmp_path)
 
