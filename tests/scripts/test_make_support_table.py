@@ -136,7 +136,7 @@ def test_every_option_has_a_row_with_what_its_tests_showed(
         case(MATRIX, "test_case[two]", "pad_to_length", "static rows"),
         case(MATRIX, "test_case[three]", "LoRA", outcome="skipped"),
         case(MATRIX, "test_case[four]", "entropy bonus", "a group larger than the token budget"),
-        case("tests.engine.steps.test_carry_models", "test_values_of_carried_rows_reach_the_critic"),
+        case(MATRIX, "test_case[carried groups]", "critic"),
         case("tests.config.test_rules", RULE),
         case("tests.test_other", "test_that_proves_nothing"),
     )
