@@ -31,7 +31,10 @@ BATCH_OPTIONS: tuple[Option, ...] = (
         frozenset({CUT, ROWS}),
         engine={"use_dynamic_bsz": False},
         batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
-        proofs=("tests/engine/test_two_ranks.py::test_gradients_of_two_ranks_equal_the_rows_alone[by_sequences",),
+        proofs=(
+            "tests/engine/test_two_ranks.py::test_gradients_of_two_ranks_equal_the_rows_alone[by_sequences",
+            f"{STEPS}/test_carry.py::test_groups_above_a_number_of_sequences",
+        ),
     ),
     Option(
         "auto gate",

@@ -31,12 +31,14 @@ WEIGHT_OPTIONS: tuple[Option, ...] = (
         f"{FSDP}.reshard_after_forward=False",
         frozenset({WEIGHTS}),
         engine={"reshard_after_forward": False},
+        proofs=(f"{STEPS}/test_carry.py::test_carried_groups_stay_exact_with[every micro-batch is reduced",),
     ),
     Option(
         "gradients reduced after every micro-batch",
         f"{FSDP}.use_no_sync_for_gradient_accumulation=False",
         frozenset({WEIGHTS}),
         engine={"use_no_sync_for_gradient_accumulation": False},
+        proofs=(f"{STEPS}/test_carry.py::test_carried_groups_stay_exact_with[every micro-batch is reduced",),
     ),
     Option(
         "FSDP2",
