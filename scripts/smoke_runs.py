@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 from benchmarks.step_metrics import read_training_steps
-from benchmarks.step_runs import REPOSITORY, run_to_end
+from benchmarks.step_runs import REPOSITORY, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import make_tiny_checkpoint
@@ -135,22 +134,14 @@ def kill_after_first_checkpoint(run: SmokeRun, timeout_s: float) -> int:
         How many of its processes (Ray's, vLLM's) had to be killed because they outlived the trainer.
     """
     run.work_dir.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
+    started = time.monotonic()
     tree: dict[int, psutil.Process] = {}
     with run.log.open("w") as log:
-        process = subprocess.Popen(
-            run.command(),
-            cwd=REPOSITORY,
-            env={**os.environ, **run.environment()},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = start(run, log)
         try:
             while run.last_checkpoint is None:
                 require(process.poll() is None, f"ended with exit code {process.poll()} before its first checkpoint")
-                require(time.monotonic() - start < timeout_s, f"wrote no checkpoint in {timeout_s:.0f} s")
+                require(time.monotonic() - started < timeout_s, f"wrote no checkpoint in {timeout_s:.0f} s")
                 tree.update({child.pid: child for child in psutil.Process(process.pid).children(recursive=True)})
                 time.sleep(0.2)
         finally:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 import psutil
 
@@ -129,31 +130,50 @@ class StepRun:
         ]
 
 
-def run_to_end(run: StepRun, timeout_s: float) -> tuple[str, float | None]:
+class ScriptRun(Protocol):
+    """What a process tree is started from; ``metrics`` and ``log`` are written while it runs."""
+
+    @property
+    def metrics(self) -> Path: ...
+
+    @property
+    def log(self) -> Path: ...
+
+    def command(self) -> list[str]: ...
+
+    def environment(self) -> dict[str, str]: ...
+
+
+def start(run: ScriptRun, log: IO[str]) -> subprocess.Popen[bytes]:
+    """The run's script in a session of its own, which a signal ends as a whole; all it says goes to ``log``."""
+    return subprocess.Popen(
+        run.command(),
+        cwd=REPOSITORY,
+        env={**os.environ, **run.environment()},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def run_to_end(run: ScriptRun, timeout_s: float) -> tuple[str, float | None]:
     """Train, for at most ``timeout_s`` seconds, and leave no process of the run behind.
 
     Returns:
         ``ok`` or what ended the run, and the seconds from its start to the metrics of its first step.
     """
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
+    started = time.monotonic()
     first_step: float | None = None
     tree: dict[int, psutil.Process] = {}
     with run.log.open("w") as log:
-        process = subprocess.Popen(
-            run.command(),
-            cwd=REPOSITORY,
-            env={**os.environ, **run.environment()},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = start(run, log)
         try:
-            while process.poll() is None and time.monotonic() - start < timeout_s:
+            while process.poll() is None and time.monotonic() - started < timeout_s:
                 tree.update({child.pid: child for child in _descendants(process.pid)})
                 if first_step is None and run.metrics.is_file() and run.metrics.stat().st_size:
-                    first_step = time.monotonic() - start
+                    first_step = time.monotonic() - started
                 time.sleep(POLL_S)
         finally:
             timed_out = process.poll() is None

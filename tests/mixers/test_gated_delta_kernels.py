@@ -40,7 +40,7 @@ def test_triton_with_a_wrong_backward_on_hopper_is_refused(machine, triton: str)
         ({10}, "3.6.0", ("fla",)),
         (set(), "3.6.0", ("fla",)),
     ],
-    ids=["before the fault", "mended", "by tilelang", "ampere", "blackwell", "not known, so the worker's to ask"],
+    ids=["before the fault", "mended", "by tilelang", "ampere", "blackwell", "no GPU here"],
 )
 def test_other_machines_are_not(machine, generations: set[int], triton: str, packages: tuple[str, ...]) -> None:
     machine(generations, triton, *packages)
@@ -70,8 +70,11 @@ def test_generations_are_what_nvidia_smi_says(monkeypatch, output: str, code: in
     assert gpu_generations() == generations
 
 
-def test_a_worker_asks_torch_which_has_the_gpu_in_use(monkeypatch) -> None:
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(kernels.torch.cuda, "get_device_capability", lambda: (9, 0))
+@pytest.mark.parametrize(("smi", "in_use"), [(None, False), (None, True), ("nvidia-smi", True)])
+def test_torch_is_asked_where_nvidia_smi_is_missing_or_a_gpu_is_in_use(monkeypatch, smi, in_use: bool) -> None:
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: smi)
+    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels.torch.cuda, "get_device_capability", lambda gpu: (9, 0))
     assert gpu_generations() == {9}

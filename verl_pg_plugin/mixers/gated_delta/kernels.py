@@ -28,8 +28,6 @@ INSTALL_TRITON = "pip install --no-deps 'triton>=3.7.1', or pip install tilelang
 def kernel_obstacles(device_name: str) -> list[Reason]:
     """Why Gated DeltaNet cannot run on this machine, with the command that changes it; empty if it can.
 
-    Starts no CUDA context. Where nothing tells which GPU there is, the workers, which have it, are asked again.
-
     Args:
         device_name: device type as verl names it; on a CPU nothing is needed.
     """
@@ -54,22 +52,23 @@ def has_fla() -> bool:
 
 
 def gpu_generations() -> frozenset[int]:
-    """Major compute capabilities of this machine's GPUs, from torch where it has a GPU in use, else ``nvidia-smi``.
+    """Major compute capabilities of this machine's GPUs; empty where there is none.
 
-    Empty where neither tells: in a process without a GPU; a worker has one in use when its engine asks.
+    ``nvidia-smi`` tells without a CUDA context. Where it cannot, or torch has a GPU in use already, torch is asked.
     """
-    if torch.cuda.is_initialized():
-        return frozenset({torch.cuda.get_device_capability()[0]})
-    command = shutil.which("nvidia-smi")
-    if command is None:
+    command = None if torch.cuda.is_initialized() else shutil.which("nvidia-smi")
+    if command is not None:
+        query = [command, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        try:
+            result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:  # torch is asked below
+            result = subprocess.CompletedProcess(query, returncode=1)
+        lines = result.stdout.split() if result.returncode == 0 else []
+        if found := frozenset(int(line.partition(".")[0]) for line in lines if line[0].isdigit()):
+            return found
+    if not torch.cuda.is_available():
         return frozenset()
-    query = [command, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:  # a driver that hangs is not this check's to report
-        return frozenset()
-    lines = result.stdout.split() if result.returncode == 0 else []
-    return frozenset(int(line.partition(".")[0]) for line in lines if line[0].isdigit())
+    return frozenset(torch.cuda.get_device_capability(gpu)[0] for gpu in range(torch.cuda.device_count()))
 
 
 def _installed(package: str) -> Version | None:
