@@ -25,8 +25,8 @@ def budget_of(part: Part, weights: CarryWeights, row: float = 1.0) -> float:
 
 
 def draw_weights(data: st.DataObject) -> CarryWeights:
-    carried, owed, spare = st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.0, 0.5]), st.sampled_from([0.5, 1.0])
-    return CarryWeights(data.draw(carried), data.draw(owed), data.draw(spare))
+    carried, owed, recomputing = [0.0, 0.5, 1.5], [0.0, 0.5], [0.5, 1.0]
+    return CarryWeights(*(data.draw(st.sampled_from(values)) for values in (carried, owed, recomputing)))
 
 
 @given(st.data(), ANY_BATCH)
@@ -44,7 +44,7 @@ def test_what_a_micro_batch_computes_carries_and_owes_fits_into_memory(data: st.
         assert limits.max_sequences is None or len(part.sequences) <= limits.max_sequences
         most = np.inf if limits.max_rows is None else limits.max_rows
         assert part.recompute_attention == (budget_of(part, weights) > most)
-        assert budget_of(part, weights, weights.spare if part.recompute_attention else 1.0) <= most
+        assert budget_of(part, weights, weights.recomputing if part.recompute_attention else 1.0) <= most
         assert not part.recompute_attention or len(part.sequences) == 1
 
 
@@ -126,7 +126,7 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
             read = shared[cut.stop] if k + 1 < len(cuts) and cuts[k + 1].carries else 0
             keep = min(carried, read, *(shared[i] for i in inside if i > cut.first))
             own = sum(rows[i] - shared[i] for i in inside) + shared[cut.first] - carried
-            row = weights.spare if len(inside) == 1 else 1.0
+            row = weights.recomputing if len(inside) == 1 else 1.0
             taken = row * own + weights.carried * carried + weights.owed * (read - keep)
             fits = limits.max_rows is None or taken <= limits.max_rows
             if not own or not (fits and len(inside) <= limits.max_sequences):
@@ -188,14 +188,16 @@ def test_what_is_carried_takes_room_in_the_budget() -> None:
 
 
 def test_a_prompt_is_computed_again_where_its_owner_has_no_room_for_what_it_is_owed() -> None:
-    def plan(owed: float, spare: float) -> ChainPlan:
-        return cut_with_chains(GROUP.order(), MicroBatchLimits(103), CarryWeights(0.5, owed, spare), part_cost=4.0)
+    def plan(owed: float, recomputing: float) -> ChainPlan:
+        return cut_with_chains(
+            GROUP.order(), MicroBatchLimits(103), CarryWeights(0.5, owed, recomputing), part_cost=4.0
+        )
 
-    assert plan(owed=0.5, spare=1.0).num_chains == 0
-    spared = plan(owed=0.5, spare=0.5)
+    assert plan(owed=0.5, recomputing=1.0).num_chains == 0
+    spared = plan(owed=0.5, recomputing=0.5)
     assert (spared.num_chains, spared.recomputed_rows) == (1, 0)
     assert [part.recompute_attention for part in spared.parts] == [True, *[False] * (len(spared.parts) - 1)]
-    assert plan(owed=0.75, spare=0.5).num_chains == 0
+    assert plan(owed=0.75, recomputing=0.5).num_chains == 0
 
 
 def test_a_micro_batch_size_in_sequences_makes_chains_too() -> None:

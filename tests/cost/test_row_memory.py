@@ -26,6 +26,8 @@ def test_an_8b_shape_takes_580_kib_a_row_and_432_kib_a_carried_one() -> None:
     weights = memory().weights(forward_only=False)
     assert weights.carried == pytest.approx(0.745, abs=0.002)
     assert weights.owed == pytest.approx(0.497, abs=0.002)
+    assert weights.recomputing == pytest.approx(8 / 16.125), "the layer's input alone"
+    assert memory(keeps_attention=False).weights(forward_only=False).recomputing == 1
 
 
 def test_log_probs_carry_no_sums() -> None:

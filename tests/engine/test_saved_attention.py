@@ -57,7 +57,7 @@ def test_attention_runs_as_often_as_asked(qwen3: str, recompute: bool, passes: i
 def test_the_owner_of_a_long_prompt_makes_room_for_what_it_is_owed_and_stays_exact(
     qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = carrying_engine(qwen3, CarryWeights(carried=0.2, owed=0.5, spare=0.5))
+    engine = carrying_engine(qwen3, CarryWeights(carried=0.2, owed=0.5, recomputing=0.5))
     batch = make_batch(group(33, [3, 4, 2, 4], 7), max_token_len_per_gpu=38)
     calls = []
     for dropped in (SavedAttention.dropped, lambda self: nullcontext()):

@@ -37,13 +37,13 @@ class CarryWeights:
     Attributes:
         carried: keys and values of a row that is read, and in training the sums of their gradients.
         owed: a row handed over: what later parts read of it, or the sums that they owe to it.
-        spare: a computed row where attention is not kept for the backward but run again: less than 1 where it is kept
-            otherwise. A part of a single sequence, which cannot be cut, may run so.
+        recomputing: a computed row where attention is not kept for the backward but run again: less than 1 where it is
+            kept otherwise. A part of a single sequence, which cannot be cut, may run so.
     """
 
     carried: float = 0.0
     owed: float = 0.0
-    spare: float = 1.0
+    recomputing: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class CutMaths:
         owed = self.read_next(following) - self.keep(cut, following)
         return row * self.rows(cut) + self.weights.carried * self.carried(cut) + self.weights.owed * owed
 
-    def must_spare(self, cut: Cut, following: Cut | None) -> bool:
-        """Whether the part is within the budget only if it keeps less for its backward."""
+    def exceeds(self, cut: Cut, following: Cut | None) -> bool:
+        """Whether the part takes more than the row budget as it is, with attention kept for its backward."""
         return self.limits.max_rows is not None and self.taken(cut, following) > self.limits.max_rows
 
     def admit_whole(self, group: Cut) -> bool:
@@ -111,7 +111,7 @@ class CutMaths:
         if group.sequences == 1:
             return True
         few = self.limits.max_sequences is None or group.sequences <= self.limits.max_sequences
-        return few and not self.must_spare(group, None)
+        return few and not self.exceeds(group, None)
 
 
 def cut_tries(maths: CutMaths, tries: list[tuple[int, int]]) -> list[list[Cut]]:
@@ -205,8 +205,10 @@ class _Tries:
             kept = np.minimum(common[:, w], read)
             missing = shared[:, w] - kept
             spare = room[:, :, w] - rows
-            spare[:, :, -1] += (1 - weights.spare) * (rows - new_before[:, w])[:, -1]  # a single sequence may keep less
-            spare[0, :, -1] += (1 - weights.spare) * shared[:, b - 1]
+            spare[:, :, -1] += (1 - weights.recomputing) * (rows - new_before[:, w])[
+                :, -1
+            ]  # a single sequence may keep less
+            spare[0, :, -1] += (1 - weights.recomputing) * shared[:, b - 1]
             spare[1, rows == new_before[:, w]] = -1.0  # no part is without a row of its own
             # By the start of the next part (computes its prefix, carries it) and by the start of this one.
             cost = np.empty((2, 2, num_tries, b - low))
@@ -214,12 +216,11 @@ class _Tries:
             cost[0, 1] += export_all[:, w]
             cost[1, 1] += costs.export * (missing + costs.part * (missing > 0))
             handing = spare.copy()
+            handing[0] -= weights.owed * read
+            handing[1] -= weights.owed * (read - kept)
+            cost[1, handing < 0] = np.inf
             spare[0, :, -1] = np.inf  # a single sequence that reads nothing and hands nothing over always runs
             cost[0, spare < 0] = np.inf
-            spare = handing
-            spare[0] -= weights.owed * read
-            spare[1] -= weights.owed * (read - kept)
-            cost[1, spare < 0] = np.inf
             at, least = cost.argmin(axis=3), cost.min(axis=3)
             carries = least[:, 1] < least[:, 0]
             choices[:, :, b] = 2 * (low + np.where(carries, at[:, 1], at[:, 0])) + carries

@@ -167,7 +167,7 @@ def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers
         num_carried=maths.carried(cut),
         keep=maths.keep(cut, following),
         read_next=maths.read_next(following),
-        recompute_attention=maths.must_spare(cut, following),
+        recompute_attention=maths.exceeds(cut, following),
     )
 
 
@@ -266,7 +266,7 @@ def _half_scores(
     halves = ((left_taken, left_rows, left_count), (right_taken, right_rows, cut.sequences - left_count))
     for taken, rows, count in halves:
         allowed &= (count == 1) | (taken <= most)
-        cost = cost + LAST_RESORT * ((count == 1) & (taken - (1 - weights.spare) * rows > most))
+        cost = cost + LAST_RESORT * ((count == 1) & (taken - (1 - weights.recomputing) * rows > most))
     return np.where(allowed, cost + largest, np.inf)
 
 

@@ -62,9 +62,9 @@ class RowMemory:
     def weights(self, forward_only: bool) -> CarryWeights:
         """What a carried row and one handed over take of a budget of computed rows."""
         if forward_only:  # nothing is kept of a computed row
-            return CarryWeights(self.key_value / self.activations, self.key_value / self.activations, spare=0.0)
+            return CarryWeights(self.key_value / self.activations, self.key_value / self.activations, recomputing=0.0)
         return CarryWeights(
             carried=(self.key_value + self.sums) / self.activations,
             owed=self.sums / self.activations,
-            spare=1 - self.attention / self.activations,
+            recomputing=1 - self.attention / self.activations,
         )

@@ -82,7 +82,7 @@ def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: 
 
 @pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
 def test_a_number_of_sequences_bounds_the_memory_of_what_is_carried_too(qwen3: str, owed: float, carries: bool) -> None:
-    engine = carrying_engine(qwen3, CarryWeights(carried=0.5, owed=owed, spare=0.5))
+    engine = carrying_engine(qwen3, CarryWeights(carried=0.5, owed=owed, recomputing=0.5))
     batch = make_batch(ONE_GROUP, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     plan = plan_micro_batches(clone(batch), None, 1, engine.sharing, carry=engine._carry_policy(False))
     assert bool(plan.chains) == carries
