@@ -81,6 +81,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# As many FLOPs in heads of 128, for builds of flash-attn that stop there.
+SHAPES["qwen3.5-9b-heads-128"] = {
+    **SHAPES["qwen3.5-9b"],
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
 
 def config_of(name: str, **overrides: Any) -> PretrainedConfig:
     """The config of a shape."""
