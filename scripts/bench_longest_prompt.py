@@ -5,8 +5,8 @@
 
 One group of n responses, one update (SGD, so that memory shows activations and not optimizer state), gradient
 checkpointing; the budget of a micro-batch is one whole sequence, the least that verl takes, so n changes stock verl's
-time and not its memory. A path that runs out of memory is built anew before its next try. ``--memory-gib 48`` lets torch
-allocate no more than a smaller GPU has; prompts are shorter then, and a try takes a tenth of the time.
+time and not its memory. A path that runs out of memory is built anew before its next try. With ``--memory-gib 48``
+torch may allocate no more than a smaller GPU has; prompts are shorter then, and a try takes a tenth of the time.
 """
 
 from __future__ import annotations
