@@ -139,7 +139,7 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     out_weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     found = []
     for device in ("cpu", "cuda"):
-        own, w = x.to(device).requires_grad_(), weight.to(device).requires_grad_()
+        own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
         with torch.backends.cudnn.flags(allow_tf32=False):
             windows = Windows.from_layout(layout, 4, torch.device(device))
             out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, None, "silu"))
