@@ -28,15 +28,29 @@ def on_every_rank(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         Exception: what ``step`` raised here.
         RankError: ``step`` succeeded here and failed elsewhere.
     """
+    result: list[T] = []
+    gather_on_every_rank(lambda: result.append(step()), group)  # the result itself need not travel
+    return result[0]
+
+
+def gather_on_every_rank(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """``on_every_rank``, and what ``step`` returned on each rank, in rank order.
+
+    Raises:
+        Exception: what ``step`` raised here.
+        RankError: ``step`` succeeded here and failed elsewhere.
+    """
+    result: T | None = None
     failure: Exception | None = None
     try:
         result = step()
     except Exception as error:  # raised again below, once every rank knows
         failure = error
-    messages = over_ranks(None if failure is None else f"{type(failure).__name__}: {failure}", group)
+    message = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = over_ranks((message, result), group)
     if failure is not None:
         raise failure
-    failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
+    failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]
     if failed:
         raise RankError("; ".join(failed))
-    return result
+    return [result for _, result in outcomes]

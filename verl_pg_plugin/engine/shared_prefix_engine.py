@@ -28,13 +28,15 @@ from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
-from verl_pg_plugin.engine.batch.plan_metrics import plan_metrics
+from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
 from verl_pg_plugin.engine.batch.row_selection import without_gaps
 from verl_pg_plugin.engine.forward_rows import ForwardRows
+from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.carry import Carrier
+from verl_pg_plugin.engine.steps.loss_guard import LossGuard
 from verl_pg_plugin.engine.steps.verify import Verifier
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
@@ -179,9 +181,15 @@ class SharedPrefixMixin:
         run = super().forward_backward_batch  # type: ignore[misc]
         if self.sharing is None:
             return run(data, loss_function, forward_only=forward_only)
-        mode, data = self.sharing, without_gaps(data)
-        check_batch(data)
-        mode.check_batch(data)
+        mode, everyone = self.sharing, dist.group.WORLD
+
+        def checked() -> TensorDict:
+            whole = without_gaps(data)
+            check_batch(whole)
+            mode.check_batch(whole)
+            return whole
+
+        data = on_every_rank(checked, everyone)
         plans: list[MicroBatchPlan] = []
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
@@ -191,33 +199,30 @@ class SharedPrefixMixin:
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
-        outer, carrier = (
-            self.carrier,
-            Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows),
-        )
-        self.carrier = carrier
+        guard = LossGuard()
+        carrier = Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows)
+        outer, self.carrier = self.carrier, carrier
+
+        def finished() -> dict[str, float]:
+            guard.raise_kept()
+            carrier.check_all_claimed()
+            get_torch_device().synchronize()  # the last backward is still running, and the clock must see its end
+            padding = sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches))
+            seconds = time.perf_counter() - start
+            flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
+            return figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only)
+
         try:
             with upstream.micro_batches_cut_by(cut, data):
-                output = run(data, loss_function, forward_only=forward_only)
+                output = run(data, guard.around(loss_function), forward_only=forward_only)
+            ranks = gather_on_every_rank(finished, everyone)
         except BaseException:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
             raise
         finally:
             self.carrier = outer  # and with ours the rows of a chain that an error has cut short are gone
-        if carrier.stack.num_rows:
-            raise RuntimeError(f"{carrier.stack.num_rows} carried rows were never claimed by the part that owns them")
-        get_torch_device().synchronize()  # the last backward is still running, and the clock below must see its end
         self._tell_of_rmpad(plans[0])
-        metrics = plan_metrics(
-            plans[0],
-            sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches)),
-            carrier.stack.peak_bytes,
-            self.shared_model.flops,
-            time.perf_counter() - start,
-            forward_only,
-            self.get_data_parallel_group(),
-            self.ulysses_sequence_parallel_size,
-        )
+        metrics = plan_metrics(ranks, self.ulysses_sequence_parallel_size)
         if self.verifier is not None:
             metrics |= self.verifier.take_metrics()
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})

@@ -17,9 +17,8 @@ LAYOUT = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4,
 def metrics(forward_only: bool, monkeypatch: pytest.MonkeyPatch, num_padding_rows: int = 0) -> dict[str, list[float]]:
     monkeypatch.setattr(module, "get_device_flops", lambda unit: 1e-9)  # in units of 1e12: 1,000 FLOP/s
     plan = SimpleNamespace(layouts=[LAYOUT, LAYOUT], num_rmpad=0, chains=[], carried_rows=0, exported_rows=0)
-    return module.plan_metrics(
-        plan, num_padding_rows, 0, FLOPS, seconds=2.0, forward_only=forward_only, dp_group=None, sp_size=2
-    )
+    figures = module.figures_of_rank(plan, num_padding_rows, 0, FLOPS, seconds=2.0, forward_only=forward_only)
+    return module.plan_metrics([figures, figures], sp_size=2)
 
 
 def test_an_update_counts_its_forward_three_times_and_log_probs_once(monkeypatch: pytest.MonkeyPatch) -> None:

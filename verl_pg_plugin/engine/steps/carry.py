@@ -39,6 +39,15 @@ class Carrier:
         self.stack = CarryStack()
         self._carrying: Carrying | None = None
 
+    def check_all_claimed(self) -> None:
+        """To be asked at the end of the mini-batch.
+
+        Raises:
+            RuntimeError: rows were handed on that no part has taken.
+        """
+        if self.stack.num_rows:
+            raise RuntimeError(f"{self.stack.num_rows} carried rows were never claimed by the part that owns them")
+
     def carrying(self, layout: Layout) -> Carrying | None:
         """What the forward in hand carries; None if ``layout`` stands alone.
 

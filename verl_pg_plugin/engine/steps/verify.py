@@ -19,7 +19,7 @@ from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
 from verl_pg_plugin.engine.batch.micro_batch_plan import unshared
 from verl_pg_plugin.engine.batch.row_selection import select_rows
 from verl_pg_plugin.engine.batch.sequences import Sequences
-from verl_pg_plugin.engine.ranks import over_ranks
+from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank, over_ranks
 from verl_pg_plugin.engine.sharing_modes import SharingMode
 from verl_pg_plugin.engine.steps.token_comparison import (
     Comparison,
@@ -115,15 +115,25 @@ class Verifier:
         forward_only: bool,
         kind: str,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        sequences = self.mode.read(micro_batch)
-        rows = self._choose(sequences, micro_batch)
+        def chosen() -> tuple[Sequences, list[int], Any]:
+            sequences = self.mode.read(micro_batch)
+            rows = self._choose(sequences, micro_batch)
+            return sequences, rows, self.mode.lay_out(unshared(sequences.select(rows)))
+
+        sequences, rows, layout = on_every_rank(chosen, self.group)
         # Before the forward and not after it: FSDP2 expects a forward's backward to come next.
-        expected, tolerances = self._alone(step, micro_batch, sequences, rows)
+        expected, tolerances = self._alone(step, micro_batch, sequences.prompt_lengths[rows], rows, layout)
         loss, output = step(micro_batch, loss_function, forward_only)
-        got = read_responses(output["model_output"], rows, sequences.prompt_lengths)
-        comparison = compare(got, expected, tolerances)
-        mismatch = self._describe(comparison, rows, micro_batch, kind)
-        ranks = over_ranks((comparison, mismatch, self._layout(micro_batch).stands_alone), self.group)
+
+        model_output = output["model_output"]
+
+        def compared() -> tuple[Comparison, str | None, bool]:
+            got = read_responses(model_output, rows, sequences.prompt_lengths)
+            comparison = compare(got, expected, tolerances)
+            mismatch = self._describe(comparison, rows, micro_batch, kind)
+            return comparison, mismatch, self._layout(micro_batch).stands_alone
+
+        ranks = gather_on_every_rank(compared, self.group)
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self.verified else logging.WARNING
         self.turn += 1
@@ -131,8 +141,8 @@ class Verifier:
         self.comparisons.extend(comparison for comparison, _, _ in ranks)
         mismatches = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(ranks) if text is not None]
         if not mismatches:
-            text = "%s micro-batch verified: samples %s alone differ by at most %.3g"
-            logger.log(level, text, kind, rows, comparison.max_error)
+            text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
+            logger.log(level, text, kind, rows, max(comparison.max_error for comparison, _, _ in ranks))
             return loss, output
         if self.options.on_mismatch == "raise":
             raise MismatchError("; ".join(mismatches) + f". {self._remedy()}")
@@ -146,18 +156,16 @@ class Verifier:
         return step(micro_batch, loss_function, forward_only)
 
     def _alone(
-        self, step: ForwardStep, micro_batch: TensorDict, sequences: Sequences, rows: list[int]
+        self, step: ForwardStep, micro_batch: TensorDict, prompt_lengths: np.ndarray, rows: list[int], layout: Any
     ) -> tuple[Responses, dict[str, Tolerance]]:
         """The samples without sharing, and how exactly that can be told, by output."""
-        sequences = unshared(sequences.select(rows))
-        layout = self.mode.lay_out(sequences)
 
         def forward() -> Responses:
             samples = select_rows(micro_batch, [rows])[0]
             set_layout(samples, layout)
             with torch.no_grad():
                 _, output = step(samples, None, True)
-            return read_responses(output["model_output"], list(range(len(rows))), sequences.prompt_lengths)
+            return read_responses(output["model_output"], list(range(len(rows))), prompt_lengths)
 
         expected, given = forward(), self.options.verify_tolerance
         if given is not None:

@@ -1,0 +1,113 @@
+"""What fails on one of two ranks ends the step on both, with the cause, and the next step is exact."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tests.engine.carried_cases import ONE_GROUP, carrying_engine
+from tests.engine.ranks import on_ranks
+from tests.support import Result, actor_loss, assert_same, clone, group, run_engine, run_reference, save_tiny_model
+from verl_pg_plugin.engine import shared_prefix_engine
+from verl_pg_plugin.engine.batch import micro_batch_plan
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.engine.ranks import RankError
+from verl_pg_plugin.engine.sharing_modes import PackedMode
+from verl_pg_plugin.engine.steps import verify
+from verl_pg_plugin.engine.steps.carry import Carrier
+from verl_pg_plugin.synthetic import make_batch
+
+SMALL_GROUPS = [*group(6, [7, 1], 3), *group(9, [4, 4], 2), *group(5, [9, 8], 5), *group(7, [3, 6], 6)]
+SAMPLES = [*ONE_GROUP, *SMALL_GROUPS]
+ROWS = [list(range(8, len(SAMPLES))), list(range(8))]  # of each rank
+MOST_SECONDS = 30
+
+# What fails on rank 1, which has a chain, outside the model's forward and backward.
+FAULTS: dict[str, tuple[Any, str]] = {
+    "the batch": (PackedMode, "check_batch"),
+    "reading the plan": (PackedMode, "read"),
+    "cutting it": (micro_batch_plan, "_cut"),
+    "laying it out": (PackedMode, "lay_out"),
+    "picking its rows": (micro_batch_plan, "select_rows"),
+    "a comparison of verify mode": (verify, "compare"),
+    "what was carried": (Carrier, "check_all_claimed"),
+    "metrics": (shared_prefix_engine, "figures_of_rank"),
+}
+LOSSES = {"the first loss": 0, "a loss inside the chain": 1, "the last loss": -1}
+
+
+def broken_loss(at: int, num_micro_batches: int) -> Callable[..., Any]:
+    """Raises on one micro-batch, by number; negative from the end."""
+    loss, calls = actor_loss(), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) - 1 == at % num_micro_batches:
+            raise ZeroDivisionError("the fault of rank 1")
+        return loss(*args, **kwargs)
+
+    return fail
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("the fault of rank 1")
+
+
+def told(engine: Any, batch: TensorDict, loss: Callable[..., Any]) -> tuple[str, float]:
+    """How an update of ``batch`` ends, and after how many seconds."""
+    start = time.monotonic()
+    engine.optimizer_zero_grad()
+    with pytest.raises((ZeroDivisionError, RankError)) as caught, engine.train_mode():
+        engine.forward_backward_batch(clone(batch), loss)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - start
+
+
+def run_faults(rank: int, path: str) -> dict[str, tuple[str, float, Result]]:
+    """How a step with each fault ended on this rank, and the step after it."""
+    engine = carrying_engine(path, engine={"verify": "every_n", "verify_every": 1})
+    batch = tu.index_select_tensor_dict(make_batch(SAMPLES, max_token_len_per_gpu=36), ROWS[rank])
+    plan = plan_micro_batches(
+        clone(batch), engine.get_data_parallel_group(), 1, engine.sharing, carry=engine._carry_policy(False)
+    )
+    assert bool(plan.chains) == (rank == 1), "a chain on one rank alone"
+    assert len(plan.micro_batches) > 2
+    results = {}
+    for name, (owner, function) in FAULTS.items():
+        with patch.object(owner, function, fail) if rank == 1 else nullcontext():
+            ended = told(engine, batch, actor_loss())
+        results[name] = (*ended, run_engine(engine, clone(batch), actor_loss()))
+    for name, at in LOSSES.items():
+        loss = broken_loss(at, len(plan.micro_batches)) if rank == 1 else actor_loss()
+        results[name] = (*told(engine, batch, loss), run_engine(engine, clone(batch), actor_loss()))
+    return results
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def ranks(qwen3: str) -> list[dict[str, tuple[str, float, Result]]]:
+    return on_ranks(2, run_faults, qwen3)
+
+
+@pytest.fixture(scope="module")
+def expected(qwen3: str) -> Result:
+    return run_reference(qwen3, make_batch(SAMPLES), actor_loss())
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *LOSSES])
+def test_both_ranks_stop_with_the_cause_and_the_next_step_is_exact(ranks: list, expected: Result, fault: str) -> None:
+    (message, seconds, _), (cause, others_seconds, _) = (rank[fault] for rank in ranks)
+    assert cause == "ZeroDivisionError: the fault of rank 1"
+    assert message == f"RankError: rank 1: {cause}"
+    assert max(seconds, others_seconds) < MOST_SECONDS
+    for rank, rows in enumerate(ROWS):
+        outputs = {name: [values[i] for i in rows] for name, values in expected.outputs.items()}
+        assert_same(ranks[rank][fault][2], Result(outputs, expected.gradients))
