@@ -64,6 +64,10 @@ class _Cell:
                 of_size.setdefault(len(unit.rows), []).append(unit)
         return {size: (np.array([unit.cost for unit in units]), units) for size, units in of_size.items()}
 
+    @property
+    def rows(self) -> IntArray:
+        return np.sort(np.concatenate([unit.rows for unit in self.units]))
+
     def replace(self, leaves: _Unit, enters: _Unit) -> None:
         self.units = [enters if unit is leaves else unit for unit in self.units]
         self.cost += enters.cost - leaves.cost
@@ -132,11 +136,29 @@ def balance_groups(
             put(chosen, _Unit(part, float(prompt_cost[part[0]] + response_cost[part].sum()), whole=False))
 
     _swap_groups(cells)
+    ranks = _ranks(cells, num_ranks)
     return Balance(
-        order=np.concatenate([np.sort(np.concatenate([unit.rows for unit in cell.units])) for cell in cells]),
-        cost=np.array([cell.cost for cell in cells]).reshape(num_ranks, num_mini_batches),
+        order=np.concatenate([cell.rows for rank in ranks for cell in rank]),
+        cost=np.array([[cell.cost for cell in rank] for rank in ranks]),
         num_cut_groups=len(leftover),
     )
+
+
+def _ranks(cells: list[_Cell], num_ranks: int) -> list[list[_Cell]]:
+    """The cells of each rank by mini-batch: cells of like cost make one, and no rank has the costliest of each.
+
+    Ranks wait for each other at the end of a mini-batch in updates, and at the end of the batch in passes without
+    gradient. Mini-batches come in the order of their first sequences, so that none is put off for being long.
+    """
+    by_cost = sorted(cells, key=lambda cell: -cell.cost)
+    mini_batches = [by_cost[start : start + num_ranks] for start in range(0, len(cells), num_ranks)]
+    mini_batches.sort(key=lambda mini_batch: min(cell.rows[0] for cell in mini_batch))
+    ranks: list[list[_Cell]] = [[] for _ in range(num_ranks)]
+    for mini_batch in mini_batches:
+        ranks.sort(key=lambda rank: sum(cell.cost for cell in rank))
+        for rank, cell in zip(ranks, mini_batch, strict=True):  # costliest first
+            rank.append(cell)
+    return ranks
 
 
 def _swap_groups(cells: list[_Cell], candidates: int = 8) -> None:

@@ -66,5 +66,19 @@ VERL_CPU_PARTS: tuple[Part, ...] = (
         max_concurrency=EXISTS,
     ),
     *_parts("verl.workers.rollout.replica.RolloutReplicaRegistry", "cpu/__init__.py", register="(name, loader)"),
+    *_parts("verl", "cpu/agent_loop_v0.py", DataProto=EXISTS),
+    *_parts("verl.experimental.agent_loop", "cpu/agent_loop_v0.py", AgentLoopManager=EXISTS, AgentLoopWorker=EXISTS),
+    *_parts(
+        "verl.experimental.agent_loop.AgentLoopManager",
+        "cpu/agent_loop_v0.py",
+        __init__="(self, config, ...)",
+        create="(*args, **kwargs)",
+        generate_sequences="(self, prompts)",
+    ),
+    *_parts(
+        "verl.experimental.agent_loop.AgentLoopWorker",
+        "cpu/agent_loop_v0.py",
+        _run_agent_loop="(self, sampling_params, trajectory, agent_name, ...)",
+    ),
     *_parts("verl.workers.rollout.utils", "cpu/rollout.py", ensure_async_iterator="(iterable)"),
 )

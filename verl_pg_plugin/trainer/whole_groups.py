@@ -1,0 +1,95 @@
+"""Which sequences of a batch meet on a rank and in a mini-batch, whatever container a trainer keeps them in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from verl_pg_plugin.batching.balance import Balance, balance_groups
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+__all__ = ["BatchRows", "actor_flops", "balance_metrics", "deal_groups", "mini_batches_of_config", "num_ranks_of"]
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """What a balance knows about the B sequences of a batch.
+
+    Attributes:
+        uids: (B,) sequences with one prompt have one uid.
+        prompt_lengths, response_lengths: (B,) int64, tokens.
+    """
+
+    uids: Sequence[str]
+    prompt_lengths: IntArray
+    response_lengths: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        return self.prompt_lengths + self.response_lengths
+
+
+def actor_flops(config: DictConfig) -> ModelFlops:
+    """Price of the actor's rows, from its config: no weight is read.
+
+    verl's trainers load the same config in the same process, from a folder, the hub or hdfs and with the user's
+    ``trust_remote_code``, to get at the tokenizer: there is no checkpoint that trains and has none here.
+
+    Raises:
+        ValueError: the model cannot be priced, see ``ModelFlops.of``.
+    """
+    section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+    model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
+    return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+
+
+def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
+    """Optimizer steps that verl's trainers divide a batch into.
+
+    While only the critic trains, the batch is a multiple of its mini-batches and not of the actor's: it counts as one.
+    """
+    roles = trainer.config.actor_rollout_ref
+    mini_batch_size = roles.actor.ppo_mini_batch_size * roles.rollout.n
+    return 1 if batch_size % mini_batch_size else batch_size // mini_batch_size
+
+
+def deal_groups(rows: BatchRows, flops: ModelFlops, num_ranks: int, num_mini_batches: int) -> Balance:
+    """An order whose equal consecutive chunks are the ranks; two runs with other uids get the same.
+
+    Raises:
+        ValueError: the batch is no multiple of ``num_ranks * num_mini_batches``.
+    """
+    numbers: dict[str, int] = {}
+    return balance_groups(
+        # Not in the order of the uids, which verl draws anew in every run.
+        group=np.array([numbers.setdefault(uid, len(numbers)) for uid in rows.uids]),
+        prompt_lengths=rows.prompt_lengths,
+        response_lengths=rows.response_lengths,
+        price=flops.segments,
+        num_ranks=num_ranks,
+        num_mini_batches=num_mini_batches,
+    )
+
+
+def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix: str) -> dict[str, float]:
+    """verl's figures about tokens per rank, under ``prefix``, and ours about cost."""
+    partitions = [part.tolist() for part in np.split(balance.order, num_ranks)]
+    return {
+        **log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=partitions, prefix=prefix),
+        "prefix_grouper/balance/slowest_over_mean": balance.slowest_over_mean,
+        "prefix_grouper/balance/cut_groups": balance.num_cut_groups,
+    }
+
+
+def num_ranks_of(workers: Any) -> int:
+    """Data-parallel ranks of a worker group's actor; asks it where a trainer's own balance has not."""
+    if "actor" not in workers._dispatch_info:
+        workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+    return max(workers._dispatch_info["actor"]) + 1
