@@ -39,7 +39,15 @@ def register() -> None:
     register_engines()
     after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
     after_import("verl.trainer.ppo.ray_trainer", _keep_groups_in_v0)
+    after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before_validation(_engage_or_exit)
+
+
+def _engage_before_run() -> None:
+    """In the process of an entry point that is not verl's own."""
+    from verl_pg_plugin import upstream
+
+    _or_warn(lambda: upstream.call_before_run(_engage_or_exit))
 
 
 def _keep_groups_in_v1() -> None:
@@ -68,8 +76,11 @@ def _keep_groups_in_v0() -> None:
 
 
 def _or_warn(patch: Callable[[], None]) -> None:
-    """An import of verl's must not fail for it: V1 then knows no trainer of the name that a run asks for, and ends; V0
-    keeps groups whole by itself, as far as it can."""
+    """An import of verl's must not fail for it.
+
+    Without the patch V1 knows no trainer of the name that a run asks for, and ends; V0 keeps groups whole by itself, as
+    far as it can; a recipe is refused by the validators inside Ray, if it asks them.
+    """
     from verl_pg_plugin.upstream import UpstreamChangedError
 
     try:

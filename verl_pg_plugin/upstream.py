@@ -107,6 +107,38 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     patched.validate_config = act_then_validate
 
 
+def call_before_run(action: Callable[[Any], None]) -> None:
+    """Show ``action`` the composed config of every run that verl's ``run_ppo`` starts, before it starts Ray.
+
+    What: ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first. Put in once per process and left there.
+    Why: entry points of recipes, verl's one-step-off and fully async ones among them, validate their config inside Ray
+    or not at all; they import this function when they run. verl's own entry point does not pass through here: run with
+    ``python -m`` it is another module, ``__main__`` (see :func:`call_before_validation`).
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(config, task_runner_class)``.
+    """
+    import verl.trainer.main_ppo as patched
+
+    run_ppo = patched.run_ppo
+    if getattr(run_ppo, "calls_before", False):
+        return
+    if list(inspect.signature(run_ppo).parameters) != ["config", "task_runner_class"]:
+        raise UpstreamChangedError(
+            f"verl.trainer.main_ppo.run_ppo now takes {inspect.signature(run_ppo)}; the plugin needs verl>=0.9.0,<0.10"
+        )
+
+    @functools.wraps(run_ppo)
+    def act_then_run(config: Any, *args: Any, **kwargs: Any) -> None:
+        action(config)
+        run_ppo(config, *args, **kwargs)
+
+    act_then_run.calls_before = True  # type: ignore[attr-defined]
+    patched.run_ppo = act_then_run
+
+
 def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
     """Let verl find, under ``prefix`` and the name of any V1 trainer, that trainer with groups kept together.
 

@@ -82,13 +82,13 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.workers.engine.base",
-        "config/in_force.py engine/registration.py cli/doctor/fresh_process.py",
+        "config/in_force.py config/other_packages.py engine/registration.py cli/doctor/fresh_process.py",
         BaseEngine=EXISTS,
         EngineRegistry=EXISTS,
     ),
     *_parts(
         "verl.workers.engine.base.EngineRegistry",
-        "config/in_force.py engine/registration.py",
+        "config/in_force.py config/other_packages.py engine/registration.py",
         _engines=EXISTS,
         register="(model_type, backend, device='cuda', vendor=None)",
         get_engine_cls="(model_type, backend)",
@@ -122,7 +122,8 @@ VERL_PARTS: tuple[Part, ...] = (
         ),
     ),
     # Entry point and trainers.
-    *_parts("verl.trainer.main_ppo", "main_ppo.py", TaskRunnerV1=EXISTS, run_ppo="(config, task_runner_class)"),
+    *_parts("verl.trainer.main_ppo", "main_ppo.py", TaskRunnerV1=EXISTS),
+    *_parts("verl.trainer.main_ppo", "main_ppo.py upstream.py", run_ppo="(config, task_runner_class)"),
     *_parts("verl.trainer.main_ppo.TaskRunnerV1.__ray_actor_class__", "main_ppo.py", run="(self, config, ...)"),
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(

@@ -40,7 +40,9 @@ def keep_groups(
     Raises:
         TypeError: the class is derived from neither.
     """
-    return trainer_cls if issubclass(trainer_cls, KeepsGroups) else _wrapped(trainer_cls, num_mini_batches)
+    if issubclass(trainer_cls, KeepsGroups):
+        return trainer_cls
+    return _wrapped(trainer_cls, num_mini_batches)  # type: ignore[arg-type]  # mypy finds no __hash__ in a type
 
 
 @functools.cache
