@@ -36,7 +36,7 @@ def test_two_runs_whose_uids_are_drawn_anew_deal_alike(make_config: Callable[...
     lengths = np.full(12, 7)
     orders = []
     for uids in ("abcdef", "fbdace"):
-        rows = BatchRows([uid for uid in uids for _ in range(2)], lengths, lengths)
+        rows = BatchRows([uid for uid in uids for _ in range(2)], np.arange(12), lengths * 0, lengths, lengths)
         orders.append(deal_groups(rows, flops, num_ranks=2, num_mini_batches=3).order.tolist())
     assert orders[0] == orders[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
@@ -61,8 +62,11 @@ def regroup(
     if getattr(trainer, "model_flops", None) is None:
         trainer.model_flops = actor_flops(trainer.config)
     mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
+    uids = batch.non_tensor_batch["uid"].tolist()
     rows = BatchRows(
-        uids=batch.non_tensor_batch["uid"].tolist(),
+        uids=uids,
+        sessions=np.arange(len(uids)),  # V0 has one row a session
+        places=np.zeros(len(uids), dtype=np.int64),
         prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
         response_lengths=mask[:, width:].sum(dim=1).numpy(),
     )

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
 from verl_pg_plugin.trainer.modes import PREFIX
-from verl_pg_plugin.trainer.whole_groups import BatchRows, balance_metrics, deal_groups, num_ranks_of
+from verl_pg_plugin.trainer.whole_groups import ESTIMATED_ROWS, BatchRows, balance_metrics, deal_groups, num_ranks_of
 
 __all__ = ["KeepsGroupsV1"]
 
@@ -29,8 +29,11 @@ class KeepsGroupsV1(KeepsGroups):
         batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
         if self.model_flops is None:
             return batch
+        keys = [key.rsplit("_", 2) for key in batch.keys]
         rows = BatchRows(
-            uids=[key.rsplit("_", 2)[0] for key in batch.keys],
+            uids=[uid for uid, _, _ in keys],
+            sessions=np.array([int(session) for _, session, _ in keys]),
+            places=np.array([int(place) for _, _, place in keys]),
             prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
             response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
         )
@@ -39,4 +42,13 @@ class KeepsGroupsV1(KeepsGroups):
         batch.reorder(balance.order.tolist())
         metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
         self._is_balanced = True
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Hold the rows that the balance expected against those that the engine has computed."""
+        batch = super()._update_actor(batch, metrics)
+        engine = "actor/prefix_grouper/"
+        if ESTIMATED_ROWS in metrics and f"{engine}physical_tokens" in metrics:
+            real = float(metrics[f"{engine}physical_tokens"] - metrics[f"{engine}padding_tokens"])
+            metrics["prefix_grouper/balance/estimated_over_real_rows"] = metrics[ESTIMATED_ROWS] / real
         return batch

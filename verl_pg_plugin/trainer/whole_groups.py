@@ -12,10 +12,22 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.batching.balance import Balance, balance_groups
+from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-__all__ = ["BatchRows", "actor_flops", "balance_metrics", "deal_groups", "mini_batches_of_config", "num_ranks_of"]
+__all__ = [
+    "ESTIMATED_ROWS",
+    "BatchRows",
+    "actor_flops",
+    "balance_metrics",
+    "deal_groups",
+    "mini_batches_of_config",
+    "num_ranks_of",
+]
+
+ESTIMATED_ROWS = "prefix_grouper/balance/estimated_rows"
+"""Metric: rows that all ranks compute in a mini-batch, as the balance expects; the mean, as of the engine's metrics."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +36,13 @@ class BatchRows:
 
     Attributes:
         uids: (B,) sequences with one prompt have one uid.
+        sessions, places: (B,) int64, which of a prompt's sessions a row is from, and which of its rows it is.
         prompt_lengths, response_lengths: (B,) int64, tokens.
     """
 
     uids: Sequence[str]
+    sessions: IntArray
+    places: IntArray
     prompt_lengths: IntArray
     response_lengths: IntArray
 
@@ -67,15 +82,10 @@ def deal_groups(rows: BatchRows, flops: ModelFlops, num_ranks: int, num_mini_bat
         ValueError: the batch is no multiple of ``num_ranks * num_mini_batches``.
     """
     numbers: dict[str, int] = {}
-    return balance_groups(
-        # Not in the order of the uids, which verl draws anew in every run.
-        group=np.array([numbers.setdefault(uid, len(numbers)) for uid in rows.uids]),
-        prompt_lengths=rows.prompt_lengths,
-        response_lengths=rows.response_lengths,
-        price=flops.segments,
-        num_ranks=num_ranks,
-        num_mini_batches=num_mini_batches,
-    )
+    # Not in the order of the uids, which verl draws anew in every run.
+    group = np.array([numbers.setdefault(uid, len(numbers)) for uid in rows.uids])
+    order = order_by_sessions(group, rows.sessions, rows.places, rows.prompt_lengths, rows.response_lengths)
+    return balance_groups(order, group, rows.response_lengths, flops.segments, num_ranks, num_mini_batches)
 
 
 def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix: str) -> dict[str, float]:
@@ -85,6 +95,7 @@ def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix:
         **log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=partitions, prefix=prefix),
         "prefix_grouper/balance/slowest_over_mean": balance.slowest_over_mean,
         "prefix_grouper/balance/cut_groups": balance.num_cut_groups,
+        ESTIMATED_ROWS: balance.num_rows / balance.cost.shape[1],
     }
 
 
