@@ -6,7 +6,8 @@ Each case is priced in the ways that a driver could: ``prompt once`` charges a g
 response, ``sessions`` reads lengths and sessions from the tags (what the trainers do), ``tokens`` compares all tokens
 (what the ranks will compute); ``whole`` are the sessions with no group cut that fits a rank. ``rows`` is estimated over
 real rows, ``slowest`` the slowest rank over the mean with real prices, ``time`` the slowest over the mean of the work
-that is there when nothing is cut, ``seconds`` and ``MiB`` what the driver spends on the balance. Of twelve batches of agents the one with the slowest rank is shown.
+that is there when nothing is cut, ``seconds`` (CPU) and ``MiB`` what the driver spends.
+Of twelve batches of agents the one with the slowest rank is shown.
 """
 
 from __future__ import annotations
@@ -139,9 +140,9 @@ def measure(rows: Rows, name: str, make_order: Callable[[Rows], PrefixOrder], ma
         order = make_order(rows)
         return balance_groups(order, rows.group, rows.responses, FLOPS.segments, rows.num_ranks, may_cut=may_cut)
 
-    start = time.perf_counter()
+    start = time.process_time()
     balance = deal()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     tracemalloc.start()  # slows it down
     deal()
     mebibytes = tracemalloc.get_traced_memory()[1] / 2**20

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl_pg_plugin.batching.runs import Run, RunPrices
+from verl_pg_plugin.batching.runs import FloatArray, Run, RunPrices
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-CANDIDATES = 8
+CANDIDATES = 4
 """Cheap cells that the costliest one may trade with."""
 
 
@@ -38,17 +38,26 @@ class _Cell:
     def __init__(self, branches: Sequence[Branch], prompt_cost: dict[int, float]) -> None:
         self.prompt_cost = prompt_cost
         self.by_size: dict[int, list[Branch]] = {}
+        self._costs: dict[int, FloatArray] = {}
         self.groups: Counter[int] = Counter()
         self.cost = 0.0
         for branch in branches:
             self.add(branch)
 
+    def costs(self, size: int) -> FloatArray:
+        """Of its branches of a size, ascending as they are."""
+        if size not in self._costs:
+            self._costs[size] = np.array([branch.cost for branch in self.by_size.get(size, ())])
+        return self._costs[size]
+
     def add(self, branch: Branch) -> None:
+        self._costs.pop(branch.run.size, None)
         insort(self.by_size.setdefault(branch.run.size, []), branch)
         self.cost += branch.cost + (0 if self.groups[branch.group] else self.prompt_cost[branch.group])
         self.groups[branch.group] += 1
 
     def remove(self, branch: Branch) -> None:
+        self._costs.pop(branch.run.size, None)
         self.by_size[branch.run.size].remove(branch)
         self.groups[branch.group] -= 1
         self.cost -= branch.cost + (0 if self.groups[branch.group] else self.prompt_cost[branch.group])
@@ -107,7 +116,7 @@ def _prompt_costs(sorted_group: IntArray, prices: RunPrices) -> dict[int, float]
     return dict(zip(sorted_group[starts].tolist(), np.where(np.isinf(least), 0.0, least).tolist(), strict=True))
 
 
-def _best_exchange(cells: Sequence[_Cell], costs: np.ndarray, costliest: int) -> tuple[int, Branch, Branch] | None:
+def _best_exchange(cells: Sequence[_Cell], costs: FloatArray, costliest: int) -> tuple[int, Branch, Branch] | None:
     """Which cell the costliest should trade with, and what for what."""
     mine = cells[costliest]
     few = min(CANDIDATES, len(cells) - 1)
@@ -116,14 +125,12 @@ def _best_exchange(cells: Sequence[_Cell], costs: np.ndarray, costliest: int) ->
         theirs = cells[other]
         half = (mine.cost - theirs.cost) / 2
         for size, branches in mine.by_size.items():
-            their_branches = theirs.by_size.get(size)
-            if not branches or not their_branches:
+            values, their_values = mine.costs(size), theirs.costs(size)
+            if not len(values) or not len(their_values):
                 continue
-            values = np.array([branch.cost for branch in branches])
-            their_values = np.array([branch.cost for branch in their_branches])
             near = np.minimum(np.searchsorted(their_values, values - half), len(their_values) - 1)
             m = int(np.abs(values - their_values[near] - half).argmin())
-            leaves, enters = branches[m], their_branches[near[m]]
+            leaves, enters = branches[m], theirs.by_size[size][near[m]]
             left = max(mine.cost_after(leaves, enters), theirs.cost_after(enters, leaves))
             if left < mine.cost * (1 - 1e-9) and (best is None or left < best[0]):
                 best = left, other, leaves, enters
