@@ -35,6 +35,7 @@ from verl.utils import tensordict_utils as tu
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
@@ -106,7 +107,12 @@ def growing_plans(num_sequences: int) -> dict[str, Callable[[], object]]:
     def balance(n: int, num_ranks: int) -> Callable[[], object]:
         group = np.arange(num_sequences) // n
         prompts = rng.integers(200, 4000, num_sequences)[group]
-        return lambda: balance_groups(group, prompts, responses, FLOPS.segments, num_ranks)
+
+        def deal() -> object:
+            order = order_by_sessions(group, np.arange(len(group)), np.zeros_like(group), prompts, responses)
+            return balance_groups(order, group, responses, FLOPS.segments, num_ranks)
+
+        return deal
 
     def cut(n: int, max_rows: int | None, at_least: int = 1) -> Callable[[], object]:
         shared = np.where(np.arange(num_sequences) % n, PROMPT - 1, 0)

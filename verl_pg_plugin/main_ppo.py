@@ -19,25 +19,13 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
+from verl_pg_plugin.config.engage import select_trainer
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
 
 EXIT_USER_ERROR = 2
 # What our validators, verl's and its config dataclasses raise for a wrong override.
 USER_ERRORS = (ValueError, AssertionError, InstantiationException, OmegaConfBaseException)
-
-
-# An actor class cannot be subclassed; the class that it wraps can.
-@ray.remote
-class PrefixGrouperTaskRunner(TaskRunnerV1.__ray_actor_class__):
-    """verl's V1 task runner in a process that knows the group-keeping trainers."""
-
-    def run(self, config: DictConfig) -> None:
-        """Train with the trainer class registered under ``config.trainer.v1.trainer_mode``."""
-        from verl_pg_plugin.trainer import registered_mode
-
-        registered_mode(config.trainer.v1.trainer_mode)  # trainers are registered per process
-        super().run(config)
 
 
 def prepare(config: DictConfig) -> Any:
@@ -55,16 +43,37 @@ def prepare(config: DictConfig) -> Any:
         use_critic=need_critic(config),
     )
     if mode_of(config).shares_prefixes:
-        from verl_pg_plugin.trainer import registered_mode
+        if config.trainer.use_v1:
+            from verl.trainer.ppo.v1 import get_trainer_cls
 
-        config.trainer.v1.trainer_mode = registered_mode(config.trainer.v1.trainer_mode)
-        return PrefixGrouperTaskRunner
-    if config.trainer.use_v1:
+            get_trainer_cls(config.trainer.v1.trainer_mode)  # raises for an unknown one
+        select_trainer(config)
+        return task_runner(config.trainer.use_v1)
+    return verls_task_runner(config.trainer.use_v1)
+
+
+def verls_task_runner(use_v1: bool) -> Any:
+    """The actor class that runs verl's V1 or V0 trainer."""
+    if use_v1:
         return TaskRunnerV1
-
     from verl.trainer.main_ppo_v0 import TaskRunner
 
     return TaskRunner
+
+
+def task_runner(use_v1: bool) -> Any:
+    """verl's task runner in a process that has loaded this plugin, whatever ``VERL_USE_EXTERNAL_PLUGINS`` says."""
+    # An actor class cannot be subclassed; the class that it wraps can.
+    wrapped = verls_task_runner(use_v1).__ray_actor_class__
+
+    class PrefixGrouperTaskRunner(wrapped):  # type: ignore[valid-type, misc]
+        def run(self, config: DictConfig) -> None:
+            from verl_pg_plugin import register
+
+            register()
+            super().run(config)
+
+    return ray.remote(PrefixGrouperTaskRunner)
 
 
 @hydra.main(config_path="config/hydra", config_name="pg_ppo_trainer", version_base=None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.after_import import after_import
 
@@ -36,16 +37,56 @@ def register() -> None:
     from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
 
     register_engines()
-    after_import("verl.trainer.ppo.v1", _register_trainers)
+    after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
+    after_import("verl.trainer.ppo.ray_trainer", _keep_groups_in_v0)
+    after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before_validation(_engage_or_exit)
 
 
-def _register_trainers() -> None:
+def _engage_before_run() -> None:
+    """In the process of an entry point that is not verl's own."""
+    from verl_pg_plugin import upstream
+
+    _or_warn(lambda: upstream.call_before_run(_engage_or_exit))
+
+
+def _keep_groups_in_v1() -> None:
     """In the process of verl's task runner, which looks its trainer up by name."""
+    from verl_pg_plugin import upstream
+    from verl_pg_plugin.trainer.modes import PREFIX
+
+    def keep_groups(trainer_cls: type) -> type:
+        from verl_pg_plugin.trainer import keep_groups  # what other processes need not load
+
+        return keep_groups(trainer_cls)
+
+    _or_warn(lambda: upstream.look_up_group_trainers(PREFIX, keep_groups))
+
+
+def _keep_groups_in_v0() -> None:
+    """In the process of the trainer, and in those that import its module for something else."""
+    from verl_pg_plugin import upstream
+
+    def regroup(*args: Any) -> None:
+        from verl_pg_plugin.trainer.v0 import regroup
+
+        regroup(*args)
+
+    _or_warn(lambda: upstream.regroup_after_v0_balance(regroup))
+
+
+def _or_warn(patch: Callable[[], None]) -> None:
+    """An import of verl's must not fail for it.
+
+    Without the patch V1 knows no trainer of the name that a run asks for, and ends; V0 keeps groups whole by itself, as
+    far as it can; a recipe is refused by the validators inside Ray, if it asks them.
+    """
+    from verl_pg_plugin.upstream import UpstreamChangedError
+
     try:
-        import verl_pg_plugin.trainer.group_trainers  # noqa: F401  (registers the three classes)
-    except Exception as error:  # an import of verl's must not fail for it, and a run that needs one ends anyway
-        logger.warning("verl_pg_plugin: trainers are not registered (%s: %s)", type(error).__name__, error)
+        patch()
+    except UpstreamChangedError as error:
+        logger.warning("verl_pg_plugin: trainers of this verl are left alone: %s", error)
 
 
 def _engage_or_exit(config: DictConfig) -> None:

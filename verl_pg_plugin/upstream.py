@@ -107,6 +107,122 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     patched.validate_config = act_then_validate
 
 
+def call_before_run(action: Callable[[Any], None]) -> None:
+    """Show ``action`` the composed config of every run that verl's ``run_ppo`` starts, before it starts Ray.
+
+    What: ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first. Put in once per process and left there.
+    Why: entry points of recipes, verl's one-step-off and fully async ones among them, validate their config inside Ray
+    or not at all; they import this function when they run. verl's own entry point does not pass through here: run with
+    ``python -m`` it is another module, ``__main__`` (see :func:`call_before_validation`).
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(config, task_runner_class)``.
+    """
+    import verl.trainer.main_ppo as patched
+
+    run_ppo = patched.run_ppo
+    if getattr(run_ppo, "calls_before", False):
+        return
+    if list(inspect.signature(run_ppo).parameters) != ["config", "task_runner_class"]:
+        raise UpstreamChangedError(
+            f"verl.trainer.main_ppo.run_ppo now takes {inspect.signature(run_ppo)}; the plugin needs verl>=0.9.0,<0.10"
+        )
+
+    @functools.wraps(run_ppo)
+    def act_then_run(config: Any, *args: Any, **kwargs: Any) -> None:
+        action(config)
+        run_ppo(config, *args, **kwargs)
+
+    act_then_run.calls_before = True  # type: ignore[attr-defined]
+    patched.run_ppo = act_then_run
+
+
+def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
+    """Let verl find, under ``prefix`` and the name of any V1 trainer, that trainer with groups kept together.
+
+    What: ``verl.trainer.ppo.v1.get_trainer_cls`` returns ``keep_groups(cls)`` for such a name, unless somebody has
+    registered a class under the whole name. The task runner imports it from there when it runs; put in once per process
+    and left there.
+    Why: the registry holds one class per name, and others register theirs at any time, also after this plugin has been
+    loaded; verl has no hook between looking a trainer up and building it.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V1 trainers take a balance, or the order of groups is verl's own.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(name)``.
+    """
+    from verl.trainer.ppo import v1
+
+    look_up = v1.get_trainer_cls
+    if getattr(look_up, "keeps_groups", False):
+        return
+    if list(inspect.signature(look_up).parameters) != ["name"]:
+        raise UpstreamChangedError(
+            f"verl.trainer.ppo.v1.get_trainer_cls now takes {inspect.signature(look_up)}; the plugin needs "
+            "verl>=0.9.0,<0.10"
+        )
+
+    @functools.wraps(look_up)
+    def look_up_with_groups(name: str) -> type:
+        plain = name.removeprefix(prefix)
+        if plain == name or name in v1.trainer_base.TRAINER_REGISTRY:
+            return look_up(name)
+        return keep_groups(look_up(plain))
+
+    look_up_with_groups.keeps_groups = True  # type: ignore[attr-defined]
+    v1.get_trainer_cls = look_up_with_groups
+
+
+def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], None]) -> None:
+    """Let V0 trainers deal whole groups out by what they cost, whatever their number.
+
+    What: ``verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch`` of a trainer whose ``use_prefix_grouper`` is set
+    balances as without it, and then calls ``regroup(trainer, batch, metrics, logging_prefix)``. Put in once per process
+    and left there; trainers that share nothing are balanced as before.
+    Why: with the flag verl refuses a number of groups that the ranks do not divide, weighs a prompt once for each of
+    its responses, and lets mini-batches fall where they may. V0's task runners, verl's own and those of its recipes,
+    name their trainer's class, so that no other class can be handed in.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V0 looks its trainer up by config, or is gone.
+
+    Raises:
+        UpstreamChangedError: the method's parameters are not ``(self, batch, metrics, logging_prefix,
+            keep_minibatch)``.
+    """
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    balance = RayPPOTrainer._balance_batch
+    if getattr(balance, "keeps_groups", False):
+        return
+    if list(inspect.signature(balance).parameters) != ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]:
+        raise UpstreamChangedError(
+            f"RayPPOTrainer._balance_batch now takes {inspect.signature(balance)}; the V0 trainer needs "
+            "verl>=0.9.0,<0.10"
+        )
+
+    @functools.wraps(balance)
+    def balance_then_regroup(
+        self: Any,
+        batch: Any,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> None:
+        if not self.use_prefix_grouper:
+            return balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        self.use_prefix_grouper = False
+        try:
+            balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        finally:
+            self.use_prefix_grouper = True
+        regroup(self, batch, metrics, logging_prefix)
+
+    balance_then_regroup.keeps_groups = True  # type: ignore[attr-defined]
+    RayPPOTrainer._balance_batch = balance_then_regroup
+
+
 @contextmanager
 def micro_batches_cut_by(cut: CutMicroBatches, data: TensorDict) -> Iterator[None]:
     """Within the block, verl's FSDP engine cuts ``data``, and no other mini-batch, with ``cut``.

@@ -8,6 +8,7 @@ import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_pg_plugin.batching.balance import balance_groups
+from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.synthetic import Sample, random_group
@@ -75,7 +76,8 @@ def rows_of_ranks(
     if stock:
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
         return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)
-    order = balance_groups(group, prompts, responses, flops.segments, world_size).order
+    trie = order_by_sessions(group, np.arange(len(group)), np.zeros_like(group), prompts, responses)
+    order = balance_groups(trie, group, responses, flops.segments, world_size).order
     return [part.tolist() for part in np.split(order, world_size)]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
 from verl_pg_plugin.batching.balance import Balance, balance_groups
+from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.mixers.protocol import PairCost
 
@@ -27,14 +28,17 @@ class Problem:
     num_ranks: int
     num_mini_batches: int
 
-    def solve(self) -> Balance:
+    def solve(self, may_cut: bool = True) -> Balance:
+        rows = np.arange(len(self.group))
+        order = order_by_sessions(self.group, rows, np.zeros_like(rows), self.prompt_lengths, self.response_lengths)
         return balance_groups(
+            order,
             self.group,
-            self.prompt_lengths,
             self.response_lengths,
             FLOPS.segments,
             self.num_ranks,
             self.num_mini_batches,
+            may_cut,
         )
 
     def cells(self, order: np.ndarray) -> list[np.ndarray]:
@@ -115,9 +119,13 @@ def test_every_rank_computes_the_same_balance_from_the_same_batch(problem: Probl
 
 
 @pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 1), (8, 4), (4, 8), (64, 1)])
-def test_even_groups_that_fit_a_mini_batch_are_never_cut(num_ranks: int, num_mini_batches: int) -> None:
+def test_even_groups_that_fit_a_mini_batch_are_cut_only_where_that_saves_time(
+    num_ranks: int, num_mini_batches: int
+) -> None:
     problem = grpo(64, 8, num_ranks, num_mini_batches)
-    assert problem.solve().num_cut_groups == 0
+    whole, cut = problem.solve(may_cut=False), problem.solve()
+    assert whole.num_cut_groups == 0
+    assert (cut.num_cut_groups > 0) == (cut.time < whole.time), "a cut has to pay"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -158,7 +166,33 @@ def test_a_large_batch_is_balanced_in_seconds(num_ranks: int, n: int) -> None:
     assert balance.slowest_over_mean < 1.0001
 
 
+def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the_prompt_costs() -> None:
+    """One group of 64 long-tailed responses a rank: whole groups leave the slowest rank far above the mean."""
+    problem = grpo(64, 64, num_ranks=64)
+    whole, cut = problem.solve(may_cut=False), problem.solve()
+    ideal = whole.cost.mean()
+    assert whole.time > 1.3 * ideal
+    assert cut.slowest_over_mean < 1.05
+    assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
+    assert max(problem.rank_costs(cut.order)) == pytest.approx(cut.time)
+    assert sorted(cut.order.tolist()) == list(range(64 * 64))
+
+
+def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
+    group = np.repeat(np.arange(4), 4)
+    responses = np.repeat([100, 120, 140, 160], 4)
+    problem = Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1)
+    assert problem.solve().num_cut_groups == 0
+
+
+def test_rows_that_the_ranks_will_compute_are_counted() -> None:
+    problem = Problem(np.repeat([0, 1], 4), np.full(8, 100), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    assert problem.solve().num_rows == 2 * (99 + 4 * 10)
+    one = Problem(np.zeros(8, dtype=np.int64), np.full(8, 100), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    assert one.solve().num_rows == 2 * (99 + 4 * 10), "each of the two ranks computes the prompt"
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
     ones = np.ones(7, dtype=np.int64)
-    with pytest.raises(ValueError, match="7 sequences do not divide into 2 ranks x 2 mini-batches"):
+    with pytest.raises(ValueError, match=r"7 sequences do not divide into 2 ranks x 2 mini-batches"):
         Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()

@@ -107,7 +107,6 @@ BREAKING_FOR_THE_TRAINER: Cases = {
     "engine_config_flag": [
         {f"{ACTOR}.fsdp_config.use_prefix_grouper": True, f"{REF}.fsdp_config.use_prefix_grouper": False}
     ],
-    "v1_trainer": [{"trainer.use_v1": False}],
     "distillation": [{"distillation.enabled": True}],
     "quantization_aware_training": [{f"{ACTOR}.qat.enable": True}],
     "attn_implementation": [{f"{MODEL}.override_config.attn_implementation": "ring_flash_attention"}],

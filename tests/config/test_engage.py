@@ -43,6 +43,21 @@ def test_two_flags_bring_the_engines_the_options_and_the_trainer(stock_config) -
         config.trainer.no_such_key = 1
 
 
+def test_two_flags_bring_engines_and_options_under_the_v0_trainer_too(stock_config) -> None:
+    config = stock_config(*FLAGS, "trainer.use_v1=False")
+    engage(config)
+    for engine in ENGINES:
+        assert OmegaConf.select(config, engine)._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+    assert config.trainer.v1.trainer_mode == "sync", "V0 looks nothing up by name"
+
+
+def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(stock_config) -> None:
+    config = stock_config(*FLAGS, "trainer.v1.trainer_mode=theirs", "+trainer.v1.theirs.steps=4")
+    engage(config)
+    assert config.trainer.v1.trainer_mode == "pg_theirs"
+    assert config.trainer.v1.pg_theirs.steps == 4
+
+
 def test_engaging_twice_changes_nothing(stock_config) -> None:
     config = stock_config(*FLAGS, "+prefix_grouper.logits_chunk_size=64")
     engage(config)

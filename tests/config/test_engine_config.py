@@ -66,8 +66,6 @@ def test_every_other_setting_is_verls_own():
     stock = OmegaConf.to_container(compose_stock("actor_rollout_ref.rollout.name=hf"), resolve=True)
     options = ours.pop("prefix_grouper")
     assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"
-    for mode in ("sync", "colocate_async", "separate_async"):
-        assert ours["trainer"]["v1"].pop(f"pg_{mode}") == stock["trainer"]["v1"][mode]
     for role in ("actor", "ref"):
         engine = ours["actor_rollout_ref"][role]["fsdp_config"]
         assert [engine.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]

@@ -96,8 +96,26 @@ def test_stock_modes_may_run_the_legacy_trainer(make_config):
 @pytest.mark.parametrize("trainer_mode", ["sync", "colocate_async", "separate_async"])
 def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode):
     config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": trainer_mode})
-    assert main_ppo.prepare(config) is main_ppo.PrefixGrouperTaskRunner
+    runner = main_ppo.prepare(config)
     assert config.trainer.v1.trainer_mode == f"pg_{trainer_mode}"
+    assert config.trainer.v1[f"pg_{trainer_mode}"] == config.trainer.v1[trainer_mode]
+    assert issubclass(runner.__ray_actor_class__, main_ppo.TaskRunnerV1.__ray_actor_class__)
+
+
+def test_packed_mode_selects_a_trainer_that_somebody_else_registered(make_config, monkeypatch):
+    from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+
+    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", {"theirs": type("Theirs", (PPOTrainerSync,), {})})
+    config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": "theirs"})
+    main_ppo.prepare(config)
+    assert config.trainer.v1.trainer_mode == "pg_theirs"
+
+
+def test_packed_mode_runs_under_the_v0_trainer(make_config):
+    from verl.trainer.main_ppo_v0 import TaskRunner
+
+    runner = main_ppo.prepare(make_config(Mode.PACKED, {"trainer.use_v1": False}))
+    assert issubclass(runner.__ray_actor_class__, TaskRunner.__ray_actor_class__)
 
 
 def test_unknown_trainer_mode_is_a_user_error(make_config):
@@ -111,6 +129,6 @@ def test_the_task_runners_process_knows_the_group_keeping_trainers():
     try:
         config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "pg_sync"}}})
         with pytest.raises(AttributeError, match="Missing key transfer_queue"):
-            ray.get(main_ppo.PrefixGrouperTaskRunner.remote().run.remote(config))
+            ray.get(main_ppo.task_runner(use_v1=True).remote().run.remote(config))
     finally:
         ray.shutdown()

@@ -17,12 +17,8 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.cpu.agent_loop import (
-    PROMPT_SEED,
-    PromptSeeds,
-    SeededAgentLoopManager,
-    SeededAgentLoopWorker,
-)
+from verl_pg_plugin.cpu.agent_loop_v1 import PROMPT_SEED, SeededAgentLoopManagerV1, SeededAgentLoopWorkerV1
+from verl_pg_plugin.cpu.prompt_seeds import PromptSeeds
 from verl_pg_plugin.cpu.sampling import derived_seed
 
 from .test_server import ask, make_server
@@ -63,7 +59,7 @@ def test_every_session_of_a_prompt_reaches_the_agent_loop_with_a_seed_of_its_own
     async def record(self: Any, sampling_params: dict[str, Any], trajectory: Any, **kwargs: Any) -> None:
         asked.append({**sampling_params, **kwargs})
 
-    worker_class = SeededAgentLoopWorker.__ray_actor_class__
+    worker_class = SeededAgentLoopWorkerV1.__ray_actor_class__
     monkeypatch.setattr(AgentLoopWorkerTQ.__ray_actor_class__, "_run_agent_loop", record)
     worker = object.__new__(worker_class)
     shared = {"temperature": 1.0}
@@ -78,7 +74,7 @@ def test_every_session_of_a_prompt_reaches_the_agent_loop_with_a_seed_of_its_own
 def test_the_manager_gives_every_prompt_its_seed_before_workers_divide_them(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[TensorDict] = []
     monkeypatch.setattr(AgentLoopManagerTQ, "generate_sequences", lambda self, prompts: sent.append(prompts))
-    manager = object.__new__(SeededAgentLoopManager)
+    manager = object.__new__(SeededAgentLoopManagerV1)
     manager._seeds = PromptSeeds(42)
     prompts = tu.get_tensordict({"index": np.array([8, 9, 8], dtype=object)}, {"global_steps": 3})
     manager.generate_sequences(prompts)

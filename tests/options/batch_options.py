@@ -61,7 +61,7 @@ BATCH_OPTIONS: tuple[Option, ...] = (
     Option(
         "balanced batches",
         "trainer.balance_batch=True",
-        proofs=("tests/batching/test_balance.py", "tests/trainer/test_group_trainers.py"),
+        proofs=("tests/batching/test_balance.py", "tests/trainer/test_v1.py"),
         note="groups stay whole; balanced by deduplicated cost",
     ),
     # Rows of a forward.

@@ -75,10 +75,4 @@ REJECTED_OPTIONS: tuple[Option, ...] = (
         proofs=(f"{RULES}[attn_implementation-packed",),
         note="sdpa and flash_attention_2 are replaced; prefix_grouper.attention_kernel selects the kernel",
     ),
-    Option(
-        "the legacy trainer",
-        "trainer.use_v1=False",
-        rejected=True,
-        proofs=(f"{RULES}[v1_trainer-packed",),
-    ),
 )

@@ -45,6 +45,19 @@ RUN_OPTIONS: tuple[Option, ...] = (
         "trainer.save_freq=1 trainer.resume_mode=auto",
         proofs=(f"{SUPPORT}/test_resume_after_kill.py", f"{SUPPORT}/test_training_runs.py::test_killed_run"),
     ),
+    # Trainers.
+    Option(
+        "V0 trainer",
+        "trainer.use_v1=False",
+        proofs=("tests/trainer/test_v0.py", "tests/trainer/test_v0_runs.py"),
+        note="any number of groups; it has no group filtering and takes one row a session",
+    ),
+    Option(
+        "trainers of other people",
+        "trainer.v1.trainer_mode=NAME",
+        proofs=("tests/trainer/test_any_trainer.py",),
+        note="V1 ones by the name they are registered under, V0 ones through keep_groups",
+    ),
     # Rollouts.
     Option(
         "multi-turn rollouts with tool tokens",

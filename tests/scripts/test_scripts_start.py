@@ -18,7 +18,14 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize(
     "script",
-    ["bench_chains.py", "bench_layout.py", "bench_actor.py", "bench_longest_prompt.py", "upkeep/draw_chain.py"],
+    [
+        "bench_balance.py",
+        "bench_chains.py",
+        "bench_layout.py",
+        "bench_actor.py",
+        "bench_longest_prompt.py",
+        "upkeep/draw_chain.py",
+    ],
 )
 def test_script_explains_itself(script: str) -> None:
     assert "usage:" in run(str(SCRIPTS / script), "--help")

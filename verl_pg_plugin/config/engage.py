@@ -17,9 +17,9 @@ from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, 
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
 from verl_pg_plugin.config.violation import ConfigError
-from verl_pg_plugin.trainer.modes import MODES, PREFIX
+from verl_pg_plugin.trainer.modes import group_keeping
 
-__all__ = ["engage", "engage_or_exit"]
+__all__ = ["engage", "engage_or_exit", "select_trainer"]
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp")
 STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
@@ -40,8 +40,23 @@ def engage(config: DictConfig) -> None:
         with open_dict(config):
             _add_sections(config)
     check(config)
-    if mode_of(config).shares_prefixes and config.trainer.v1.trainer_mode in MODES:
-        config.trainer.v1.trainer_mode = PREFIX + config.trainer.v1.trainer_mode
+    if mode_of(config).shares_prefixes:
+        select_trainer(config)
+
+
+def select_trainer(config: DictConfig) -> None:
+    """Ask V1 for the trainer of the config's mode with groups kept together, in place; V0 has one trainer and no names.
+
+    Args:
+        config: of a run that shares prefixes; its section ``trainer.v1.MODE``, if any, is also that of the new name.
+    """
+    if not config.trainer.use_v1:
+        return
+    mode = config.trainer.v1.trainer_mode
+    with open_dict(config):
+        if mode in config.trainer.v1:
+            config.trainer.v1[group_keeping(mode)] = config.trainer.v1[mode]
+        config.trainer.v1.trainer_mode = group_keeping(mode)
 
 
 def _add_sections(config: DictConfig) -> None:
@@ -60,8 +75,6 @@ def _add_sections(config: DictConfig) -> None:
             section["use_prefix_grouper"] = users_section["use_prefix_grouper"]
         if isinstance(options := users_section.get("prefix_grouper"), dict):
             section["prefix_grouper"] = OmegaConf.merge(config[OPTIONS], options)
-    for mode in MODES:
-        config.trainer.v1.setdefault(PREFIX + mode, config.trainer.v1[mode])
 
 
 def engage_or_exit(config: DictConfig) -> None:

@@ -39,3 +39,6 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
             # so which of the two keys the worker will look up is not known yet.
             for strategy in FSDP_STRATEGIES:
                 assert_in_force(strategy)
+            from verl_pg_plugin.config.other_packages import say_once  # in the process that runs the engine
+
+            say_once()

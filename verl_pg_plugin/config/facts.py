@@ -87,7 +87,7 @@ SOURCES: dict[str, Source] = {
     "strategy": Source(("{role}.strategy",), lambda engine, model: engine.strategy),
     "use_orig_params": Source(("{engine}.use_orig_params",), lambda engine, model: engine.use_orig_params),
     "use_dynamic_bsz": Source(
-        # verl's V1 trainer leaves the critic's engine at its default, whatever the config says.
+        # verl's trainers leave the critic's engine at its default, whatever the config says.
         {Role.ACTOR: ("{role}.use_dynamic_bsz",), Role.REF: ("{role}.log_prob_use_dynamic_bsz",)},
         lambda engine, model: engine.use_dynamic_bsz,
         default=True,
@@ -141,7 +141,6 @@ SOURCES: dict[str, Source] = {
     "role_remove_padding": Source(_of_actor_and_ref("{role}.use_remove_padding")),
     "rollout_n": Source((f"{ROLLOUT}.n",)),
     "sum_pi_squared": Source({Role.ACTOR: ("{role}.calculate_sum_pi_squared",)}),
-    "use_v1": Source({Role.ACTOR: ("trainer.use_v1",)}),
 }
 """Every fact by name."""
 

@@ -53,7 +53,7 @@ PADDED_RULES: tuple[Rule, ...] = (
         PADDED_GROUPS,
         ("use_remove_padding",),
         lambda value, facts: is_on(facts.value("use_dynamic_bsz"), facts),
-        "verl's V1 trainer cuts the critic's micro-batches by tokens, which padded groups do not support",
+        "verl cuts the critic's micro-batches by tokens, which padded groups do not support",
         set_to("True"),
         roles=frozenset({Role.CRITIC}),
     ),

@@ -11,7 +11,7 @@ from verl_pg_plugin.config.attention_kernels import kernel_obstacle
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import is_set
-from verl_pg_plugin.config.rule import ALL, SHARING, Rule, above_one, add_as, is_off, is_on, set_to
+from verl_pg_plugin.config.rule import ALL, SHARING, Rule, above_one, add_as, is_on, set_to
 from verl_pg_plugin.config.violation import Setting
 
 __all__ = ["SHARING_RULES"]
@@ -112,15 +112,6 @@ SHARING_RULES: tuple[Rule, ...] = (
         f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths",
         lambda settings, facts: add_as(str(is_set(facts.value("actor_flag"))))(settings, facts),
         trainer_only="an engine does not know what the others are told",
-    ),
-    Rule(
-        "v1_trainer",
-        SHARING,
-        ("use_v1",),
-        is_off,
-        "the legacy trainer hands over padded batches that the engine no longer reads",
-        set_to("True"),
-        trainer_only="an engine does not know who calls it",
     ),
     Rule(
         "distillation",

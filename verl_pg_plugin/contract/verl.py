@@ -82,13 +82,13 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.workers.engine.base",
-        "config/in_force.py engine/registration.py cli/doctor/fresh_process.py",
+        "config/in_force.py config/other_packages.py engine/registration.py cli/doctor/fresh_process.py",
         BaseEngine=EXISTS,
         EngineRegistry=EXISTS,
     ),
     *_parts(
         "verl.workers.engine.base.EngineRegistry",
-        "config/in_force.py engine/registration.py",
+        "config/in_force.py config/other_packages.py engine/registration.py",
         _engines=EXISTS,
         register="(model_type, backend, device='cuda', vendor=None)",
         get_engine_cls="(model_type, backend)",
@@ -122,7 +122,8 @@ VERL_PARTS: tuple[Part, ...] = (
         ),
     ),
     # Entry point and trainers.
-    *_parts("verl.trainer.main_ppo", "main_ppo.py", TaskRunnerV1=EXISTS, run_ppo="(config, task_runner_class)"),
+    *_parts("verl.trainer.main_ppo", "main_ppo.py", TaskRunnerV1=EXISTS),
+    *_parts("verl.trainer.main_ppo", "main_ppo.py upstream.py", run_ppo="(config, task_runner_class)"),
     *_parts("verl.trainer.main_ppo.TaskRunnerV1.__ray_actor_class__", "main_ppo.py", run="(self, config, ...)"),
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(
@@ -131,29 +132,29 @@ VERL_PARTS: tuple[Part, ...] = (
         need_critic="(config)",
         need_reference_policy="(config)",
     ),
-    *_parts(
-        "verl.trainer.ppo.v1",
-        "trainer/group_trainers.py",
-        PPOTrainerSync="(config)",
-        PPOTrainerColocateAsync="(config)",
-        PPOTrainerSeparateAsync="(config)",
-        register_trainer="(name)",
-    ),
-    *_parts("verl.trainer.ppo.v1", "cpu/agent_loop.py", AgentLoopManagerTQ=EXISTS, AgentLoopWorkerTQ=EXISTS),
+    *_parts("verl.trainer.ppo.v1", "main_ppo.py upstream.py", get_trainer_cls="(name)"),
+    *_parts("verl.trainer.ppo.v1", "cpu/agent_loop_v1.py", AgentLoopManagerTQ=EXISTS, AgentLoopWorkerTQ=EXISTS),
     *_parts(
         "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ",
-        "cpu/agent_loop.py",
+        "cpu/agent_loop_v1.py",
         __init__="(self, *args, **kwargs)",
         generate_sequences="(self, prompts)",
     ),
+    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream.py", TRAINER_REGISTRY=EXISTS),
     *_parts(
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer",
-        "trainer/group_trainers.py",
+        "trainer/any_trainer.py trainer/keeps_groups.py trainer/v1.py",
         __init__="(self, config)",
-        _init_tokenizer="(self)",
         _balance_batch="(self, batch, metrics, logging_prefix='global_seqlen', keep_minibatch=False)",
+        _update_actor="(self, batch, metrics)",
     ),
-    *_parts("verl.trainer.ppo.v1.PPOTrainerSeparateAsync", "trainer/group_trainers.py", __init__="(self, config)"),
+    *_parts("verl.trainer.ppo.ray_trainer", "upstream.py", RayPPOTrainer=EXISTS),
+    *_parts(
+        "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
+        "trainer/any_trainer.py trainer/keeps_groups.py trainer/v0.py upstream.py",
+        _balance_batch="(self, batch, metrics, logging_prefix='global_seqlen', keep_minibatch=False)",
+        _update_actor="(self, batch)",
+    ),
     *_parts(
         "verl.trainer.ppo.v1.replay_buffer",
         "cpu/replay_buffer.py",
@@ -163,7 +164,7 @@ VERL_PARTS: tuple[Part, ...] = (
     # Functions that are called.
     *_parts(
         "verl.utils.config",
-        "cpu/server.py cli/doctor/overrides.py main_ppo.py trainer/group_trainers.py upstream.py",
+        "cpu/server.py cli/doctor/overrides.py main_ppo.py trainer/whole_groups.py upstream.py",
         omega_conf_to_dataclass="(config, dataclass_type=None)",
         validate_config="(config, use_reference_policy, use_critic)",
     ),
@@ -187,7 +188,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.seqlen_balancing",
-        "trainer/group_trainers.py",
+        "trainer/whole_groups.py",
         log_seqlen_unbalance="(seqlen_list, partitions, prefix)",
     ),
     *_parts(

@@ -1,20 +1,31 @@
-"""verl's V1 trainers with a balance that keeps groups on one rank."""
+"""verl's trainers, V1 and V0, with the groups of a batch kept on one rank.
 
-from verl_pg_plugin.trainer.modes import MODES, PREFIX
+Where the plugin is in force and a run shares prefixes, this happens by itself: V1 looks its trainer up by name and gets
+the class registered under that name through :func:`keep_groups`, whoever registered it; V0's trainers, and those of
+recipes derived from them, deal groups out at the end of verl's own ``_balance_batch`` (``upstream.py``). A trainer that
+neither way reaches is wrapped where it is made::
+
+    from verl_pg_plugin.trainer import keep_groups
+
+    @register_trainer("mine")
+    @keep_groups
+    class MyTrainer(PPOTrainerSync): ...
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.trainer.any_trainer import keep_groups
+
+__all__ = ["keep_groups"]
 
 
-def registered_mode(mode: str) -> str:
-    """Name under which our trainer for a V1 mode is registered; registers it in this process.
+def __getattr__(name: str) -> Any:
+    """Every process of a run imports this package for a name, and one needs the trainers behind it."""
+    if name != "keep_groups":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl_pg_plugin.trainer.any_trainer import keep_groups
 
-    Args:
-        mode: value of ``trainer.v1.trainer_mode``, with or without our prefix.
-
-    Raises:
-        ValueError: there is no such V1 mode.
-    """
-    plain = mode.removeprefix(PREFIX)
-    if plain not in MODES:
-        raise ValueError(f"unknown trainer.v1.trainer_mode={mode!r}; choose one of {', '.join(MODES)}")
-    import verl_pg_plugin.trainer.group_trainers  # noqa: F401  (registers the three classes)
-
-    return PREFIX + plain
+    return keep_groups

@@ -51,7 +51,7 @@ def settings(config: DictConfig) -> Section:
     violations = validate(config)
     rows = [
         ("mode", f"{mode.value} ({_value(config, USE_PREFIX_GROUPER)}, {_value(config, USE_REMOVE_PADDING)})"),
-        ("trainer", f"{'V1' if config.trainer.use_v1 else 'v0'}, mode {config.trainer.v1.trainer_mode}"),
+        ("trainer", f"V1, mode {config.trainer.v1.trainer_mode}" if config.trainer.use_v1 else "V0"),
         ("strategy of the actor", str(OmegaConf.select(config, "actor_rollout_ref.actor.strategy"))),
     ]
     problems = [_problem(violation) for violation in violations]

@@ -1,0 +1,98 @@
+"""V0 trainers find batches in which the rows of one prompt meet, whatever the number of groups."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+from tests.trainer.workers import Workers
+from verl_pg_plugin import upstream
+from verl_pg_plugin.trainer import keep_groups
+from verl_pg_plugin.trainer.v0 import regroup
+
+PROMPT, RESPONSE = 12, 40
+
+
+class Stock(RayPPOTrainer):
+    """verl's trainer and its balance, without what its ``__init__`` builds."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.use_prefix_grouper = config.actor_rollout_ref.actor.use_prefix_grouper
+        self.actor_rollout_wg = Workers()
+
+
+def make_batch(uids: str, responses: list[int], prompt: int = 9) -> DataProto:
+    """Rows with left-padded prompts and right-padded responses, as V0's agent loop returns them."""
+    place = torch.arange(PROMPT + RESPONSE)
+    ends = torch.tensor(responses)[:, None] + PROMPT
+    mask = ((place >= PROMPT - prompt) & (place < ends)).long()
+    tensors = {"prompts": mask[:, :PROMPT], "attention_mask": mask, "row": torch.arange(len(uids))}
+    return DataProto.from_dict(tensors, non_tensors={"uid": np.array(list(uids), dtype=object)})
+
+
+def ranks(batch: DataProto) -> list[list[str]]:
+    return [part.tolist() for part in np.split(batch.non_tensor_batch["uid"], 2)]
+
+
+@pytest.fixture
+def trainer(make_config: Callable[..., DictConfig]) -> Stock:
+    return Stock(make_config(actor_rollout_ref__actor__ppo_mini_batch_size=3))
+
+
+def test_a_number_of_groups_that_the_ranks_do_not_divide_is_dealt_out(trainer: Stock) -> None:
+    """verl's own balance for the flag raises a ValueError: 3 groups, 2 ranks."""
+    batch, metrics = make_batch("aabbcc", [5] * 6), {}
+    trainer._balance_batch(batch, metrics)
+    assert metrics["prefix_grouper/balance/cut_groups"] == 1
+    assert sorted(batch.batch["row"].tolist()) == list(range(6))
+    first, second = ranks(batch)
+    assert len(set(first) & set(second)) == 1, "only the group that had to be cut is on both"
+    assert trainer.use_prefix_grouper is True
+
+
+def test_mini_batches_hold_whole_groups_and_no_rank_waits(trainer: Stock) -> None:
+    """verl's own balance puts both long groups into one mini-batch."""
+    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 2
+    batch, metrics = make_batch("aabbccdd", [40, 40, 40, 40, 2, 2, 2, 2]), {}
+    trainer._balance_batch(batch, metrics, logging_prefix="tokens")
+    assert metrics["prefix_grouper/balance/cut_groups"] == 0
+    assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
+    assert metrics["tokens/balanced_max"] == 2 * (9 + 40) + 2 * (9 + 2)
+    for rank in ranks(batch):
+        assert all(len(set(part)) == 1 for part in (rank[:2], rank[2:]))
+    assert [len(set(part)) for part in zip(*ranks(batch), strict=True)] == [2] * 4
+
+
+def test_a_trainer_that_shares_nothing_is_balanced_as_verl_does_it(trainer: Stock) -> None:
+    trainer.use_prefix_grouper = False
+    batch, metrics = make_batch("aabb", [40, 2, 40, 2]), {}
+    trainer._balance_batch(batch, metrics)
+    assert [sum(rank.count(uid) for uid in "a") for rank in ranks(batch)] == [1, 1], "by length, groups torn apart"
+    assert not any(name.startswith("prefix_grouper") for name in metrics)
+
+
+def test_the_flag_is_back_when_verls_balance_fails(trainer: Stock) -> None:
+    with pytest.raises(AssertionError, match="5 % 2"):
+        trainer._balance_batch(make_batch("aabbc", [5] * 5), {})
+    assert trainer.use_prefix_grouper is True
+
+
+def test_both_ways_to_keep_groups_give_the_same_order(trainer: Stock) -> None:
+    one, other = (make_batch("aabbccddeeff", [3, 9, 4, 4, 30, 2, 8, 8, 1, 40, 6, 6]) for _ in range(2))
+    trainer._balance_batch(one, {})
+    keep_groups(Stock)(trainer.config)._balance_batch(other, {})
+    assert one.batch["row"].tolist() == other.batch["row"].tolist() != list(range(12))
+
+
+def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def balance(self: Any, batch: Any) -> None: ...
+
+    monkeypatch.setattr(RayPPOTrainer, "_balance_batch", balance)
+    with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
+        upstream.regroup_after_v0_balance(regroup)

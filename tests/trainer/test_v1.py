@@ -1,0 +1,124 @@
+"""V1 trainers find batches in which the rows of one prompt meet on one rank and in one mini-batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import DictConfig
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
+from verl.trainer.ppo.v1 import trainer_base as verls
+
+from tests.trainer.workers import Workers
+from verl_pg_plugin import upstream
+from verl_pg_plugin.trainer import keep_groups
+
+VERLS = {
+    "sync": PPOTrainerSync,
+    "colocate_async": PPOTrainerColocateAsync,
+    "separate_async": PPOTrainerSeparateAsync,
+}
+
+
+class StockTrainer(PPOTrainer):
+    """verl's trainer without what its ``__init__`` builds; pads nothing, and leaves the batch as dispatch did."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.actor_rollout_wg = Workers()
+
+    def _balance_batch(self, batch: Any, metrics: dict, logging_prefix: str = "", keep_minibatch: bool = False) -> Any:
+        return batch
+
+    def on_sample_end(self) -> None: ...
+
+    def on_step_end(self) -> None: ...
+
+
+class Batch:
+    """The parts of a ``KVBatchMeta`` that a balance reads, and what it was reordered to."""
+
+    def __init__(self, keys: list[str], responses: list[int]) -> None:
+        self.keys, self.order = keys, list(range(len(keys)))
+        self.tags = [{"prompt_len": 8, "response_len": n, "seq_len": 8 + n} for n in responses]
+
+    def reorder(self, order: list[int]) -> None:
+        self.order = order
+
+    def ranks(self) -> list[list[str]]:
+        return [[self.keys[i] for i in part] for part in np.split(np.array(self.order), 2)]
+
+
+@pytest.fixture
+def trainer(make_config: Callable[..., DictConfig]) -> Any:
+    return keep_groups(StockTrainer)(make_config())
+
+
+def test_verls_task_runner_finds_the_group_keeping_class_of_each_mode_under_its_prefix() -> None:
+    from verl.trainer.ppo.v1 import get_trainer_cls  # as the task runner imports it, when it runs
+
+    for mode, verls_class in VERLS.items():
+        assert get_trainer_cls(f"pg_{mode}") is keep_groups(verls_class)
+        assert issubclass(get_trainer_cls(f"pg_{mode}"), verls_class)
+        assert get_trainer_cls(mode) is verls_class, "verl's own entry stays as it is"
+
+
+def test_a_trainer_that_somebody_registers_later_is_found_with_groups_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    monkeypatch.setattr(verls, "TRAINER_REGISTRY", dict(verls.TRAINER_REGISTRY))
+    foreign = type("Foreign", (StockTrainer,), {})
+    verls.register_trainer("foreign")(foreign)
+    assert get_trainer_cls("pg_foreign") is keep_groups(foreign)
+    own = verls.register_trainer("pg_own")(type("Own", (StockTrainer,), {}))
+    assert get_trainer_cls("pg_own") is own, "a name of somebody's own that begins like ours stays theirs"
+
+
+def test_an_unknown_mode_is_refused_as_verl_refuses_it() -> None:
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    with pytest.raises(ValueError, match=r"Unknown trainer 'fast'. Available trainers: colocate_async, "):
+        get_trainer_cls("pg_fast")
+
+
+def test_a_look_up_with_other_parameters_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo import v1
+
+    monkeypatch.setattr(v1, "get_trainer_cls", lambda name, config: None)
+    with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
+        upstream.look_up_group_trainers("pg_", keep_groups)
+
+
+def test_verl_sees_the_plain_name_of_its_mode(trainer: Any) -> None:
+    """It compares the mode with "sync" to choose the replay buffer and how checkpoints are taken."""
+    assert trainer.config.trainer.v1.trainer_mode == "sync"
+
+
+def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys(trainer: Any) -> None:
+    keys = ["a_x_0_0", "b_x_0_0", "a_x_1_0", "b_x_1_1"]
+    batch, metrics = Batch(keys, responses=[5, 5, 5, 5]), {}
+    assert trainer._balance_batch(batch, metrics) is batch
+    assert sorted(map(sorted, batch.ranks())) == [["a_x_0_0", "a_x_1_0"], ["b_x_0_0", "b_x_1_1"]]
+    assert metrics["prefix_grouper/balance/cut_groups"] == 0
+    assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
+    assert metrics["global_seqlen/balanced_max"] == 26
+
+
+def test_every_mini_batch_of_a_rank_holds_whole_groups_and_waits_for_nobody(trainer: Any) -> None:
+    """Eight sequences, four a mini-batch: two long groups in one would make it twice as slow as the other."""
+    keys, long, short = [f"{uid}_{session}_0" for uid in "abcd" for session in (0, 1)], [40, 40], [2, 2]
+    batch, metrics = Batch(keys, responses=[*long, *long, *short, *short]), {}
+    trainer._balance_batch(batch, metrics)
+    assert metrics["prefix_grouper/balance/cut_groups"] == 0
+    assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
+    for rank in batch.ranks():
+        mini_batches = [{key[0] for key in part} for part in np.split(np.array(rank), 2)]
+        assert all(len(uids) == 1 for uids in mini_batches)
+
+
+def test_a_batch_that_only_fits_the_critics_mini_batches_is_balanced_as_one(trainer: Any) -> None:
+    keys = [f"{uid}_{session}_0" for uid in "abc" for session in (0, 1)]
+    batch, metrics = Batch(keys, responses=[3] * 6), {}
+    trainer._balance_batch(batch, metrics)
+    assert sorted(batch.order) == list(range(6))
+    assert metrics["prefix_grouper/balance/cut_groups"] == 1

@@ -1,0 +1,65 @@
+"""Any V1 or V0 trainer, verl's own or someone else's, with the groups of a batch kept on one rank."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any, TypeVar
+
+from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
+from verl_pg_plugin.trainer.v0 import KeepsGroupsV0
+from verl_pg_plugin.trainer.v1 import KeepsGroupsV1
+from verl_pg_plugin.trainer.whole_groups import mini_batches_of_config
+
+__all__ = ["keep_groups"]
+
+TrainerT = TypeVar("TrainerT")
+
+KINDS: tuple[tuple[str, str, type[KeepsGroups]], ...] = (
+    ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", KeepsGroupsV1),
+    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", KeepsGroupsV0),
+)
+"""Module and name of verl's two base classes, and what goes in front of a class derived from them."""
+
+
+def keep_groups(
+    trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches = mini_batches_of_config
+) -> type[TrainerT]:
+    """A subclass whose ranks get whole groups, in runs that share prefixes; in others it does what its base does.
+
+    The base's own ``_balance_batch`` runs first and may pad, filter or replace the batch; the order of what it leaves
+    is ours. All else about the trainer stays, ``fit`` and ``step`` too: they get whole groups where they call the
+    balance, and a trainer that updates its actor without it is warned about once.
+
+    Args:
+        trainer_cls: derived from verl's V1 ``PPOTrainer`` or V0 ``RayPPOTrainer``; one that keeps groups already is
+            returned as it is.
+        num_mini_batches: for a trainer that does not divide batches by ``actor.ppo_mini_batch_size``.
+
+    Raises:
+        TypeError: the class is derived from neither.
+    """
+    if issubclass(trainer_cls, KeepsGroups):
+        return trainer_cls
+    return _wrapped(trainer_cls, num_mini_batches)  # type: ignore[arg-type]  # mypy finds no __hash__ in a type
+
+
+@functools.cache
+def _wrapped(trainer_cls: Any, num_mini_batches: NumMiniBatches) -> Any:
+    for module, name, mixin in KINDS:
+        # Whoever derives from a class has imported it; a version of verl need not have both.
+        base = getattr(sys.modules.get(module), name, None)
+        if base is not None and issubclass(trainer_cls, base):
+            members = {
+                "__doc__": trainer_cls.__doc__,
+                "__module__": trainer_cls.__module__,
+                "num_mini_batches": staticmethod(num_mini_batches),
+            }
+            return types.new_class(f"Group{trainer_cls.__name__}", (mixin, trainer_cls), exec_body=_fill(members))
+    bases = " nor ".join(f"{module}.{name}" for module, name, _ in KINDS)
+    raise TypeError(f"{trainer_cls.__module__}.{trainer_cls.__qualname__} is derived from neither {bases}")
+
+
+def _fill(members: dict[str, Any]) -> Any:
+    return lambda namespace: namespace.update(members)

@@ -1,0 +1,76 @@
+"""Whole groups for trainers derived from verl's V0 ``RayPPOTrainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
+from verl_pg_plugin.trainer.whole_groups import (
+    BatchRows,
+    actor_flops,
+    balance_metrics,
+    deal_groups,
+    mini_batches_of_config,
+    num_ranks_of,
+)
+
+__all__ = ["KeepsGroupsV0", "regroup"]
+
+
+class KeepsGroupsV0(KeepsGroups):
+    """A batch is a ``DataProto`` of padded tensors, which the balance reorders in place."""
+
+    use_prefix_grouper: bool
+
+    def _balance_batch(
+        self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+    ) -> Any:
+        # verl's own balance of groups refuses a number of groups that the ranks do not divide.
+        asked, self.use_prefix_grouper = self.use_prefix_grouper, False
+        try:
+            replaced = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
+        finally:
+            self.use_prefix_grouper = asked
+        if self.model_flops is not None:
+            batch = batch if replaced is None else replaced
+            regroup(self, batch, metrics, logging_prefix, type(self).num_mini_batches)
+            self._is_balanced = True
+        return replaced
+
+
+def regroup(
+    trainer: Any,
+    batch: Any,
+    metrics: dict[str, Any],
+    logging_prefix: str = "global_seqlen",
+    num_mini_batches: NumMiniBatches = mini_batches_of_config,
+) -> None:
+    """Reorder a V0 trainer's batch so that ranks and mini-batches hold whole groups and finish together.
+
+    Args:
+        trainer: derived from verl's ``RayPPOTrainer``; remembers as ``model_flops`` what its actor's rows cost.
+        batch: ``DataProto`` of B sequences with ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid`` (B,).
+        metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours.
+        num_mini_batches: optimizer steps that the trainer divides the batch into.
+
+    Raises:
+        ValueError: the actor cannot be priced, or the batch does not divide into ranks and mini-batches.
+    """
+    if getattr(trainer, "model_flops", None) is None:
+        trainer.model_flops = actor_flops(trainer.config)
+    mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
+    uids = batch.non_tensor_batch["uid"].tolist()
+    rows = BatchRows(
+        uids=uids,
+        sessions=np.arange(len(uids)),  # V0 has one row a session
+        places=np.zeros(len(uids), dtype=np.int64),
+        prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
+        response_lengths=mask[:, width:].sum(dim=1).numpy(),
+    )
+    num_ranks = num_ranks_of(trainer.actor_rollout_wg)
+    balance = deal_groups(rows, trainer.model_flops, num_ranks, num_mini_batches(trainer, len(rows.uids)))
+    batch.reorder(torch.from_numpy(balance.order))
+    metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))

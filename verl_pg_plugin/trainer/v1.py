@@ -1,0 +1,54 @@
+"""Whole groups for trainers derived from verl's V1 ``PPOTrainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
+from verl_pg_plugin.trainer.modes import PREFIX
+from verl_pg_plugin.trainer.whole_groups import ESTIMATED_ROWS, BatchRows, balance_metrics, deal_groups, num_ranks_of
+
+__all__ = ["KeepsGroupsV1"]
+
+
+class KeepsGroupsV1(KeepsGroups):
+    """A batch is a ``KVBatchMeta``: keys ``{uid}_{session}_{index}`` and tags; the tokens lie in TransferQueue."""
+
+    def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
+        # verl compares the mode with "sync" to choose the replay buffer and how checkpoints are taken.
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        super().__init__(config, *args, **kwargs)
+
+    def _balance_batch(
+        self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+    ) -> Any:
+        """verl pads the batch to a multiple it can dispatch and tears groups apart; put them together again."""
+        batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
+        if self.model_flops is None:
+            return batch
+        keys = [key.rsplit("_", 2) for key in batch.keys]
+        rows = BatchRows(
+            uids=[uid for uid, _, _ in keys],
+            sessions=np.array([int(session) for _, session, _ in keys]),
+            places=np.array([int(place) for _, _, place in keys]),
+            prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
+            response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
+        )
+        num_ranks = num_ranks_of(self.actor_rollout_wg)
+        balance = deal_groups(rows, self.model_flops, num_ranks, type(self).num_mini_batches(self, len(rows.uids)))
+        batch.reorder(balance.order.tolist())
+        metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
+        self._is_balanced = True
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Hold the rows that the balance expected against those that the engine has computed."""
+        batch = super()._update_actor(batch, metrics)
+        engine = "actor/prefix_grouper/"
+        if ESTIMATED_ROWS in metrics and f"{engine}physical_tokens" in metrics:
+            real = float(metrics[f"{engine}physical_tokens"] - metrics[f"{engine}padding_tokens"])
+            metrics["prefix_grouper/balance/estimated_over_real_rows"] = metrics[ESTIMATED_ROWS] / real
+        return batch

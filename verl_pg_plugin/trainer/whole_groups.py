@@ -1,0 +1,106 @@
+"""Which sequences of a batch meet on a rank and in a mini-batch, whatever container a trainer keeps them in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from verl_pg_plugin.batching.balance import Balance, balance_groups
+from verl_pg_plugin.batching.session_order import order_by_sessions
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+__all__ = [
+    "ESTIMATED_ROWS",
+    "BatchRows",
+    "actor_flops",
+    "balance_metrics",
+    "deal_groups",
+    "mini_batches_of_config",
+    "num_ranks_of",
+]
+
+ESTIMATED_ROWS = "prefix_grouper/balance/estimated_rows"
+"""Metric: rows that all ranks compute in a mini-batch, as the balance expects; the mean, as of the engine's metrics."""
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """What a balance knows about the B sequences of a batch.
+
+    Attributes:
+        uids: (B,) sequences with one prompt have one uid.
+        sessions, places: (B,) int64, which of a prompt's sessions a row is from, and which of its rows it is.
+        prompt_lengths, response_lengths: (B,) int64, tokens.
+    """
+
+    uids: Sequence[str]
+    sessions: IntArray
+    places: IntArray
+    prompt_lengths: IntArray
+    response_lengths: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        return self.prompt_lengths + self.response_lengths
+
+
+def actor_flops(config: DictConfig) -> ModelFlops:
+    """Price of the actor's rows, from its config: no weight is read.
+
+    verl's trainers load the same config in the same process, from a folder, the hub or hdfs and with the user's
+    ``trust_remote_code``, to get at the tokenizer: there is no checkpoint that trains and has none here.
+
+    Raises:
+        ValueError: the model cannot be priced, see ``ModelFlops.of``.
+    """
+    section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+    model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
+    return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+
+
+def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
+    """Optimizer steps that verl's trainers divide a batch into.
+
+    While only the critic trains, the batch is a multiple of its mini-batches and not of the actor's: it counts as one.
+    """
+    roles = trainer.config.actor_rollout_ref
+    mini_batch_size = roles.actor.ppo_mini_batch_size * roles.rollout.n
+    return 1 if batch_size % mini_batch_size else batch_size // mini_batch_size
+
+
+def deal_groups(rows: BatchRows, flops: ModelFlops, num_ranks: int, num_mini_batches: int) -> Balance:
+    """An order whose equal consecutive chunks are the ranks; two runs with other uids get the same.
+
+    Raises:
+        ValueError: the batch is no multiple of ``num_ranks * num_mini_batches``.
+    """
+    numbers: dict[str, int] = {}
+    # Not in the order of the uids, which verl draws anew in every run.
+    group = np.array([numbers.setdefault(uid, len(numbers)) for uid in rows.uids])
+    order = order_by_sessions(group, rows.sessions, rows.places, rows.prompt_lengths, rows.response_lengths)
+    return balance_groups(order, group, rows.response_lengths, flops.segments, num_ranks, num_mini_batches)
+
+
+def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix: str) -> dict[str, float]:
+    """verl's figures about tokens per rank, under ``prefix``, and ours about cost."""
+    partitions = [part.tolist() for part in np.split(balance.order, num_ranks)]
+    return {
+        **log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=partitions, prefix=prefix),
+        "prefix_grouper/balance/slowest_over_mean": balance.slowest_over_mean,
+        "prefix_grouper/balance/cut_groups": balance.num_cut_groups,
+        ESTIMATED_ROWS: balance.num_rows / balance.cost.shape[1],
+    }
+
+
+def num_ranks_of(workers: Any) -> int:
+    """Data-parallel ranks of a worker group's actor; asks it where a trainer's own balance has not."""
+    if "actor" not in workers._dispatch_info:
+        workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+    return max(workers._dispatch_info["actor"]) + 1
