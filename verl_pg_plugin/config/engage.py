@@ -7,16 +7,18 @@ composes with Hydra is put into verl's composed config here.
 from __future__ import annotations
 
 import copy
+import sys
 from importlib.resources import files
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.config.validate import check
-from verl_pg_plugin.config.violation import ConfigError
+from verl_pg_plugin.config.validate import check, validate
+from verl_pg_plugin.config.violation import EXIT_USER_ERROR, ConfigError
 from verl_pg_plugin.trainer.modes import MODES, PREFIX
 
 __all__ = ["engage", "engage_or_exit"]
@@ -65,18 +67,21 @@ def _add_sections(config: DictConfig) -> None:
 
 
 def engage_or_exit(config: DictConfig) -> None:
-    """``engage`` for verl's entry point: violations end the process with their list, without a traceback.
+    """``engage`` for verl's entry point: violations end the process with their list, without a traceback, and exit
+    code 2, as in ours.
 
     Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none.
 
     Raises:
-        SystemExit: with the message of a ``ConfigError``.
+        SystemExit: after the message of a ``ConfigError`` was written to stderr.
         ConfigError: the flag would do nothing in this recipe.
     """
     if ray.is_initialized():
-        check(config)
+        if found := validate(config):
+            raise ConfigError(found)
         return
     try:
         engage(config)
-    except ConfigError as error:
-        raise SystemExit(str(error)) from None
+    except (ConfigError, OmegaConfBaseException) as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(EXIT_USER_ERROR) from None

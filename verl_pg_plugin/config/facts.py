@@ -21,7 +21,7 @@ from verl_pg_plugin.config.mode import Mode, mode_by_flags
 from verl_pg_plugin.config.options import OPTION_NAMES
 from verl_pg_plugin.config.violation import Setting
 
-__all__ = ["SOURCES", "Facts", "Role", "effective_sp_size"]
+__all__ = ["SOURCES", "Facts", "Role", "effective_sp_size", "read_setting"]
 
 
 class Role(Enum):
@@ -181,7 +181,7 @@ class Facts:
         """
         settings, values = {}, {}
         for name, source in SOURCES.items():
-            found = tuple(_setting(config, key) for key in source.keys_of(role))
+            found = tuple(read_setting(config, key) for key in source.keys_of(role))
             settings[name] = source.wins(found) if found else found
             values[name] = settings[name][0].value if found else source.default
         mode = mode_by_flags(values["actor_flag"], values["use_remove_padding"])
@@ -216,7 +216,8 @@ def effective_sp_size(config: DictConfig, role: Role) -> int:
     return Facts.from_hydra(config, role).value("sp_size") or 1
 
 
-def _setting(config: DictConfig, key: str) -> Setting:
+def read_setting(config: DictConfig, key: str) -> Setting:
+    """The entry at a key, with the interpolation that its value was taken from."""
     parent, _, leaf = key.rpartition(".")
     section = OmegaConf.select(config, parent)
     follows = ""
