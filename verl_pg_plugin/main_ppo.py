@@ -16,9 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.utils.device import auto_set_device
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
 from verl_pg_plugin.config.violation import EXIT_USER_ERROR
+from verl_pg_plugin.trainer.console import is_short, show_config_shortly
 
 # ConfigError is a ValueError; an interpolation that leads nowhere is OmegaConf's.
 USER_ERRORS = (ValueError, OmegaConfBaseException)
@@ -51,6 +53,8 @@ def prepare(config: DictConfig) -> Any:
         from verl_pg_plugin.trainer import registered_mode
 
         config.trainer.v1.trainer_mode = registered_mode(config.trainer.v1.trainer_mode)
+        if is_short(config):
+            upstream.show_config_by(show_config_shortly)  # here, where Ray copies the task runner
         return PrefixGrouperTaskRunner
     if config.trainer.use_v1:
         return TaskRunnerV1

@@ -30,7 +30,8 @@ def test_each_v1_mode_has_a_trainer_that_only_changes_the_balance(mode: str) -> 
         for name in vars(cls)
         if callable(getattr(cls, name, None)) and not name.startswith("__")
     }
-    assert changed == {"_balance_batch", "_init_tokenizer"}, "the second prices the actor for the first"
+    why = "the second prices the actor for the first, the third shows steps on the console and trains as verl does"
+    assert changed == {"_balance_batch", "_init_tokenizer", "fit"}, why
     assert get_trainer_cls(mode) is VERLS[mode], "verl's own entry stays as it is"
 
 

@@ -10,12 +10,12 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import update_model_config
 
 from verl_pg_plugin.architectures.checks import unsupported_reasons
-from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.facts import Facts, Role, runs_critic
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mixer_rules import MIXER_RULES
 from verl_pg_plugin.config.mode import mode_of
@@ -38,7 +38,7 @@ VOCABULARY_FILES = (
 
 def roles_of(config: DictConfig) -> list[Role]:
     """Whose engines the run will have."""
-    present = {Role.REF: need_reference_policy(config), Role.CRITIC: need_critic(config)}
+    present = {Role.REF: need_reference_policy(config), Role.CRITIC: runs_critic(config)}
     return [role for role in Role if present.get(role, True)]
 
 
@@ -50,7 +50,7 @@ def checkpoint_violations(config: DictConfig) -> list[Violation]:
     """
     found = _violations_of(config, MODEL)
     same = OmegaConf.select(config, f"{CRITIC_MODEL}.path") == OmegaConf.select(config, f"{MODEL}.path")
-    if need_critic(config) and not (same and found):
+    if runs_critic(config) and not (same and found):
         found += _violations_of(config, CRITIC_MODEL)
     return found
 

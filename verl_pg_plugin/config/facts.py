@@ -7,6 +7,7 @@ meets them first.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, CRITIC_MODEL, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER
@@ -21,7 +23,7 @@ from verl_pg_plugin.config.mode import Mode, mode_by_flags
 from verl_pg_plugin.config.options import OPTION_NAMES
 from verl_pg_plugin.config.violation import Setting
 
-__all__ = ["SOURCES", "Facts", "Role", "effective_sp_size", "read_setting"]
+__all__ = ["SOURCES", "Facts", "Role", "effective_sp_size", "read_setting", "runs_critic"]
 
 
 class Role(Enum):
@@ -214,6 +216,13 @@ class Facts:
 def effective_sp_size(config: DictConfig, role: Role) -> int:
     """Ranks that share the rows of a role's micro-batch: Ulysses sequence parallelism."""
     return Facts.from_hydra(config, role).value("sp_size") or 1
+
+
+def runs_critic(config: DictConfig) -> bool:
+    """verl's ``need_critic`` without its warning, which is meant for one call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return need_critic(config)
 
 
 def read_setting(config: DictConfig, key: str) -> Setting:

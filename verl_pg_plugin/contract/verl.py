@@ -22,6 +22,12 @@ def _parts(owner: str, used_by: str, /, needs: str = "", **signatures: str) -> t
 
 VERL_PARTS: tuple[Part, ...] = (
     # Module functions that upstream.py replaces.
+    *_parts("verl.trainer.main_ppo", "upstream.py", pprint=EXISTS),
+    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream.py", tqdm=EXISTS),
+    *_parts("verl.utils.logger", "upstream.py", LocalLogger="(print_to_console=True)"),
+    *_parts(
+        "verl.trainer.ppo.v1.trainer_base.PPOTrainer", "trainer/group_trainers.py", fit="(self, agent_loop_manager)"
+    ),
     *_parts(
         _ENGINE,
         "upstream.py",
@@ -127,8 +133,8 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(
         "verl.trainer.ppo.utils",
-        "config/checkpoint_checks.py config/before_ray/budgets.py config/before_ray/hub.py "
-        "config/before_ray/verls_own.py cli/doctor/sharing.py",
+        "config/facts.py config/checkpoint_checks.py config/before_ray/budgets.py config/before_ray/verls_own.py "
+        "cli/doctor/sharing.py",
         need_critic="(config)",
         need_reference_policy="(config)",
     ),

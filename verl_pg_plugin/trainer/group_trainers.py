@@ -18,6 +18,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.trainer.console import console
 from verl_pg_plugin.trainer.modes import PREFIX
 
 
@@ -36,6 +37,11 @@ class GroupBalanceMixin:
         # verl compares the mode with "sync" to choose the replay buffer and how checkpoints are taken.
         config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
         super().__init__(config)  # type: ignore[call-arg]
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train, with a line for each step on the console and the gain at the end; see ``prefix_grouper.console``."""
+        with console(self.config, getattr(self, "total_training_steps", None)):
+            super().fit(agent_loop_manager)  # type: ignore[misc]
 
     def _init_tokenizer(self) -> None:
         """Price the actor too, from its config: before any worker starts, so what cannot be priced fails at once.

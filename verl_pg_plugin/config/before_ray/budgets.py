@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_reference_policy
 
 from verl_pg_plugin.config.before_ray.reading import count, without_followers, wrong
-from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.facts import Facts, Role, runs_critic
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, REF, ROLLOUT
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.violation import Violation
@@ -29,7 +29,7 @@ def budgets_of(config: DictConfig) -> Iterator[Budget]:
         yield f"{ROLLOUT}.log_prob_max_token_len_per_gpu", Role.ACTOR
     if need_reference_policy(config) and OmegaConf.select(config, f"{REF}.log_prob_use_dynamic_bsz"):
         yield f"{REF}.log_prob_max_token_len_per_gpu", Role.REF
-    if need_critic(config) and OmegaConf.select(config, "trainer.use_v1"):
+    if runs_critic(config) and OmegaConf.select(config, "trainer.use_v1"):
         yield f"{CRITIC}.ppo_infer_max_token_len_per_gpu", Role.CRITIC  # of the update, too
 
 

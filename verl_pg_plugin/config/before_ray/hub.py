@@ -13,10 +13,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_critic
 
 from verl_pg_plugin.config.before_ray.reading import is_remote, wrong
 from verl_pg_plugin.config.checkpoint_checks import is_local, local_checkpoint
+from verl_pg_plugin.config.facts import runs_critic
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL
 from verl_pg_plugin.config.violation import Violation
 
@@ -32,7 +32,7 @@ def hub_violations(config: DictConfig) -> Iterator[Violation]:
     """
     if OmegaConf.select(config, "trainer.nnodes") != 1:
         return
-    sections = [MODEL, *([CRITIC_MODEL] if need_critic(config) else [])]
+    sections = [MODEL, *([CRITIC_MODEL] if runs_critic(config) else [])]
     seen = set()
     for section in sections:
         key = f"{section}.path"

@@ -10,9 +10,10 @@ from contextlib import redirect_stdout
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 
+from verl_pg_plugin.config.facts import runs_critic
 from verl_pg_plugin.config.violation import Violation
 
 __all__ = ["USER_ERRORS", "verls_objection"]
@@ -33,7 +34,7 @@ def verls_objection(config: DictConfig, said: Collection[str]) -> Iterator[Viola
     validate = inspect.unwrap(validate_config)  # without the hook through which verl's entry point asks us
     try:
         with redirect_stdout(io.StringIO()):  # it says that all is well
-            validate(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+            validate(config=config, use_reference_policy=need_reference_policy(config), use_critic=runs_critic(config))
     except USER_ERRORS as error:
         message = " ".join(str(error).split())
         if said and isinstance(error, WITHOUT_WORDS):

@@ -1,5 +1,6 @@
 """What a mini-batch cost, next to what it would have cost without sharing."""
 
+import numpy as np
 import torch.distributed as dist
 from verl.utils.flops_counter import get_device_flops
 
@@ -34,13 +35,16 @@ def plan_metrics(
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
         "physical_tokens": sum(layout.num_rows for layout in plan.layouts) + num_padding_rows,
         "padding_tokens": num_padding_rows,
-        "groups": sum(layout.num_roots for layout in plan.layouts),
+        "prompt_groups": plan.num_prompt_groups,
+        "rows_of_groups": plan.num_rows_of_groups,
         "micro_batches": len(plan.layouts),
         "rmpad": plan.num_rmpad,
         "chains": len(plan.chains),
         "carried_rows": plan.carried_rows,
         "exported_rows": plan.exported_rows,
         "flops": flops.forward(plan.layouts) * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
+        "forward": flops.forward(plan.layouts),
+        "forward_alone": float(flops.alone(np.diff(plan.sequences.offsets)).sum()),
         "seconds": seconds,
     }
     ranks = over_ranks({**local, "carried_bytes": carried_bytes}, dp_group)
@@ -51,7 +55,11 @@ def plan_metrics(
         "prefix_grouper/physical_tokens": [float(total["physical_tokens"])],
         "prefix_grouper/padding_tokens": [float(total["padding_tokens"])],
         "prefix_grouper/dedup_ratio": [total["logical_tokens"] / total["physical_tokens"]],
-        "prefix_grouper/groups_per_micro_batch": [total["groups"] / total["micro_batches"]],
+        "prefix_grouper/groups_per_micro_batch": [total["prompt_groups"] / total["micro_batches"]],
+        # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
+        "prefix_grouper/dedup_ratio_of_groups": [total["logical_tokens"] / total["rows_of_groups"]],
+        # Without the rows that are exported, which a forward without gradient computes once more.
+        "prefix_grouper/flop_ratio": [total["forward_alone"] / total["forward"]],
         "prefix_grouper/rmpad_micro_batches": [float(total["rmpad"])],
         "prefix_grouper/mfu_physical": [total["flops"] / peak],
         "prefix_grouper/chains": [float(total["chains"])],
