@@ -23,7 +23,7 @@ from verl_pg_plugin.config.violation import EXIT_USER_ERROR, ConfigError
 from verl_pg_plugin.trainer.console import is_short, show_config_shortly
 from verl_pg_plugin.trainer.modes import MODES, PREFIX
 
-__all__ = ["engage", "engage_or_exit"]
+__all__ = ["add_sections", "engage", "engage_or_exit"]
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp")
 STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
@@ -40,16 +40,23 @@ def engage(config: DictConfig) -> None:
     """
     if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
         return
-    if mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES:
-        with open_dict(config):
-            _add_sections(config)
+    add_sections(config)
     check(config)
     if mode_of(config).shares_prefixes and config.trainer.v1.trainer_mode in MODES:
         config.trainer.v1.trainer_mode = PREFIX + config.trainer.v1.trainer_mode
 
 
+def add_sections(config: DictConfig) -> None:
+    """Give a config whose mode shares prefixes what our entry point composes, in place.
+
+    What the user has set in a section of ours stays, for the rules to look at.
+    """
+    if mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES:
+        with open_dict(config):
+            _add_sections(config)
+
+
 def _add_sections(config: DictConfig) -> None:
-    """What our entry point composes; what the user has set in a section of ours stays, for the rules to look at."""
     ours = OmegaConf.create((files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml").read_text())
     assert isinstance(ours, DictConfig)
     users = copy.deepcopy(config)

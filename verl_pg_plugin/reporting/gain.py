@@ -78,7 +78,7 @@ class Gain:
         saved, passes = self.tokens - self.rows, ", ".join(self.seconds)
         lines = [
             f"shared prefixes: {saved:,.0f} of {self.tokens:,.0f} rows never computed ({saved / self.tokens:.0%}), "
-            f"in each of {passes}; a row that was computed stands for {self.dedup_ratio:.2f} tokens"
+            f"in each of {passes or 'its passes'}; a row that was computed stands for {self.dedup_ratio:.2f} tokens"
         ]
         groups_alone = self.weighted_groups_alone / self.tokens
         if self.dedup_ratio > 1.05 * groups_alone:
@@ -87,6 +87,8 @@ class Gain:
                 "begin alike (a common preamble), which is computed once for all prompts of a micro-batch"
             )
         lines.append(f"FLOPs: {self.flop_ratio:.2f} times fewer than with every sequence alone")
+        if not self.seconds:
+            return lines
         parts = ", ".join(f"{name} {value:,.1f} s" for name, value in self.saved_seconds.items())
         took = sum(self.seconds.values())
         lines.append(

@@ -14,6 +14,8 @@ from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.cli.doctor.sharing import sharing_model
+from verl_pg_plugin.config.engage import add_sections
+from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode, mode_of
 from verl_pg_plugin.config.validate import everything
 from verl_pg_plugin.config.violation import Violation
@@ -22,14 +24,21 @@ __all__ = ["compose_config", "settings"]
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """The config that ``python -m verl_pg_plugin.main_ppo`` would run with these overrides.
+    """The config that an entry point would run with these overrides: ours, or verl's where they are written for it.
+
+    verl's own config has no section ``prefix_grouper``, so there an option is added, with a ``+``.
 
     Raises:
         CommandError: an override that Hydra cannot parse or apply, or an interpolation that leads nowhere.
     """
     try:
-        with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
-            config = compose("pg_ppo_trainer", overrides=overrides)
+        if any(override.startswith(f"+{OPTIONS}.") for override in overrides):
+            with initialize_config_module("verl.trainer.config", version_base=None):
+                config = compose("ppo_trainer", overrides=overrides)
+            add_sections(config)
+        else:
+            with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
+                config = compose("pg_ppo_trainer", overrides=overrides)
         OmegaConf.resolve(config.copy())
     except OverrideParseException as error:
         raise CommandError(f"cannot parse the override {error.override}: {' '.join(str(error).split())}") from error
