@@ -48,10 +48,10 @@ case " $* " in
         exit 0
         ;;
 esac
-set -xeuo pipefail
+set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-fail() { { set +x; } 2>/dev/null; echo "error: $*" >&2; exit 1; }
+fail() { echo "error: $*" >&2; exit 1; }
 
 WORK_DIR=${WORK_DIR:-outputs/run_qwen3_pg}
 mkdir -p "$WORK_DIR"

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from verl_pg_plugin import __version__
 from verl_pg_plugin.cli import doctor, patch_model
 from verl_pg_plugin.cli.command import CommandError
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The subcommand's exit code, or 2 after an error that is written to stderr as one line.
     """
     parser = argparse.ArgumentParser(prog="python -m verl_pg_plugin", description="Tools of verl_pg_plugin.")
+    parser.add_argument("--version", action="version", version=f"verl_pg_plugin {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(subparsers)

@@ -11,42 +11,39 @@ from typing import Any
 
 import hydra
 import ray
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.config.engage import select_trainer
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
+from verl_pg_plugin.config.violation import EXIT_USER_ERROR
+from verl_pg_plugin.trainer.console import is_short, show_config_shortly
 
-EXIT_USER_ERROR = 2
-# What our validators, verl's and its config dataclasses raise for a wrong override.
-USER_ERRORS = (ValueError, AssertionError, InstantiationException, OmegaConfBaseException)
+# ConfigError is a ValueError; an interpolation that leads nowhere is OmegaConf's.
+USER_ERRORS = (ValueError, OmegaConfBaseException)
 
 
 def prepare(config: DictConfig) -> Any:
     """Validate ``config``, select its trainer and return the task runner class that runs it.
 
     Raises:
-        ConfigError: for settings that a mode does not support.
-        ValueError, AssertionError: for settings that verl rejects.
+        ConfigError: with everything that can be known against the run; ``validate_config`` of verl is part of that.
+        ValueError: the trainer is one of another plugin, which cannot keep groups on one rank.
+        omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
     auto_set_device(config)
     check(config)
-    validate_config(
-        config=config,
-        use_reference_policy=need_reference_policy(config),
-        use_critic=need_critic(config),
-    )
     if mode_of(config).shares_prefixes:
         if config.trainer.use_v1:
             from verl.trainer.ppo.v1 import get_trainer_cls
 
             get_trainer_cls(config.trainer.v1.trainer_mode)  # raises for an unknown one
+            if is_short(config):
+                upstream.show_config_by(show_config_shortly)  # here, where Ray copies the task runner
         select_trainer(config)
         return task_runner(config.trainer.use_v1)
     return verls_task_runner(config.trainer.use_v1)

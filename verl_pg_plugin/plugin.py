@@ -27,6 +27,10 @@ def register() -> None:
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
+    from verl_pg_plugin.reporting.quiet import limit_transfer_threads, pass_over_missing_engines
+
+    limit_transfer_threads()
+    pass_over_missing_engines()
     from verl_pg_plugin import cpu, upstream
 
     if not _loading(cpu):

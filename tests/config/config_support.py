@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from verl_pg_plugin.config import Mode
@@ -39,7 +43,22 @@ def compose_config(*overrides: str) -> DictConfig:
 def save_tokenizer(folder: Path) -> None:
     vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<eos>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def save_data(path: Path, num_rows: int = 8, words: int = 3, **columns: list[Any]) -> Path:
+    """Prompts of so many words with the columns that verl reads; a column given as None is left out."""
+    rows = {
+        "prompt": [[{"role": "user", "content": " ".join(["a"] * words)}]] * num_rows,
+        "data_source": ["arithmetic"] * num_rows,
+        "reward_model": [{"style": "rule", "ground_truth": "4"}] * num_rows,
+        **columns,
+    }
+    pq.write_table(pa.table({name: column for name, column in rows.items() if column is not None}), path)
+    return path
 
 
 def save_checkpoint(folder: Path, hf_config: PretrainedConfig | None = None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
 
 import pytest
-from config_support import FLAGS, TINY, compose_config, save_checkpoint
+from config_support import FLAGS, TINY, compose_config, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
 from rule_cases import GEMMA2, HYBRID, JETMOE
 from transformers import Gemma2Config, JetMoeConfig, Qwen3NextConfig
@@ -57,9 +57,22 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
-def runnable_overrides(checkpoint: Path) -> list[str]:
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parquet with the columns that verl reads."""
+    return save_data(tmp_path_factory.mktemp("data") / "rows.parquet")
+
+
+@pytest.fixture(scope="session")
+def runnable_overrides(checkpoint: Path, data_file: Path) -> list[str]:
     """Overrides that leave nothing to object to in packed mode, with a reference policy."""
     return [
+        f"data.train_files={data_file}",
+        f"data.val_files={data_file}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=console",
+        "+ray_kwargs.ray_init.num_gpus=1",
+        "+ray_kwargs.ray_init.address=local",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.model.path={checkpoint}",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
@@ -69,7 +82,8 @@ def runnable_overrides(checkpoint: Path) -> list[str]:
         "actor_rollout_ref.rollout.n=4",
         "algorithm.adv_estimator=grpo",
         "trainer.balance_batch=False",
-        "data.train_batch_size=256",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     ]
 
 

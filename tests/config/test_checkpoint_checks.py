@@ -159,8 +159,14 @@ def test_config_without_architecture(violations_of, tmp_path):
     assert '"architectures": [' in violation.fix
 
 
-def test_empty_folder_reports_all_that_is_missing(violations_of, tmp_path):
-    assert [found.rule for found in violations_of(tmp_path)] == ["checkpoint_tokenizer", "checkpoint_config"]
+def test_empty_folder_is_one_mistake(violations_of, tmp_path):
+    assert [found.rule for found in violations_of(tmp_path)] == ["checkpoint_config"]
+
+
+def test_dropout_of_a_checkpoint_is_named_by_its_key(violations_of, tmp_path):
+    (violation,) = violations_of(save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1)))
+    assert str(violation.settings[0]) == "actor_rollout_ref.model.override_config.attention_dropout=0.1"
+    assert violation.fix == "++actor_rollout_ref.model.override_config.attention_dropout=0.0"
 
 
 @pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "{}"])

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
@@ -102,20 +97,3 @@ def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothi
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
         engage_or_exit(stock_config(*FLAGS))
-
-
-def test_verls_entry_point_ends_with_the_list_before_ray_starts(tmp_path: Path, runnable_overrides: list[str]) -> None:
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={tmp_path}", *runnable_overrides, *FLAGS]
-    result = subprocess.run(
-        [*command, f"{ACTOR}.qat.enable=True"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert result.returncode == 1
-    assert "1 problem in the configuration, nothing was started:" in result.stderr
-    assert f"fix: {ACTOR}.qat.enable=False" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "ray init kwargs" not in result.stdout

@@ -95,7 +95,16 @@ def test_stock_modes_may_run_the_legacy_trainer(make_config):
 
 @pytest.mark.parametrize("trainer_mode", ["sync", "colocate_async", "separate_async"])
 def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode):
-    config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": trainer_mode})
+    separate = {
+        "data.train_batch_size": 8,
+        f"{ACTOR}.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.rollout.nnodes": 1,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+        "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+        "ray_kwargs.ray_init.num_gpus": 2,
+    }
+    settings = separate if trainer_mode == "separate_async" else {}
+    config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": trainer_mode, **settings})
     runner = main_ppo.prepare(config)
     assert config.trainer.v1.trainer_mode == f"pg_{trainer_mode}"
     assert config.trainer.v1[f"pg_{trainer_mode}"] == config.trainer.v1[trainer_mode]

@@ -35,6 +35,7 @@ WRONG = [
     ("verify_tolerance", 0.0, "is not a number above 0"),
     ("verify_tolerance", "tight", "is not a number above 0"),
     ("carry", "always", "is unknown; the values are auto, never"),
+    ("console", "quiet", "is unknown; the values are short, full"),
     ("on_mismatch", "ignore", "is unknown; the values are raise, rmpad"),
 ]
 

@@ -23,8 +23,9 @@ def random_reasons(config: PretrainedConfig) -> list[Reason]:
     """
     return [
         Reason(
-            f"{name}={value}: a shared prefix would draw its random numbers once for all its responses",
+            f"config.json says {name}={value}: a shared prefix would draw its random numbers once for all responses",
             fix=f"++actor_rollout_ref.model.override_config.{name}=0.0",
+            field=(name, value),
         )
         for name, value in config.to_dict().items()
         if _RANDOM.search(name) and not _OTHER_HEADS.search(name) and _is_positive(value)

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import update_model_config
 
 from verl_pg_plugin.architectures.checks import unsupported_reasons
-from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.facts import Facts, Role, runs_critic
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mixer_rules import MIXER_RULES
 from verl_pg_plugin.config.mode import mode_of
@@ -36,19 +38,19 @@ VOCABULARY_FILES = (
 
 def roles_of(config: DictConfig) -> list[Role]:
     """Whose engines the run will have."""
-    present = {Role.REF: need_reference_policy(config), Role.CRITIC: need_critic(config)}
+    present = {Role.REF: need_reference_policy(config), Role.CRITIC: runs_critic(config)}
     return [role for role in Role if present.get(role, True)]
 
 
 def checkpoint_violations(config: DictConfig) -> list[Violation]:
     """Problems of the local checkpoints that ``config`` names, the actor's and the critic's if there is one.
 
-    Anything that is not a local folder (a hub id, an hdfs path) is left to the workers, which download it.
-    The architecture is looked at only in the modes that share prefixes.
+    Of a hub id that is in the cache the architecture is looked at; other hub ids and hdfs paths are left to the
+    workers, which download them. The architecture counts only in the modes that share prefixes.
     """
     found = _violations_of(config, MODEL)
     same = OmegaConf.select(config, f"{CRITIC_MODEL}.path") == OmegaConf.select(config, f"{MODEL}.path")
-    if need_critic(config) and not (same and found):
+    if runs_critic(config) and not (same and found):
         found += _violations_of(config, CRITIC_MODEL)
     return found
 
@@ -57,8 +59,8 @@ def _violations_of(config: DictConfig, section: str) -> list[Violation]:
     """Problems of the checkpoint that one model section names."""
     key = f"{section}.path"
     path = str(OmegaConf.select(config, key))
-    if not _is_local(path):
-        return []
+    if not is_local(path):
+        return list(_architecture(config, section, path)) if local_checkpoint(path) else []
     if not Path(path).is_dir():
         expanded = Path(path).expanduser()
         fix = (
@@ -72,7 +74,9 @@ def _violations_of(config: DictConfig, section: str) -> list[Violation]:
 
 def _tokenizer(config: DictConfig, section: str, path: str) -> Iterator[Violation]:
     key, folder = optional_folder(config, section, "tokenizer_path", path)
-    if not _is_local(folder) or any(any(Path(folder).glob(name)) for name in VOCABULARY_FILES):
+    if folder == path and not Path(folder, "config.json").is_file():
+        return  # no checkpoint at all, which is said once
+    if not is_local(folder) or any(any(Path(folder).glob(name)) for name in VOCABULARY_FILES):
         return
     yield _violation(
         "checkpoint_tokenizer",
@@ -84,8 +88,9 @@ def _tokenizer(config: DictConfig, section: str, path: str) -> Iterator[Violatio
 
 
 def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Violation]:
-    key, folder = optional_folder(config, section, "hf_config_path", path)
-    if not _is_local(folder):
+    key, source = optional_folder(config, section, "hf_config_path", path)
+    folder = local_checkpoint(source)
+    if folder is None:
         return
     if not Path(folder, "config.json").is_file():
         fix = f"{section}.path=<folder written by save_pretrained>"
@@ -111,7 +116,8 @@ def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Viola
     reasons = unsupported_reasons(hf_config, trust_remote_code, value_model=section == CRITIC_MODEL)
     for reason in reasons:
         fix = reason.fix.replace(MODEL, section) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
-        yield _violation("architecture", key, folder, reason.why, fix)
+        name, value = reason.field or ("", folder)
+        yield _violation("architecture", f"{section}.override_config.{name}" if name else key, value, reason.why, fix)
     if not reasons:
         engines = [Facts.from_hydra(config, role, hf_config) for role in roles_of(config) if role.model == section]
         yield from violations((*MODEL_RULES, *MIXER_RULES), engines)
@@ -130,9 +136,21 @@ def optional_folder(config: DictConfig, section: str, name: str, path: str) -> t
     return (f"{section}.{name}", str(own)) if own else (f"{section}.path", path)
 
 
-def _is_local(path: str) -> bool:
+def is_local(path: str) -> bool:
+    """Whether a path is one of this machine's, there or not, and no hub id."""
     return path.startswith(("/", ".", "~")) or Path(path).is_dir()
 
 
-def _violation(rule: str, key: str, value: str, why: str, fix: str) -> Violation:
+def local_checkpoint(path: str) -> str | None:
+    """Folder of a checkpoint on this machine: the path itself, or that of a hub id in the cache; else None."""
+    if is_local(path):
+        return path
+    try:
+        config_json = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # hdfs://, s3://
+        return None
+    return str(Path(config_json).parent) if isinstance(config_json, str) else None
+
+
+def _violation(rule: str, key: str, value: Any, why: str, fix: str) -> Violation:
     return Violation(rule, (Setting(key, value),), why, fix)

@@ -7,19 +7,23 @@ composes with Hydra is put into verl's composed config here.
 from __future__ import annotations
 
 import copy
+import sys
 from importlib.resources import files
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.config.validate import check
-from verl_pg_plugin.config.violation import ConfigError
+from verl_pg_plugin.config.validate import check, validate
+from verl_pg_plugin.config.violation import EXIT_USER_ERROR, ConfigError
+from verl_pg_plugin.trainer.console import is_short, show_config_shortly
 from verl_pg_plugin.trainer.modes import group_keeping
 
-__all__ = ["engage", "engage_or_exit", "select_trainer"]
+__all__ = ["add_sections", "engage", "engage_or_exit", "select_trainer"]
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp")
 STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
@@ -36,9 +40,7 @@ def engage(config: DictConfig) -> None:
     """
     if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
         return
-    if mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES:
-        with open_dict(config):
-            _add_sections(config)
+    add_sections(config)
     check(config)
     if mode_of(config).shares_prefixes:
         select_trainer(config)
@@ -59,8 +61,17 @@ def select_trainer(config: DictConfig) -> None:
         config.trainer.v1.trainer_mode = group_keeping(mode)
 
 
+def add_sections(config: DictConfig) -> None:
+    """Give a config whose mode shares prefixes what our entry point composes, in place.
+
+    What the user has set in a section of ours stays, for the rules to look at.
+    """
+    if mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES:
+        with open_dict(config):
+            _add_sections(config)
+
+
 def _add_sections(config: DictConfig) -> None:
-    """What our entry point composes; what the user has set in a section of ours stays, for the rules to look at."""
     ours = OmegaConf.create((files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml").read_text())
     assert isinstance(ours, DictConfig)
     users = copy.deepcopy(config)
@@ -78,18 +89,23 @@ def _add_sections(config: DictConfig) -> None:
 
 
 def engage_or_exit(config: DictConfig) -> None:
-    """``engage`` for verl's entry point: violations end the process with their list, without a traceback.
+    """``engage`` for verl's entry point: violations end the process with their list, without a traceback, and exit
+    code 2, as in ours.
 
     Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none.
 
     Raises:
-        SystemExit: with the message of a ``ConfigError``.
+        SystemExit: after the message of a ``ConfigError`` was written to stderr.
         ConfigError: the flag would do nothing in this recipe.
     """
     if ray.is_initialized():
-        check(config)
+        if found := validate(config):
+            raise ConfigError(found)
         return
     try:
         engage(config)
-    except ConfigError as error:
-        raise SystemExit(str(error)) from None
+        if mode_of(config).shares_prefixes and is_short(config):
+            upstream.show_config_by(show_config_shortly)
+    except (ConfigError, OmegaConfBaseException) as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(EXIT_USER_ERROR) from None

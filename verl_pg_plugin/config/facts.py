@@ -7,6 +7,7 @@ meets them first.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, CRITIC_MODEL, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER
@@ -21,7 +23,7 @@ from verl_pg_plugin.config.mode import Mode, mode_by_flags
 from verl_pg_plugin.config.options import OPTION_NAMES
 from verl_pg_plugin.config.violation import Setting
 
-__all__ = ["SOURCES", "Facts", "Role", "effective_sp_size"]
+__all__ = ["SOURCES", "Facts", "Role", "effective_sp_size", "read_setting", "runs_critic"]
 
 
 class Role(Enum):
@@ -180,7 +182,7 @@ class Facts:
         """
         settings, values = {}, {}
         for name, source in SOURCES.items():
-            found = tuple(_setting(config, key) for key in source.keys_of(role))
+            found = tuple(read_setting(config, key) for key in source.keys_of(role))
             settings[name] = source.wins(found) if found else found
             values[name] = settings[name][0].value if found else source.default
         mode = mode_by_flags(values["actor_flag"], values["use_remove_padding"])
@@ -215,7 +217,15 @@ def effective_sp_size(config: DictConfig, role: Role) -> int:
     return Facts.from_hydra(config, role).value("sp_size") or 1
 
 
-def _setting(config: DictConfig, key: str) -> Setting:
+def runs_critic(config: DictConfig) -> bool:
+    """verl's ``need_critic`` without its warning, which is meant for one call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return need_critic(config)
+
+
+def read_setting(config: DictConfig, key: str) -> Setting:
+    """The entry at a key, with the interpolation that its value was taken from."""
     parent, _, leaf = key.rpartition(".")
     section = OmegaConf.select(config, parent)
     follows = ""

@@ -35,6 +35,8 @@ class PrefixGrouperOptions:
         on_mismatch: raise, or go on as rmpad.
         carry: auto lets groups of packed mode that exceed a micro-batch go on in the next where that is cheaper; never
             computes what they share again in each.
+        console: short shows a line of a table for each step and the gain at the end; full leaves verl's log as it is,
+            with the config in it and every metric of a step. Other loggers of ``trainer.logger`` get all either way.
 
     Raises:
         ValueError: for values of another type or outside these; one message names them all.
@@ -52,6 +54,7 @@ class PrefixGrouperOptions:
     verify_tolerance: float | None = None
     on_mismatch: str = "raise"
     carry: str = "auto"
+    console: str = "short"
 
     def __post_init__(self) -> None:
         if wrong := list(option_violations(vars(self))):
@@ -109,6 +112,7 @@ _OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {
     "verify_tolerance": _above_zero_or_none,
     "on_mismatch": _one_of("raise", "rmpad"),
     "carry": _one_of("auto", "never"),
+    "console": _one_of("short", "full"),
 }
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+EXIT_USER_ERROR = 2
+"""Exit code of a process that started nothing because of its settings."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -28,7 +31,8 @@ class Violation:
 
     Args:
         rule: name of the rule, stable across versions.
-        settings: the offending entries with their current values.
+        settings: the offending entries with their current values, the one to change first; empty where somebody else
+            objects and does not say.
         why: cause in one sentence, without a final full stop.
         fix: override or command that removes the violation.
     """
@@ -39,7 +43,12 @@ class Violation:
     fix: str
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.settings))}\n   why: {self.why}\n   fix: {self.fix}"
+        return f"{self.settings_and_values}\n   why: {self.why}\n   fix: {self.fix}"
+
+    @property
+    def settings_and_values(self) -> str:
+        """As on the command line; for an objection of somebody else's, which names none, that it is one."""
+        return ", ".join(map(str, self.settings)) or "(settings that the message names)"
 
 
 class ConfigError(ValueError):

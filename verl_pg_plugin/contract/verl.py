@@ -22,6 +22,10 @@ def _parts(owner: str, used_by: str, /, needs: str = "", **signatures: str) -> t
 
 VERL_PARTS: tuple[Part, ...] = (
     # Module functions that upstream.py replaces.
+    *_parts("verl.trainer.main_ppo", "upstream.py", pprint=EXISTS),
+    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream.py", tqdm=EXISTS),
+    *_parts("verl.utils.logger", "upstream.py", LocalLogger="(print_to_console=True)"),
+    *_parts("verl.trainer.ppo.v1.trainer_base.PPOTrainer", "trainer/v1.py", fit="(self, agent_loop_manager)"),
     *_parts(
         _ENGINE,
         "upstream.py",
@@ -128,7 +132,8 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(
         "verl.trainer.ppo.utils",
-        "config/checkpoint_checks.py cli/doctor/overrides.py cli/doctor/sharing.py main_ppo.py",
+        "config/facts.py config/checkpoint_checks.py config/before_ray/budgets.py config/before_ray/verls_own.py "
+        "cli/doctor/sharing.py",
         need_critic="(config)",
         need_reference_policy="(config)",
     ),
@@ -161,17 +166,29 @@ VERL_PARTS: tuple[Part, ...] = (
         ReplayBuffer="(trainer_mode, sampler_kwargs, poll_interval, ...)",
         ReplayBufferAsync="(trainer_mode, sampler_kwargs, poll_interval, ...)",
     ),
+    # Words that settings may hold.
+    *_parts(
+        "verl.trainer.ppo.core_algos",
+        "config/before_ray/values.py",
+        ADV_ESTIMATOR_REGISTRY=EXISTS,
+        POLICY_LOSS_REGISTRY=EXISTS,
+    ),
+    *_parts("verl.trainer.ppo.v1.trainer_base", "config/before_ray/values.py", TRAINER_REGISTRY=EXISTS),
+    *_parts("verl.utils.tracking", "config/before_ray/values.py", Tracking=EXISTS),
+    *_parts("verl.utils.tracking.Tracking", "config/before_ray/values.py", supported_backend=EXISTS),
+    *_parts("verl.workers.rollout.replica", "config/before_ray/values.py", RolloutReplicaRegistry=EXISTS),
+    *_parts("verl.workers.rollout.replica.RolloutReplicaRegistry", "config/before_ray/values.py", _registry=EXISTS),
     # Functions that are called.
     *_parts(
         "verl.utils.config",
-        "cpu/server.py cli/doctor/overrides.py main_ppo.py trainer/whole_groups.py upstream.py",
+        "cpu/server.py config/before_ray/verls_own.py trainer/whole_groups.py upstream.py",
         omega_conf_to_dataclass="(config, dataclass_type=None)",
         validate_config="(config, use_reference_policy, use_critic)",
     ),
     *_parts(
         "verl.utils.device",
-        "config/facts.py cli/doctor/fresh_process.py cli/doctor/overrides.py engine/fsdp_engine.py "
-        "engine/heads/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
+        "config/facts.py config/before_ray/machines.py cli/doctor/fresh_process.py cli/doctor/overrides.py "
+        "engine/fsdp_engine.py engine/heads/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
         get_device_name="()",

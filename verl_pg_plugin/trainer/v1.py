@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
+from verl_pg_plugin.trainer.console import console
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
 from verl_pg_plugin.trainer.modes import PREFIX
 from verl_pg_plugin.trainer.whole_groups import ESTIMATED_ROWS, BatchRows, balance_metrics, deal_groups, num_ranks_of
@@ -21,6 +22,13 @@ class KeepsGroupsV1(KeepsGroups):
         # verl compares the mode with "sync" to choose the replay buffer and how checkpoints are taken.
         config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
         super().__init__(config, *args, **kwargs)
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train, with a line for each step on the console and the gain at the end; see ``prefix_grouper.console``."""
+        if self.model_flops is None:
+            return super().fit(*args, **kwargs)  # type: ignore[misc]
+        with console(self.config, getattr(self, "total_training_steps", None)):
+            super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def _balance_batch(
         self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False

@@ -1,5 +1,9 @@
 """``python -m verl_pg_plugin doctor``: what it says and its exit codes."""
 
+import resource
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -17,7 +21,7 @@ def run_main(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, 
 
 
 def test_a_healthy_machine_is_all_fine(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run_main(capsys)
+    code, out, _ = run_main(capsys, "--full")
     assert code == 0, out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[-1] == "all fine"
@@ -52,3 +56,34 @@ def test_warnings_alone_leave_the_exit_code_0(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert "1. " + "x" * 300 in lines, "a line that is wrapped cannot be copied"
     assert "   fix: " + "y" * 300 in lines
+
+
+def test_both_ways_to_write_an_option_are_read(capsys: pytest.CaptureFixture[str], packed: list[str]) -> None:
+    """verl's own config has no section of ours, so its entry point is given options with a plus."""
+    for option in ("prefix_grouper.logits_chunk_size=abc", "+prefix_grouper.logits_chunk_size=abc"):
+        code, out, _ = run_main(capsys, *packed, option)
+        assert code == 1
+        assert "1. prefix_grouper.logits_chunk_size=abc: is not an integer" in out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["patch-model", "--help"], ["doctor"]])
+def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: list[str]) -> None:
+    """Two seconds of CPU: an import of verl or torch takes more."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "verl_pg_plugin", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+def test_a_bare_doctor_sees_a_plugin_that_verl_may_not_load(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other")
+    code, out, _ = run_main(capsys)
+    assert code == 1
+    assert "   fix: unset VERL_USE_EXTERNAL_PLUGINS, or name verl_pg_plugin in it" in out.splitlines()
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
+    assert run_main(capsys)[0] == 0

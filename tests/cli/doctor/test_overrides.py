@@ -39,8 +39,5 @@ def test_modes_and_kernel_follow_the_overrides(packed: list[str]) -> None:
 
 def test_what_verl_itself_rejects_is_a_problem(packed: list[str]) -> None:
     (problem,) = settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).problems
-    assert problem.what.startswith("verl rejects it:")
+    assert problem.what.startswith("verl's own validation refuses it:")
     assert "no-such-mode" in problem.what
-    rows = dict(settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).rows)
-    assert rows["verl's own checks"] == "reject it"
-    assert dict(settings(compose_config(packed)).rows)["verl's own checks"] == "passed"

@@ -1,22 +1,32 @@
 """What a mini-batch reports about itself is what its rows cost."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.batch import plan_metrics as module
+from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
+from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.mixers.protocol import PairCost
 
 FLOPS = ModelFlops(per_row=100.0, per_head_row=10.0, pairs=(PairCost(1.0),))
 LAYOUT = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4, 8]), np.array([3, 3]))
+# Twice two responses of one token to a prompt of three; two of the prompts begin alike.
+SEQUENCES = Sequences(
+    tokens=np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5]),
+    offsets=np.array([0, 4, 8, 12, 16]),
+    prompt_lengths=np.array([3, 3, 3, 3]),
+    classes=None,
+)
 
 
 def metrics(forward_only: bool, monkeypatch: pytest.MonkeyPatch, num_padding_rows: int = 0) -> dict[str, list[float]]:
     monkeypatch.setattr(module, "get_device_flops", lambda unit: 1e-9)  # in units of 1e12: 1,000 FLOP/s
-    plan = SimpleNamespace(layouts=[LAYOUT, LAYOUT], num_rmpad=0, chains=[], carried_rows=0, exported_rows=0)
+    plan = MicroBatchPlan([], [[0, 1], [2, 3]], chains=[], exported_rows=0, sequences=SEQUENCES)
+    monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT])
     figures = module.figures_of_rank(plan, num_padding_rows, 0, FLOPS, seconds=2.0, forward_only=forward_only)
     return module.plan_metrics([figures, figures], sp_size=2)
 
@@ -34,3 +44,23 @@ def test_padding_is_physical_and_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert padded["prefix_grouper/dedup_ratio"] == [16 / 16]
     assert padded["prefix_grouper/padding_tokens"] == [8.0]
     assert padded["prefix_grouper/mfu_physical"] == plain["prefix_grouper/mfu_physical"]
+
+
+def test_the_gain_is_told_in_flops_and_beside_what_whole_prompts_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = metrics(True, monkeypatch)
+    shared = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3))
+    alone = 4 * (4 * 100 + 4 * 10 + (1 + 2 + 3 + 4))
+    assert told["prefix_grouper/flop_ratio"] == [pytest.approx(alone / shared)]
+    assert told["prefix_grouper/dedup_ratio_of_groups"] == [16 / (2 * 2 + 4 * 1)]
+
+
+@pytest.mark.parametrize(("indices", "groups"), [([[0, 1], [2, 3]], 1), ([[0, 2], [1, 3]], 2), ([[0, 1, 2, 3]], 2)])
+def test_groups_are_prompts_and_not_roots_of_tries(indices: list[list[int]], groups: float) -> None:
+    """All four begin with token 1: one root, two prompts."""
+    plan = MicroBatchPlan([], indices, chains=[], exported_rows=0, sequences=SEQUENCES)
+    assert plan.num_prompt_groups / len(indices) == groups
+
+
+def test_prompts_of_another_class_are_another_group() -> None:
+    classes = replace(SEQUENCES, classes=np.array([0, 1, 0, 0]))
+    assert classes.prompt_groups.tolist() == [0, 1, 2, 2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,17 @@ def add_parser(subparsers: Any) -> None:
         help="check this machine, and a set of overrides, without starting anything",
         description="Exit code 0: all fine. 1: problems, each with a fix. 2: the overrides cannot be read.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of python -m verl_pg_plugin.main_ppo")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="of python -m verl_pg_plugin.main_ppo or verl.trainer.main_ppo: also what a run with them would say",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -31,7 +43,21 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: Hydra cannot compose the overrides.
     """
+    if not (args.full or args.overrides):
+        return show(_installed())
+    # What verl and its imports have to say about this machine is in the report.
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    warnings.simplefilter("ignore")
     return show(_sections(args.overrides))
+
+
+def _installed() -> Iterator[Section]:
+    """What the metadata of packages tells, without an import of verl or torch."""
+    from verl_pg_plugin.cli.doctor import environment, installed
+
+    yield environment.versions()
+    yield installed.plugin()
+    yield installed.kernels()
 
 
 def _sections(overrides: list[str]) -> Iterator[Section]:

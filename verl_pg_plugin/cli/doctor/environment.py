@@ -40,7 +40,6 @@ def versions() -> Section:
         (name, _version(name) or "not installed", f"supported: {ranges[name]}" if ranges.get(name) else "")
         for name in PACKAGES
     ]
-    rows += [("CUDA of torch", _cuda_of_torch())]
     rows += [("GPU, driver, compute capability", gpu) for gpu in _gpus() or ["none (nvidia-smi finds no GPU)"]]
     return Section("Versions", tuple(rows), tuple(_requirement_problems()))
 
@@ -86,10 +85,13 @@ def kernels(device: str, available: bool) -> Section:
         device: as verl names it, "cuda" or "cpu".
         available: whether there is such a device; where none is, no kernel can be found and none is missed.
     """
+    import torch
+
     from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, select_kernel
     from verl_pg_plugin.attention.kernels.specs import KERNELS
 
     rows = [(name, kernel_obstacle(name, device) or "can run") for name in KERNELS]
+    rows.append(("CUDA of torch", torch.version.cuda or "none"))
     try:
         chosen = select_kernel("auto", device)
     except RuntimeError as error:
@@ -103,14 +105,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cuda_of_torch() -> str:
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # verl fails with it, which is a problem of its own
-        return f"unknown, torch cannot be imported: {error}"
-    return torch.version.cuda or "none"
 
 
 def _gpus() -> list[str]:

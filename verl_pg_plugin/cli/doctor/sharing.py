@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.architectures.head_probe import head_obstacle
 from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.cli.doctor.report import Problem, Section
-from verl_pg_plugin.config.checkpoint_checks import model_overrides, optional_folder
+from verl_pg_plugin.config.checkpoint_checks import local_checkpoint, model_overrides, optional_folder
 from verl_pg_plugin.config.facts import Role, effective_sp_size
 from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
@@ -87,11 +88,9 @@ class Limit:
 def sharing(config: DictConfig) -> Section:
     """Estimate for the longest prompt and responses that the overrides allow."""
     counts = {key: OmegaConf.select(config, key) for key in (*GROUP, *SP_SIZES)}
-    wrong = _not_counts(counts)
-    limits = [] if wrong else _limits(config)
-    wrong += _not_counts({limit.key: limit.value for limit in limits})
-    if wrong or any(counts[key] is None for key in GROUP):
-        return Section("Sharing", (("estimate", f"needs {', '.join(GROUP)}"),), tuple(wrong))
+    limits = _limits(config) if _are_counts(counts.values()) else []
+    if not _are_counts(limit.value for limit in limits) or not limits or any(counts[key] is None for key in GROUP):
+        return Section("Sharing", (("estimate", f"needs {', '.join(GROUP)}, and budgets that are counts"),))
     group = Group(*(counts[key] for key in GROUP))
     rows = [
         ("longest group", f"{group.n} responses of {group.response} tokens to a prompt of {group.prompt}"),
@@ -135,8 +134,9 @@ def sharing_model(config: DictConfig) -> PretrainedConfig | None:
     None without a local checkpoint of one of transformers' own architectures that can share prefixes.
     """
     path = str(OmegaConf.select(config, f"{MODEL}.path"))
-    _, folder = optional_folder(config, MODEL, "hf_config_path", path)
-    if not Path(folder, "config.json").is_file():
+    _, source = optional_folder(config, MODEL, "hf_config_path", path)
+    folder = local_checkpoint(source)
+    if folder is None or not Path(folder, "config.json").is_file():
         return None
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -169,13 +169,9 @@ def _limits(config: DictConfig) -> list[Limit]:
     return limits
 
 
-def _not_counts(values: dict[str, Any]) -> list[Problem]:
-    """One for every override that is neither left out nor a positive integer; Hydra takes any value."""
-    return [
-        Problem(f"{key}={value} is not a positive integer", f"{key}=<positive integer>")
-        for key, value in values.items()
-        if value is not None and not (isinstance(value, int) and value > 0)
-    ]
+def _are_counts(values: Iterable[Any]) -> bool:
+    """Whether each is left out or a positive integer; Hydra takes any value, and those that are none are refused."""
+    return all(value is None or (type(value) is int and value > 0) for value in values)
 
 
 def _holds(parts: int) -> str:
@@ -183,14 +179,9 @@ def _holds(parts: int) -> str:
 
 
 def _problems(group: Group, limits: list[Limit], carries: bool, cannot: list[str]) -> list[Problem]:
-    """One for the limits that fit no sequence, one for those that cut a group whose parts hand nothing on."""
+    """One for the limits that cut a group whose parts hand nothing on; those that fit no sequence are refused."""
     problems = []
-    short = [limit for limit in limits if limit.parts(group) == 0]
     cutting = [limit for limit in limits if limit.parts(group) > 1]
-    if short:
-        rows = group.prompt - 1 + group.response
-        what = f"the longest sequence, {rows} rows, does not fit {_settings(short)}"
-        problems.append(Problem(what, _fixes(short, group)))
     if cutting and not carries:
         parts = max(limit.parts(group) for limit in cutting)
         what = (

@@ -49,17 +49,31 @@ class MicroBatchPlan:
         indices: which rows those are, as verl's ``restore_dynamic_batch`` expects them.
         chains: the parts of groups that exceed a micro-batch, in forward order.
         exported_rows: rows computed once more without gradient.
+        sequences: the mini-batch, by which ``indices`` count.
     """
 
     micro_batches: list[TensorDict]
     indices: list[list[int]]
     chains: list[list[Part]]
     exported_rows: int
+    sequences: Sequences
 
     @property
     def layouts(self) -> list[Layout]:
         """The layout that each micro-batch carries: once it has run, the one it ran with."""
         return [layout_of(micro_batch) for micro_batch in self.micro_batches]
+
+    @property
+    def num_prompt_groups(self) -> int:
+        """Different prompts of each micro-batch, added up."""
+        return sum(len(set(self.sequences.prompt_groups[members].tolist())) for members in self.indices)
+
+    @property
+    def num_rows_of_groups(self) -> int:
+        """Rows, were every prompt of the mini-batch computed once and nothing shared but whole prompts."""
+        _, first = np.unique(self.sequences.prompt_groups, return_index=True)
+        lengths, prompts = np.diff(self.sequences.offsets), self.sequences.prompt_lengths
+        return int((lengths - prompts).sum() + (prompts[first] - 1).sum())
 
     @property
     def num_rmpad(self) -> int:
@@ -144,7 +158,7 @@ def plan_micro_batches(
                 set_export(micro_batch, exports[k] or idle_export(first.tokens, first.offsets))
         chains = [cut.parts for cut in cuts if len(cut.parts) > 1]
         exported = sum(export.num_rows for export in exports if export is not None)
-        return MicroBatchPlan(micro_batches, indices, chains, exported)
+        return MicroBatchPlan(micro_batches, indices, chains, exported, sequences)
 
     return on_every_rank(finish, dp_group)
 

@@ -1,5 +1,6 @@
 """What a mini-batch cost, next to what it would have cost without sharing."""
 
+import numpy as np
 from verl.utils.flops_counter import get_device_flops
 
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
@@ -28,13 +29,16 @@ def figures_of_rank(
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
         "physical_tokens": sum(layout.num_rows for layout in plan.layouts) + num_padding_rows,
         "padding_tokens": num_padding_rows,
-        "groups": sum(layout.num_roots for layout in plan.layouts),
+        "prompt_groups": plan.num_prompt_groups,
+        "rows_of_groups": plan.num_rows_of_groups,
         "micro_batches": len(plan.layouts),
         "rmpad_micro_batches": plan.num_rmpad,
         "chains": len(plan.chains),
         "carried_rows": plan.carried_rows,
         "exported_rows": plan.exported_rows,
         "flops": flops.forward(plan.layouts) * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
+        "forward": flops.forward(plan.layouts),
+        "forward_alone": float(flops.alone(np.diff(plan.sequences.offsets)).sum()),
         "seconds": seconds,
         "carried_bytes": carried_bytes,
     }
@@ -63,7 +67,11 @@ def plan_metrics(ranks: list[dict[str, float]], sp_size: int) -> dict[str, list[
     peak = get_device_flops("T") * 1e12 * len(ranks) * most["seconds"]
     metrics = {name: total[name] for name in TOTALS} | {
         "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
-        "groups_per_micro_batch": total["groups"] / total["micro_batches"],
+        "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
+        # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
+        "dedup_ratio_of_groups": total["logical_tokens"] / total["rows_of_groups"],
+        # Without the rows that are exported, which a forward without gradient computes once more.
+        "flop_ratio": total["forward_alone"] / total["forward"],
         "mfu_physical": total["flops"] / peak,
         "peak_carried_gib": most["carried_bytes"] / 2**30,
     }

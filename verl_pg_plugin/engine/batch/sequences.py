@@ -1,6 +1,7 @@
 """Read the sequences of a verl batch, or say what is wrong with it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,6 +39,15 @@ class Sequences:
             prompt_lengths=self.prompt_lengths[rows],
             classes=None if self.classes is None else self.classes[rows],
         )
+
+    @cached_property
+    def prompt_groups(self) -> IntArray:
+        """(B,) number of the prompt; sequences whose prompts are equal, and of one class, have the same."""
+        classes = np.zeros(len(self.prompt_lengths), np.int64) if self.classes is None else self.classes
+        spans = zip(classes.tolist(), self.offsets.tolist(), self.prompt_lengths.tolist(), strict=False)
+        numbers: dict[tuple[int, bytes], int] = {}
+        keys = [(group, self.tokens[start : start + length].tobytes()) for group, start, length in spans]
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def read_sequences(data: TensorDict, modality: Modality = MODALITIES["text"]) -> Sequences:
