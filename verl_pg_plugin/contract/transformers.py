@@ -52,7 +52,7 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         "config/model_rules.py cost/flops.py cost/row_memory.py cpu/generation.py "
         "cpu/received_weights.py cpu/server.py cli/doctor/sharing.py engine/shared_model.py mixers/__init__.py "
         "mixers/attention.py mixers/gated_delta/mixer.py mixers/protocol.py modalities/__init__.py "
-        "modalities/protocol.py modalities/text.py "
+        "modalities/pictures/modality.py modalities/protocol.py modalities/text.py "
         f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
@@ -62,6 +62,7 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING=EXISTS,
         AutoConfig=EXISTS,
         AutoModelForCausalLM=EXISTS,
+        AutoModelForImageTextToText=EXISTS,
         AutoModelForTokenClassification=EXISTS,
         DynamicCache="(config, ...)",
         GenerationMixin=EXISTS,

@@ -113,7 +113,7 @@ class SharedPrefixMixin:
     def _build_module(self) -> nn.Module:
         if self.sharing is None:
             return super()._build_module()  # type: ignore[misc]
-        prepare_config(self.model_config.hf_config)
+        prepare_config(self.model_config.hf_config, self.sharing.modality)
         with self._stock_forward():
             module: Any = super()._build_module()  # type: ignore[misc]
         self.shared_model = prepare_model(module, self.sharing, self.engine_config.prefix_grouper)
@@ -125,9 +125,10 @@ class SharedPrefixMixin:
         asked = self.model_config
         self.model_config = copy.copy(asked)
         object.__setattr__(self.model_config, "use_fused_kernels", False)  # verl's configs are frozen
-        stateful = asked.hf_config.model_type in stateful_model_types()
+        assert self.sharing is not None
+        replaced = asked.hf_config.model_type in stateful_model_types() or self.sharing.modality.replaced_by_verl
         try:
-            with upstream.forwards_left_alone() if stateful else nullcontext():
+            with upstream.forwards_left_alone() if replaced else nullcontext():
                 yield
         finally:
             self.model_config = asked

@@ -1,0 +1,77 @@
+"""Rows with pictures are shared, and give the numbers of every row alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from transformers import AutoConfig
+
+from tests.modalities.picture_cases import MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
+from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_model
+from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
+from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
+from verl_pg_plugin.modalities.pictures.keys import _Contents
+from verl_pg_plugin.modalities.pictures.modality import Pictures
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_vision_model(tmp_path_factory.mktemp(kind), kind)
+
+
+@pytest.fixture(scope="module")
+def packed(path: str, process_group: None) -> Any:
+    return make_engine(path, packed=True)
+
+
+@pytest.mark.parametrize("case", ["two_groups", "mixed", "turns", "film", "text"])
+def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
+    samples = {"two_groups": TWO_GROUPS, "mixed": MIXED, "turns": TURNS, "film": film(kind), "text": TEXT_ALONE}[case]
+    batch = picture_batch(load(path), samples)
+    want = run_alone(path, samples, clone(batch), actor_loss())
+    assert_same(run_engine(packed, batch, actor_loss()), want)
+
+
+@contextmanager
+def seen_by_the_tower(engine: Any) -> Iterator[list[int]]:
+    """Patches of each forward of the vision tower."""
+    patches: list[int] = []
+    tower = next(part for name, part in engine.module.named_modules() if name.endswith("visual"))
+    hook = tower.register_forward_pre_hook(lambda module, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
+    yield patches
+    hook.remove()
+
+
+def test_each_picture_goes_through_the_tower_once(packed: Any, path: str) -> None:
+    """Six samples of two pictures, 24 rows each; every sample has rows of its own behind its picture."""
+    with packed.eval_mode(), seen_by_the_tower(packed) as patches:
+        packed.infer_batch(picture_batch(load(path), TWO_GROUPS))
+    assert patches == [96 * 2]
+
+
+def test_only_equal_pictures_share_rows(path: str) -> None:
+    modality = Pictures.of(AutoConfig.from_pretrained(path))
+    sequences = read_sequences(picture_batch(load(path), TWO_GROUPS), modality)
+    layout = lay_out_packed(sequences)
+    of_a_group = (42, 38)  # by hand: rows of the first response, and what the others add
+    assert layout.num_rows == sum(of_a_group) - len(SYSTEM)
+
+
+def test_pictures_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
+    """The control of this file: where placeholders alone are compared, it must fail."""
+    batch = picture_batch(load(path), TWO_GROUPS)
+    want = run_alone(path, TWO_GROUPS, clone(batch), actor_loss())
+    with (
+        patch.object(_Contents, "number", lambda *args: 0),
+        pytest.raises(AssertionError, match=r"off by (0\.[1-9]|[1-9])"),
+    ):
+        assert_same(run_engine(packed, batch, actor_loss()), want)
