@@ -30,3 +30,13 @@ def film(kind: str) -> list[Shot]:
         *shots([SYSTEM, WIDE, clip, QUESTION], [40, 41], [42, 43, 44], [40, 45]),
         *shots([SYSTEM, WIDE, same_start, QUESTION], [40, 41]),
     ]
+
+
+OPEN = Shown((1, 4, 8), 3, closed=False)
+FORKS = [*shots([SYSTEM, CAT, QUESTION, OPEN], *([i, 41 + i, 30] for i in range(30, 38))), *TEXT_ALONE]
+"""The first token behind a picture differs, so the row of its last placeholder does."""
+
+CHAIN = [
+    *shots([SYSTEM, CAT, QUESTION, WIDE, [24]], *([40 + i, 50 - i, 41 + i, 60 + i, 30] for i in range(8))),
+    *TEXT_ALONE,
+]

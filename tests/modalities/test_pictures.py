@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from transformers import AutoConfig
 
-from tests.modalities.picture_cases import MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
+from tests.modalities.picture_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_model
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
@@ -33,9 +33,10 @@ def packed(path: str, process_group: None) -> Any:
     return make_engine(path, packed=True)
 
 
-@pytest.mark.parametrize("case", ["two_groups", "mixed", "turns", "film", "text"])
+@pytest.mark.parametrize("case", ["two_groups", "mixed", "turns", "film", "forks", "text"])
 def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
-    samples = {"two_groups": TWO_GROUPS, "mixed": MIXED, "turns": TURNS, "film": film(kind), "text": TEXT_ALONE}[case]
+    cases = {"two_groups": TWO_GROUPS, "mixed": MIXED, "turns": TURNS, "forks": FORKS, "text": TEXT_ALONE}
+    samples = film(kind) if case == "film" else cases[case]
     batch = picture_batch(load(path), samples)
     want = run_alone(path, samples, clone(batch), actor_loss())
     assert_same(run_engine(packed, batch, actor_loss()), want)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -93,11 +94,14 @@ class Shown:
         seed: of its pixels; equal ones are equal pictures.
         kind: "image", "video", or "frames": a video with a timestamp in front of each frame, as Qwen3-VL's processor
             writes it.
+        closed: whether a token of the prompt ends it, as all processors write one; without it responses diverge
+            directly behind the placeholders.
     """
 
     grid: tuple[int, int, int]
     seed: int
     kind: str = "image"
+    closed: bool = True
 
     @property
     def medium(self) -> str:
@@ -110,7 +114,7 @@ class Shown:
         count = height * width // MERGE**2
         if self.kind == "frames":
             return [t for frame in range(frames) for t in (60 + frame, START, *[token] * count, END)]
-        return [START, *[token] * (frames * count), END]
+        return [START, *[token] * (frames * count), *[END] * self.closed]
 
     @property
     def pixels(self) -> torch.Tensor:
@@ -185,16 +189,32 @@ def load(path: str, attention: str = "sdpa") -> Any:
     )
 
 
-def run_alone(path: str, samples: Sequence[Shot], batch: TensorDict, loss: Callable) -> Result:
+def save_vision_adapter(model_path: str, path: Path) -> str:
+    """A LoRA adapter on every linear layer, the tower's too, that changes the model's output."""
+    torch.manual_seed(1)
+    config = LoraConfig(TaskType.CAUSAL_LM, r=2, lora_alpha=4, target_modules="all-linear", bias="none")
+    adapted = get_peft_model(load(model_path), config)
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(path)
+    return str(path)
+
+
+def run_alone(
+    path: str, samples: Sequence[Shot], batch: TensorDict, loss: Callable, adapter: str | None = None
+) -> Result:
     """Every row alone through transformers' own classes; the loss over all of them at once.
 
     Weights that no row has a gradient for count as zero, since packed mode always runs the tower.
     """
-    model = load(path)
+    model = stock = load(path)
+    if adapter:
+        model = PeftModel.from_pretrained(stock, adapter, is_trainable=True)
     rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
     for shot in samples:
         ids = torch.tensor([shot.tokens])
-        positions = position_ids(model, shot)[:, None]
+        positions = position_ids(stock, shot)[:, None]
         logits = model(input_ids=ids, position_ids=positions, use_cache=False, **shot.inputs).logits[0]
         labels = torch.cat([ids[0, 1:], ids[0, :1]])
         rows["log_probs"].append(logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0])
@@ -203,5 +223,6 @@ def run_alone(path: str, samples: Sequence[Shot], batch: TensorDict, loss: Calla
     tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
     value = loss(model_output=outputs, data=batch)[0]
     value.backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
     return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients, value.item())
