@@ -55,8 +55,10 @@ def seen_by_the_tower(engine: Any) -> Iterator[list[int]]:
 def test_each_picture_goes_through_the_tower_once(packed: Any, path: str) -> None:
     """Six samples of two pictures, 24 rows each; every sample has rows of its own behind its picture."""
     with packed.eval_mode(), seen_by_the_tower(packed) as patches:
-        packed.infer_batch(picture_batch(load(path), TWO_GROUPS))
+        metrics = packed.infer_batch(picture_batch(load(path), TWO_GROUPS))["metrics"]
     assert patches == [96 * 2]
+    assert metrics["prefix_grouper/patches"] == [96 * 2]
+    assert metrics["prefix_grouper/logical_patches"] == [96 * 6]
 
 
 def test_only_equal_pictures_share_rows(path: str) -> None:

@@ -218,6 +218,7 @@ class SharedPrefixMixin:
             forward_only,
             self.get_data_parallel_group(),
             self.ulysses_sequence_parallel_size,
+            list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches)),
         )
         if self.verifier is not None:
             metrics |= self.verifier.take_metrics()

@@ -115,6 +115,9 @@ class Modality(Protocol):
     def num_padding_rows(self, layout: Layout) -> int:
         """Rows that ``inputs`` needs behind those of the layout."""
 
+    def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
+        """Patches of each picture that the tower computes for a layout, and of each that its sequences show."""
+
     def inputs(self, layout: Layout, micro_batch: TensorDict) -> ContentInputs | None:
         """What the model reads beside the rows of a layout; None where tokens are all.
 

@@ -60,6 +60,10 @@ class Text:
     def num_padding_rows(self, layout: Layout) -> int:
         return 0
 
+    def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
+        none = np.zeros(0, dtype=np.int64)
+        return none, none
+
     def inputs(self, layout: Layout, micro_batch: TensorDict) -> ContentInputs | None:
         return None
 

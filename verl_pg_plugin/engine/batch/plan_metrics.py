@@ -1,11 +1,14 @@
 """What a mini-batch cost, next to what it would have cost without sharing."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from verl.utils.flops_counter import get_device_flops
 
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
 from verl_pg_plugin.engine.ranks import over_ranks
+from verl_pg_plugin.layout.prefix_order import IntArray
 
 
 def plan_metrics(
@@ -17,6 +20,7 @@ def plan_metrics(
     forward_only: bool,
     dp_group: dist.ProcessGroup | None,
     sp_size: int,
+    patches: Sequence[tuple[IntArray, IntArray]] = (),
 ) -> dict[str, list[float]]:
     """Totals over all data-parallel ranks, so every rank reports the same figures.
 
@@ -29,6 +33,7 @@ def plan_metrics(
         forward_only: there was no backward.
         dp_group: ranks to sum over; None for this one alone.
         sp_size: devices that share one sequence.
+        patches: of the pictures of each micro-batch, those that the tower computed and those of all its sequences.
     """
     local = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
@@ -40,13 +45,18 @@ def plan_metrics(
         "chains": len(plan.chains),
         "carried_rows": plan.carried_rows,
         "exported_rows": plan.exported_rows,
-        "flops": flops.forward(plan.layouts) * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
+        "flops": (flops.forward(plan.layouts) + sum(flops.pictures(computed) for computed, _ in patches))
+        * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
+        "patches": sum(int(computed.sum()) for computed, _ in patches),
+        "logical_patches": sum(int(shown.sum()) for _, shown in patches),
         "seconds": seconds,
     }
     ranks = over_ranks({**local, "carried_bytes": carried_bytes}, dp_group)
     total = {name: sum(rank[name] for rank in ranks) for name in local}
     peak = get_device_flops("T") * 1e12 * len(ranks) * sp_size * max(rank["seconds"] for rank in ranks)
+    pictures = {name: [float(total[name])] for name in ("patches", "logical_patches")} if flops.tower else {}
     return {
+        **{f"prefix_grouper/{name}": value for name, value in pictures.items()},
         "prefix_grouper/logical_tokens": [float(total["logical_tokens"])],
         "prefix_grouper/physical_tokens": [float(total["physical_tokens"])],
         "prefix_grouper/padding_tokens": [float(total["padding_tokens"])],

@@ -87,13 +87,10 @@ class Pictures:
         Where there are none, a blank one in a padding row: FSDP gathers the tower's weights on all ranks or on none.
         Nothing reads that row, so its gradients are zero.
         """
-        assert isinstance(layout, PackedLayout)
-        tokens, offsets = read_tokens(micro_batch)
-        rows = multi_modal_rows(micro_batch)
         if self.num_padding_rows(layout):
             return self._blank()
-        by_first = {picture.first: picture for picture in self._find(tokens, offsets, rows)}
-        shown = [by_first[at] for at in layout.token_index.tolist() if at in by_first]
+        rows = multi_modal_rows(micro_batch)
+        shown, _ = self._shown(layout, micro_batch)
         tensors: dict[str, torch.Tensor] = {}
         for kind in (self.images, self.videos):
             of_kind = [picture for picture in shown if picture.kind is kind]
@@ -102,6 +99,19 @@ class Pictures:
                 tensors[kind.pixels] = torch.cat(pixels)
                 tensors[kind.grids] = torch.tensor([(1, *picture.grid) for picture in of_kind])
         return ContentInputs(tensors, padding_ids=np.zeros(0, dtype=np.int64))
+
+    def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
+        """Without those of a blank picture."""
+        shown, all_pictures = self._shown(layout, micro_batch)
+        return _num_patches(shown), _num_patches(all_pictures)
+
+    def _shown(self, layout: Layout, micro_batch: TensorDict) -> tuple[list[Picture], list[Picture]]:
+        """Pictures whose rows are in the layout, in their order, and all of the micro-batch."""
+        assert isinstance(layout, PackedLayout)
+        tokens, offsets = read_tokens(micro_batch)
+        pictures = self._find(tokens, offsets, multi_modal_rows(micro_batch))
+        by_first = {picture.first: picture for picture in pictures}
+        return [by_first[at] for at in layout.token_index.tolist() if at in by_first], pictures
 
     def _blank(self) -> ContentInputs:
         patches = torch.zeros(self.merge_size**2, self.patch_numbers)
@@ -125,3 +135,7 @@ class Pictures:
                 f"agent loop makes them, and has {shape}; {OFF}"
             )
         return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
+
+
+def _num_patches(pictures: list[Picture]) -> IntArray:
+    return np.array([picture.patches.stop - picture.patches.start for picture in pictures], dtype=np.int64)
