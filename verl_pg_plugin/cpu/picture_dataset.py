@@ -1,4 +1,9 @@
-"""verl's data set with images taken as they are, for ``data.custom_cls.path``.
+"""verl's data set with images taken as they are.
+
+Plug it in through verl's own seam::
+
+    data.custom_cls.path=pkg://verl_pg_plugin.cpu.picture_dataset
+    data.custom_cls.name=PictureDataset
 
 verl's own hands messages to qwen-vl-utils, which resizes pictures to the patches of real models and needs torchvision.
 Generated pictures have their size already.
