@@ -134,6 +134,19 @@ def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, model: Any) ->
             assert torch.equal(got, want)
 
 
+def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) -> None:
+    """torch then stores their four dimensions as the ragged axis, as it comes out of verl's transfer queue."""
+    samples = [TURNS[0], TURNS[2]]
+    batch = picture_batch(model, samples)
+    rows = batch["position_ids"].unbind()
+    other = clone(batch)
+    other["position_ids"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    assert other["position_ids"].values().shape == (8, len(samples[0].tokens))
+    with packed.eval_mode():
+        want, got = (packed.infer_batch(data)["model_output"]["log_probs"].values() for data in (batch, other))
+    assert torch.equal(got, want)
+
+
 def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
     """Equal tokens and pictures, and a video shown at another speed: Qwen2.5-VL's positions say so."""
     modality = Pictures.of(config_of("qwen3_vl"))

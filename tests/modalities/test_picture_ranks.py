@@ -1,5 +1,7 @@
 """Pictures over two processes: a rank without any, rows of a picture on both ranks, and a bad batch on one of them."""
 
+from dataclasses import replace
+
 import pytest
 from verl.utils import tensordict_utils as tu
 
@@ -55,6 +57,11 @@ def expected(path: str, samples: list, rows: list[int] | None = None) -> Result:
     return Result({name: [values[row] for row in chosen] for name, values in want.outputs.items()}, want.gradients)
 
 
+def without_tower(result: Result) -> Result:
+    """Where no rank has a picture, the tower stays out."""
+    return replace(result, gradients={name: g for name, g in result.gradients.items() if ".visual." not in name})
+
+
 def test_a_rank_without_pictures_waits_for_nobody(path: str) -> None:
     for rank, results in enumerate(on_ranks(2, run_split, path)):
         for result in results.values():
@@ -64,7 +71,7 @@ def test_a_rank_without_pictures_waits_for_nobody(path: str) -> None:
 def test_rows_of_pictures_are_spread_over_ranks(path: str) -> None:
     for results in on_ranks(2, run_spread, path):
         assert_same(results["pictures"], expected(path, MIXED))
-        assert_same(results["text"], expected(path, TEXT_ALONE))
+        assert_same(results["text"], without_tower(expected(path, TEXT_ALONE)))
         assert_same(results["chain"], expected(path, CHAIN))
 
 

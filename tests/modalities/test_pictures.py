@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.modalities.picture_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
-from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_model
+from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, load, picture_batch, run_alone, save_vision_model
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.modalities.pictures.keys import _Contents
@@ -18,7 +19,7 @@ from verl_pg_plugin.modalities.pictures.modality import Pictures
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, HYBRID_KINDS[0], pytest.param(HYBRID_KINDS[1], marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -39,7 +40,9 @@ def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, k
     samples = film(kind) if case == "film" else cases[case]
     batch = picture_batch(load(path), samples)
     want = run_alone(path, samples, clone(batch), actor_loss())
-    assert_same(run_engine(packed, batch, actor_loss()), want)
+    if case == "text":  # no rank has a picture, so the tower stays out
+        want = replace(want, gradients={name: g for name, g in want.gradients.items() if ".visual." not in name})
+    assert_same(run_engine(packed, batch, actor_loss()), want, tolerance=2e-5 if kind in HYBRID_KINDS else 1e-5)
 
 
 @contextmanager

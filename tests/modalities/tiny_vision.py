@@ -13,10 +13,13 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 
+from tests.mixers import hybrids
 from tests.support import Result, response_values
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
+"""With Gated DeltaNet layers, whose sums are longer: they are held to twice the error."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
 MEDIA = {
@@ -46,7 +49,8 @@ TOWER = {
     "out_hidden_size": 32,
     "intermediate_size": 24,
 }
-QWEN3_TOWER = {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+QWEN35_TOWER = {**TOWER, "num_position_embeddings": 64}
+QWEN3_TOWER = {**QWEN35_TOWER, "deepstack_visual_indexes": [0, 1]}
 QWEN3_TEXT = {
     **TEXT,
     "head_dim": 8,
@@ -68,6 +72,10 @@ def config_of(kind: str, **text: Any) -> Any:
             "text_config": {**TEXT, "rope_parameters": rope, **text},
             "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
         }
+    elif kind in HYBRID_KINDS:
+        sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"][1], "vocab_size": VOCAB, **text}
+        rope = {**QWEN3_TEXT["rope_parameters"], "partial_rotary_factor": 1.0}
+        parts = {"text_config": {**sizes, "rope_parameters": rope}, "vision_config": QWEN35_TOWER}
     else:
         experts = EXPERTS if kind == "qwen3_vl_moe" else {}
         parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": QWEN3_TOWER}
@@ -81,7 +89,7 @@ def save_vision_model(path: Path, kind: str, **text: Any) -> str:
     for name, weight in model.named_parameters():
         if "visual.pos_embed" in name:  # zero in transformers' initialisation
             torch.nn.init.normal_(weight, std=0.15)
-    model.save_pretrained(path)
+    hybrids.remember(model).save_pretrained(path)
     return str(path)
 
 

@@ -29,7 +29,7 @@ from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import plan_metrics
-from verl_pg_plugin.engine.batch.row_selection import without_gaps
+from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
@@ -180,7 +180,7 @@ class SharedPrefixMixin:
         run = super().forward_backward_batch  # type: ignore[misc]
         if self.sharing is None:
             return run(data, loss_function, forward_only=forward_only)
-        mode, data = self.sharing, without_gaps(data)
+        mode, data = self.sharing, without_gaps(with_ragged_tokens(data))
         check_batch(data)
         mode.check_batch(data)
         plans: list[MicroBatchPlan] = []

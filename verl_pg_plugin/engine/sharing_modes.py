@@ -13,6 +13,7 @@ from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.padded_groups import PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.engine.batch.layout_field import runs_tower
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_packed, read_sequences
 from verl_pg_plugin.engine.forward_rows import ForwardRows
@@ -114,12 +115,12 @@ class PackedMode(SharingMode[PackedLayout]):
             else CarriedRows.carry(carrying, self.kernel, device)
         )
         shared = rows if self.sp_group is None else UlyssesRows(rows, shard.num_padded_rows, self.sp_group)
-        content = self.modality.inputs(layout, micro_batch)
+        content = self.modality.inputs(layout, micro_batch, runs_tower(micro_batch))
         return ForwardRows.from_packed(layout, shared, shard, device, carrying, content)
 
     def num_padding_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
         sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
-        num_rows = layout.num_rows + self.modality.num_padding_rows(layout)
+        num_rows = layout.num_rows + self.modality.num_padding_rows(layout, runs_tower(micro_batch))
         if self.static_rows:
             num_rows = tu.get_non_tensor_data(micro_batch, "max_token_len_per_gpu", default=0) * sp_size
             if num_rows < layout.num_rows:

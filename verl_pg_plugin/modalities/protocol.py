@@ -30,6 +30,7 @@ class Content:
         offsets: (B+1,) bounds of the sequences.
         positions: (P, N) as the model takes them; None where they count from 0 in every sequence.
         inside: (N,) tokens of the same picture in front of this one; None where nothing is indivisible.
+        needs_tower: whether the model's tower has anything to compute for the batch they were read from.
     """
 
     tokens: IntArray
@@ -37,6 +38,7 @@ class Content:
     offsets: IntArray
     positions: IntArray | None = None
     inside: IntArray | None = None
+    needs_tower: bool = False
 
     def select(self, rows: list[int]) -> Content:
         """Some of the sequences, in the order of ``rows``."""
@@ -53,6 +55,7 @@ class Content:
             offsets=np.cumsum([0, *(span.stop - span.start for span in spans)]),
             positions=None if self.positions is None else take(self.positions),
             inside=None if self.inside is None else take(self.inside),
+            needs_tower=self.needs_tower,
         )
 
     def put_into(self, layout: L) -> L:
@@ -112,15 +115,16 @@ class Modality(Protocol):
             BatchError: it holds something else.
         """
 
-    def num_padding_rows(self, layout: Layout) -> int:
+    def num_padding_rows(self, layout: Layout, runs_tower: bool) -> int:
         """Rows that ``inputs`` needs behind those of the layout."""
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
         """Patches of each picture that the tower computes for a layout, and of each that its sequences show."""
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict) -> ContentInputs | None:
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_tower: bool) -> ContentInputs | None:
         """What the model reads beside the rows of a layout; None where tokens are all.
 
         Args:
             layout: of ``micro_batch``, or of some of its sequences that come first.
+            runs_tower: whether the tower must run even if the rows have nothing for it.
         """

@@ -17,8 +17,8 @@ from verl_pg_plugin.modalities.protocol import Content, ContentInputs
 from verl_pg_plugin.reason import Reason
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
-TEXT_ALONE = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Models of several modalities that run on batches of text: all dimensions of a position are then equal."""
+TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+"""Text models of several modalities' making: all dimensions of a position are equal."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Text:
         _check_positions(data, offsets)
         return Content(tokens=tokens, keys=tokens, offsets=offsets)
 
-    def num_padding_rows(self, layout: Layout) -> int:
+    def num_padding_rows(self, layout: Layout, runs_tower: bool) -> int:
         return 0
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
         none = np.zeros(0, dtype=np.int64)
         return none, none
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict) -> ContentInputs | None:
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_tower: bool) -> ContentInputs | None:
         return None
 
 

@@ -14,7 +14,13 @@ from verl.utils import tensordict_utils as tu
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout, set_recompute_attention
+from verl_pg_plugin.engine.batch.layout_field import (
+    layout_of,
+    set_export,
+    set_idle_tower,
+    set_layout,
+    set_recompute_attention,
+)
 from verl_pg_plugin.engine.batch.row_selection import select_rows
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_carried, lay_out_idle_export
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
@@ -131,12 +137,16 @@ def plan_micro_batches(
     exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
     # FSDP gathers weights on all ranks or on none, so all export where one does.
     exporting = np.any(over_ranks([export is not None for export in exports], dp_group), axis=0)
+    # The same holds for a tower, and for the last micro-batch, which reduces the gradients of all.
+    tower_is_idle = not any(over_ranks(sequences.content.needs_tower, dp_group))
 
     def finish() -> MicroBatchPlan:
         indices = [part.sequences for part in parts]
         micro_batches = select_rows(data, indices)
         for k, micro_batch in enumerate(micro_batches):
             set_layout(micro_batch, layouts[k])
+            if tower_is_idle:
+                set_idle_tower(micro_batch)
             if parts[k].recompute_attention:
                 set_recompute_attention(micro_batch)
             if exporting[k]:

@@ -20,7 +20,7 @@ from verl_pg_plugin.modalities.protocol import Content, ContentInputs
 from verl_pg_plugin.modalities.text import counted, multi_modal_rows, read_positions, read_tokens
 from verl_pg_plugin.reason import Reason
 
-PICTURE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+PICTURE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over pictures too, and their tower looks at each image or frame alone."""
 
 POSITION_DIMENSIONS = 4
@@ -73,21 +73,21 @@ class Pictures:
         pictures = self._find(tokens, offsets, rows)
         positions = self._positions(data, offsets, has_pictures=bool(pictures))
         keys, inside = build_keys(tokens, offsets, positions, pictures, rows)
-        return Content(tokens=tokens, keys=keys, offsets=offsets, positions=positions, inside=inside)
+        return Content(tokens, keys, offsets, positions, inside, needs_tower=bool(pictures))
 
-    def num_padding_rows(self, layout: Layout) -> int:
+    def num_padding_rows(self, layout: Layout, runs_tower: bool) -> int:
         """One for the placeholder of a blank picture where the rows show none."""
         assert isinstance(layout, PackedLayout)
         shown = np.isin(layout.input_ids, (self.images.token_id, self.videos.token_id)).any()
-        return 0 if shown else self.num_reserved_rows
+        return self.num_reserved_rows if runs_tower and not shown else 0
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict) -> ContentInputs:
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_tower: bool) -> ContentInputs:
         """Pictures whose rows are in the layout, once each and in the order of rows.
 
-        Where there are none, a blank one in a padding row: FSDP gathers the tower's weights on all ranks or on none.
-        Nothing reads that row, so its gradients are zero.
+        Where there are none, a blank one in a padding row, unless no rank has any in the whole mini-batch: FSDP gathers
+        the tower's weights on all ranks or on none. Nothing reads that row, so its gradients are zero.
         """
-        if self.num_padding_rows(layout):
+        if self.num_padding_rows(layout, runs_tower):
             return self._blank()
         rows = multi_modal_rows(micro_batch)
         shown, _ = self._shown(layout, micro_batch)
