@@ -9,9 +9,10 @@ from unittest.mock import patch
 import pytest
 from transformers import AutoConfig
 
+from tests.mixers.test_gated_delta_engine import NEARLY_CANCEL
 from tests.modalities.picture_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, load, picture_batch, run_alone, save_vision_model
-from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
+from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.modalities.pictures.keys import _Contents
 from verl_pg_plugin.modalities.pictures.modality import Pictures
@@ -42,7 +43,15 @@ def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, k
     want = run_alone(path, samples, clone(batch), actor_loss())
     if case == "text":  # no rank has a picture, so the tower stays out
         want = replace(want, gradients={name: g for name, g in want.gradients.items() if ".visual." not in name})
-    assert_same(run_engine(packed, batch, actor_loss()), want, tolerance=2e-5 if kind in HYBRID_KINDS else 1e-5)
+    got = run_engine(packed, batch, actor_loss())
+    if kind not in HYBRID_KINDS:
+        return assert_same(got, want)
+    # Where sums nearly cancel, stock itself is as far from float64; tests/mixers hold these layers against that.
+    assert got.gradients.keys() == want.gradients.keys()
+    for nearly_cancel, tolerance in ((False, 2e-5), (True, 1e-4)):
+        names = [name for name in want.gradients if name.endswith(NEARLY_CANCEL) == nearly_cancel]
+        part, part_wanted = (Result(r.outputs, {n: r.gradients[n] for n in names}, r.loss) for r in (got, want))
+        assert_same(part, part_wanted, tolerance)
 
 
 @contextmanager

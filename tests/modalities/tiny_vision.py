@@ -19,7 +19,7 @@ from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
-"""With Gated DeltaNet layers, whose sums are longer: they are held to twice the error."""
+"""With Gated DeltaNet layers."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
 MEDIA = {
