@@ -15,7 +15,9 @@ WITH_CRITIC = {
     "critic.ppo_micro_batch_size_per_gpu": 8,
 }
 GEMMA2, JETMOE, HYBRID = "<a Gemma2 checkpoint>", "<a JetMoe checkpoint>", "<a Qwen3-Next checkpoint>"
-"""Stand for the folder of one: a head that caps its output, layers without gradient checkpointing, or with states."""
+VISION = "<a Qwen3-VL checkpoint>"
+"""Stand for the folder of one: a head that caps its output, layers without gradient checkpointing, or with states, or a
+tower for pictures."""
 
 Cases = dict[str, list[dict[str, Any]]]
 
@@ -76,6 +78,8 @@ BREAKING: Cases = {
     "mixer_ulysses": [{f"{MODEL}.path": HYBRID, f"{ACTOR}.ulysses_sequence_parallel_size": 2}],
     "mixer_padded_groups": [{f"{MODEL}.path": HYBRID}],
     "mixer_kernels": [{f"{MODEL}.path": HYBRID}],  # the fixture of the tests takes fla away
+    "modality_padded_groups": [{f"{MODEL}.path": VISION}],
+    "tower_attention": [{f"{MODEL}.path": VISION}],  # there is no flash-attn for a CPU
     "fused_kernels_model": [{f"{MODEL}.path": GEMMA2, f"{MODEL}.use_fused_kernels": True}],
     "gradient_checkpointing_model": [{f"{MODEL}.path": JETMOE, f"{MODEL}.enable_gradient_checkpointing": True}],
 }

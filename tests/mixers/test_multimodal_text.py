@@ -1,20 +1,19 @@
 """Qwen3.5 as it is released, a multimodal checkpoint, trains on text and keeps its class and its weights' names."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
-from tensordict.tensorclass import NonTensorData, NonTensorStack
 from verl.workers.engine.fsdp import transformer_impl
 
 from tests.mixers.hybrids import save_multimodal
-from tests.support import Result, actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
+from tests.support import Result, actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.modalities.batch_error import BatchError
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -68,26 +67,9 @@ def test_forwards_of_transformers_stay_as_they_are(qwen3_5: str) -> None:
     assert "logits_to_keep" in inspect.signature(before).parameters
 
 
-def test_a_batch_with_pictures_is_refused(qwen3_5: str) -> None:
-    batch = make_batch(SAMPLES)
-    pictures = [{"pixel_values": torch.zeros(4, 8)} if row == 2 else {} for row in range(len(SAMPLES))]
-    batch["multi_modal_inputs"] = NonTensorStack(*map(NonTensorData, pictures))
-    engine = make_engine(qwen3_5, packed=True)
-    with engine.eval_mode(), pytest.raises(BatchError, match=r"reads text only.*use_prefix_grouper=False"):
-        engine.infer_batch(batch)
-
-
-def test_positions_of_pictures_are_refused(qwen3_5: str) -> None:
-    batch = positions_in_four_planes(make_batch(SAMPLES))
-    batch["position_ids"].values()[2, 5] += 1
-    engine = make_engine(qwen3_5, packed=True)
-    with engine.eval_mode(), pytest.raises(BatchError, match=r"do not count 0, 1, 2"):
-        engine.infer_batch(clone(batch))
-
-
 def test_the_tower_costs_rows_nothing(qwen3_5: str) -> None:
     config = transformers.AutoConfig.from_pretrained(qwen3_5)
     assert unsupported_reasons(config, trust_remote_code=False) == []
     whole = transformers.AutoModelForImageTextToText.from_pretrained(qwen3_5)
     text = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
-    assert ModelFlops.of(whole) == ModelFlops.of(text) == ModelFlops.of_config(config)
+    assert replace(ModelFlops.of(whole), tower=None) == ModelFlops.of(text) == ModelFlops.of_config(config)

@@ -130,16 +130,24 @@ def _mixers(hf_config: PretrainedConfig) -> list[Reason]:
 
 
 def _causal_lm_reasons(hf_config: PretrainedConfig) -> list[Reason]:
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    model_class = language_model_class(hf_config)
+    if model_class is None:
         return [Reason(f"transformers has no causal language model for {hf_config.model_type!r}")]
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    model_class = found[0] if isinstance(found, (tuple, list)) else found
     return (
         class_reasons(model_class)
         or lm_head_reasons(model_class)
         or _headless(hf_config, model_class)
         or _key_value_heads(hf_config)
     )
+
+
+def language_model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """transformers' class for a config, as verl chooses it; None if there is none."""
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(hf_config) in mapping:
+            found = mapping[type(hf_config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    return None
 
 
 def _headless(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> list[Reason]:

@@ -18,6 +18,7 @@ from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.config.facts import Facts, Role, runs_critic
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mixer_rules import MIXER_RULES
+from verl_pg_plugin.config.modality_rules import MODALITY_RULES
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.model_rules import MODEL_RULES
 from verl_pg_plugin.config.rule import violations
@@ -120,7 +121,7 @@ def _architecture(config: DictConfig, section: str, path: str) -> Iterator[Viola
         yield _violation("architecture", f"{section}.override_config.{name}" if name else key, value, reason.why, fix)
     if not reasons:
         engines = [Facts.from_hydra(config, role, hf_config) for role in roles_of(config) if role.model == section]
-        yield from violations((*MODEL_RULES, *MIXER_RULES), engines)
+        yield from violations((*MODEL_RULES, *MIXER_RULES, *MODALITY_RULES), engines)
 
 
 def model_overrides(config: DictConfig, section: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ TRANSFORMERS_VERSIONS = "5.5.3 to 5.10.4"
 _LLAMA = "transformers.models.llama.modeling_llama"
 _QWEN3 = "transformers.models.qwen3.modeling_qwen3"
 _QWEN3_FILE = "models/qwen3/modeling_qwen3.py"
+_QWEN2_5_VL = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
+_QWEN3_VL = "transformers.models.qwen3_vl"
 _SPLIT_LLAMA_FILE = "models/split_llama/modeling_split_llama.py"
 
 
@@ -50,9 +52,9 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         "architectures/checks.py architectures/randomness.py architectures/skeleton.py "
         "architectures/stock_faults.py config/before_ray/prompts.py config/checkpoint_checks.py "
         "config/model_rules.py cost/flops.py cost/row_memory.py cpu/generation.py "
-        "cpu/received_weights.py cpu/server.py cli/doctor/sharing.py engine/shared_model.py mixers/__init__.py "
-        "mixers/attention.py mixers/gated_delta/mixer.py mixers/protocol.py modalities/__init__.py "
-        "modalities/protocol.py modalities/text.py "
+        "cpu/processor.py cpu/received_weights.py cpu/server.py cli/doctor/sharing.py engine/shared_model.py "
+        "mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py mixers/protocol.py modalities/__init__.py "
+        "modalities/pictures/modality.py modalities/protocol.py modalities/text.py "
         f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
@@ -61,13 +63,43 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         MODEL_FOR_MASKED_LM_MAPPING=EXISTS,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING=EXISTS,
         AutoConfig=EXISTS,
+        AutoProcessor=EXISTS,
         AutoModelForCausalLM=EXISTS,
+        AutoModelForImageTextToText=EXISTS,
         AutoModelForTokenClassification=EXISTS,
         AutoTokenizer=EXISTS,
         DynamicCache="(config, ...)",
         GenerationMixin=EXISTS,
         LlamaConfig=EXISTS,
         Qwen3Config=EXISTS,
+        Qwen3VLConfig=EXISTS,
+        Qwen3VLProcessor=EXISTS,
+    ),
+    # Pictures: what the text model is handed behind the tower, and positions by the model's own rule.
+    *_parts(
+        f"{_QWEN2_5_VL}.Qwen2_5_VLTextModel",
+        "modalities/pictures/sequence_parallel.py",
+        forward="(position_ids, inputs_embeds, ...)",
+    ),
+    *_parts(
+        f"{_QWEN3_VL}.modeling_qwen3_vl.Qwen3VLTextModel",
+        "modalities/pictures/sequence_parallel.py",
+        forward="(position_ids, inputs_embeds, visual_pos_masks, deepstack_visual_embeds, ...)",
+    ),
+    *_parts(
+        f"{_QWEN3_VL}.modeling_qwen3_vl.Qwen3VLModel",
+        "cpu/pictures.py",
+        get_rope_index="(input_ids, mm_token_type_ids, image_grid_thw, attention_mask, ...)",
+    ),
+    *_parts(
+        f"{_QWEN3_VL}.processing_qwen3_vl.Qwen3VLProcessor",
+        "cpu/processor.py",
+        __init__=("(self, image_processor=None, tokenizer=None, video_processor=None, chat_template=None, **kwargs)"),
+    ),
+    *_parts(
+        "transformers.AutoProcessor",
+        "cpu/processor.py",
+        register="(config_class, processor_class, exist_ok=False)",
     ),
     # Files for trust_remote_code checkpoints: classes that are extended, methods that are overridden.
     *_parts("transformers.AutoConfig", "models/__init__.py", register="(model_type, config, exist_ok=False)"),

@@ -218,6 +218,7 @@ VERL_PARTS: tuple[Part, ...] = (
         assign_non_tensor_data="(tensor_dict, key, val)",
         get_non_tensor_data="(data, key, default)",
         index_select_tensor_dict="(batch, indices)",
+        nested_tensor_from_tensor_list="(tensors, ragged_idx=None)",
     ),
     *_parts("verl.utils.torch_dtypes", "cpu/server.py", PrecisionType=EXISTS),
     *_parts("verl.utils.torch_dtypes.PrecisionType", "cpu/server.py", to_dtype="(precision)"),

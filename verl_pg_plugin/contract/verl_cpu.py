@@ -65,6 +65,12 @@ VERL_CPU_PARTS: tuple[Part, ...] = (
         launch_servers="(self)",
         max_concurrency=EXISTS,
     ),
+    *_parts("verl.utils.dataset.rl_dataset", "cpu/picture_dataset.py", RLHFDataset=EXISTS),
+    *_parts(
+        "verl.utils.dataset.rl_dataset.RLHFDataset",
+        "cpu/picture_dataset.py",
+        _process_multi_modal_info="(messages, image_patch_size, config)",
+    ),
     *_parts("verl.workers.rollout.replica.RolloutReplicaRegistry", "cpu/__init__.py", register="(name, loader)"),
     *_parts("verl.checkpoint_engine.base", "cpu/weight_store.py", CheckpointEngine=EXISTS),
     *_parts("verl.checkpoint_engine.base", "cpu/weight_store.py", CheckpointEngineRegistry=EXISTS),

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures.skeleton import text_skeleton
 from verl_pg_plugin.cost.pairs import num_pairs, visible_pairs
+from verl_pg_plugin.cost.tower import TowerFlops
 from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.prefix_order import IntArray
 from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
@@ -32,11 +33,13 @@ class ModelFlops:
         per_row: of a row outside attention scores and head.
         per_head_row: of the LM or value head on one row.
         pairs: of pairs, one entry for each window that some layers have.
+        tower: of the patches of pictures; None where no pictures are read.
     """
 
     per_row: float
     per_head_row: float
     pairs: tuple[PairCost, ...]
+    tower: TowerFlops | None = None
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelFlops":
@@ -63,6 +66,7 @@ class ModelFlops:
             per_row=per_row,
             per_head_row=2.0 * sum(weight.numel() for weight in head_weights),
             pairs=tuple(pair for name in layers for pair in MIXERS[name].pair_costs(config)),
+            tower=TowerFlops.of(module),
         )
 
     @classmethod
@@ -76,7 +80,7 @@ class ModelFlops:
         Raises:
             ValueError: transformers has no causal language model for it, or see ``of``.
         """
-        return cls.of(skeleton(config.get_text_config(), trust_remote_code))
+        return cls.of(text_skeleton(config, trust_remote_code))
 
     def segments(self, start: IntArray, rows: IntArray, head_rows: IntArray) -> NDArray[np.float64]:
         """FLOPs of each of S segments, rows that follow ``start`` shared ones.
@@ -95,6 +99,10 @@ class ModelFlops:
     def trunk(self, layout: Layout) -> float:
         """FLOPs of one forward without the head."""
         return self.per_row * layout.num_rows + sum(pair.flops * num_pairs(layout, pair.window) for pair in self.pairs)
+
+    def pictures(self, patches: IntArray) -> float:
+        """FLOPs of one forward of the tower over pictures of so many patches (C,)."""
+        return self.tower.forward(patches) if self.tower is not None else 0.0
 
     def alone(self, lengths: IntArray) -> NDArray[np.float64]:
         """FLOPs (B,) of stock verl on B sequences of so many tokens: nothing shared, the head on every token."""

@@ -21,9 +21,11 @@ def register() -> None:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     from verl_pg_plugin import upstream
+    from verl_pg_plugin.after_import import after_import
 
     RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
     _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "verl_pg_plugin.cpu.rollout.ServerAdapter"
+    after_import("transformers.models.auto.processing_auto", _register_processor)
     upstream.use_single_gloo_backend()
     upstream.use_unpinned_offload()
 
@@ -32,6 +34,12 @@ def _load_replica() -> type:
     from verl_pg_plugin.cpu.rollout import HFReplica
 
     return HFReplica
+
+
+def _register_processor() -> None:
+    from verl_pg_plugin.cpu.processor import register_processor
+
+    register_processor()
 
 
 # A process that imports a module of this package first finds verl's plugin loader in the middle of it.

@@ -9,17 +9,25 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
+from verl_pg_plugin.cpu.pictures import PromptPictures, model_inputs, placeholders, reads_pictures, rope_positions
 from verl_pg_plugin.cpu.sampling import BatchSampler, SamplingParams
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw: prompt token ids (at least one) and how to sample."""
+    """One response to draw: prompt token ids (at least one), how to sample, and the pictures of the prompt."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    pictures: PromptPictures | None = None
+
+    @property
+    def prompt(self) -> tuple[tuple[int, ...], bytes]:
+        """What tells prompts apart."""
+        return self.prompt_ids, b"" if self.pictures is None else self.pictures.digest
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,9 @@ def generate(
     sampler = BatchSampler.build([request.params for request in requests], generator, logprobs_mode)
     decoding, logits_BV = _prefill(model, requests, sampler)
     running = torch.ones(len(requests), dtype=torch.bool)
+    never = torch.tensor(placeholders(model.config), dtype=torch.int64)
     while True:
+        logits_BV = logits_BV.index_fill(1, never, -torch.inf)
         token_B, log_prob_B = decoding.sampler.sample(logits_BV)
         for index, token, log_prob in zip(
             decoding.request.tolist(), token_B.tolist(), log_prob_B.tolist(), strict=True
@@ -118,27 +128,35 @@ def _prefill(
     model: PreTrainedModel, requests: Sequence[Request], sampler: BatchSampler
 ) -> tuple[_Decoding, torch.Tensor]:
     """Run the unique prompts, left-padded to one length, and give every request its prompt's cache rows."""
-    unique = {prompt_ids: row for row, prompt_ids in enumerate(dict.fromkeys(r.prompt_ids for r in requests))}
-    P = max(map(len, unique))
+    first_of = {request.prompt: request for request in reversed(requests)}
+    unique = {prompt: row for row, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
+    prompts = [first_of[prompt] for prompt in unique]
+    P = max(len(prompt.prompt_ids) for prompt in prompts)
     # Any valid id fills the padding: the mask hides it.
-    input_ids_UP = torch.tensor([[0] * (P - len(prompt_ids)) + list(prompt_ids) for prompt_ids in unique])
-    length_U = torch.tensor([len(prompt_ids) for prompt_ids in unique])
+    input_ids_UP = torch.tensor([[0] * (P - len(p.prompt_ids)) + list(p.prompt_ids) for p in prompts])
+    length_U = torch.tensor([len(prompt.prompt_ids) for prompt in prompts])
     attention_mask_UP = (torch.arange(P) >= (P - length_U).unsqueeze(1)).long()
+    position_ids, next_U = (attention_mask_UP.cumsum(-1) - 1).clamp_min(0), length_U
+    if reads_pictures(model.config):
+        spread = [rope_positions(model, prompt.prompt_ids, prompt.pictures) for prompt in prompts]
+        position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in spread], dim=1)  # (3, U, P)
+        next_U = position_ids.amax(dim=(0, 2)) + 1
     output = model(
         input_ids=input_ids_UP,
         attention_mask=attention_mask_UP,
-        position_ids=(attention_mask_UP.cumsum(-1) - 1).clamp_min(0),
+        position_ids=position_ids,
         past_key_values=DynamicCache(config=model.config),
         use_cache=True,
         logits_to_keep=1,
+        **model_inputs([prompt.pictures for prompt in prompts], model.dtype),
     )
-    unique_B = torch.tensor([unique[request.prompt_ids] for request in requests])
+    unique_B = torch.tensor([unique[request.prompt] for request in requests])
     output.past_key_values.reorder_cache(unique_B)
     decoding = _Decoding(
         request=torch.arange(len(requests)),
         cache=output.past_key_values,
         attention_mask=attention_mask_UP[unique_B],
-        position=length_U[unique_B],
+        position=next_U[unique_B],
         sampler=sampler,
     )
     return decoding, output.logits[unique_B, -1]
@@ -146,11 +164,12 @@ def _prefill(
 
 def _decode(model: PreTrainedModel, decoding: _Decoding, token_B: torch.Tensor) -> tuple[_Decoding, torch.Tensor]:
     """Append one token to every row and return the logits of the next."""
-    attention_mask_BK = torch.nn.functional.pad(decoding.attention_mask, (0, 1), value=1)
+    attention_mask_BK = F.pad(decoding.attention_mask, (0, 1), value=1)
+    position_B1 = decoding.position.unsqueeze(1)
     output = model(
         input_ids=token_B.unsqueeze(1),
         attention_mask=attention_mask_BK,
-        position_ids=decoding.position.unsqueeze(1),
+        position_ids=position_B1.expand(3, -1, -1) if reads_pictures(model.config) else position_B1,
         past_key_values=decoding.cache,
         use_cache=True,
     )

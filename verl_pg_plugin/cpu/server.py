@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_pg_plugin.architectures.skeleton import auto_class
 from verl_pg_plugin.cpu.generation import Completion, Request, generate
+from verl_pg_plugin.cpu.pictures import PromptPictures, reads_pictures
 from verl_pg_plugin.cpu.received_weights import copy_weights, received_parameters, received_weights
 from verl_pg_plugin.cpu.sampling import LOGPROBS_MODES, SamplingParams, derived_seed
 
@@ -79,6 +81,7 @@ class HFServer:
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any],
         request_id: str,
+        image_data: Sequence[Any] | None = None,
         **multi_modal: Any,
     ) -> TokenOutput:
         """Draw one response.
@@ -87,23 +90,25 @@ class HFServer:
             prompt_ids: token ids of the prompt.
             sampling_params: vLLM's names; see :class:`verl_pg_plugin.cpu.sampling.SamplingParams`.
             request_id: unused, requests are told apart by their futures.
-            multi_modal: must all be ``None``: the rollout is text-only.
+            image_data: PIL images of the prompt, in the order of their placeholders.
+            multi_modal: must all be ``None``: the rollout shows images alone.
 
         Returns:
             ``token_ids`` with the end token if there is one, their ``log_probs``, and ``stop_reason``
             ``completed`` or ``aborted`` (then the tokens so far).
 
         Raises:
-            ValueError: images, video or audio were given, or the prompt leaves no room for a response.
+            ValueError: video or audio were given, or images to a model that reads none, or the prompt leaves no room
+                for a response.
         """
-        given = sorted(name for name, value in multi_modal.items() if value is not None)
+        given = sorted(name for name, value in multi_modal.items() if value)
         if given:
-            raise ValueError(f"rollout 'hf' is text-only but the request carries {', '.join(given)}")
+            raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
         params = self._sampling_params(sampling_params, len(prompt_ids))
         if params.seed is not None:
             # An agent loop sends one seed for all turns; with it alone every turn would meet the same random numbers.
             params = replace(params, seed=derived_seed(params.seed, tuple(prompt_ids)))
-        request = Request(tuple(prompt_ids), params)
+        request = Request(tuple(prompt_ids), params, self._pictures(image_data))
         while not self._gate.is_set():
             if self._reject_request:
                 return self._token_output(Completion([], [], "abort"))
@@ -186,9 +191,16 @@ class HFServer:
     async def stop_profile(self) -> None:
         """See :meth:`start_profile`."""
 
+    def _pictures(self, images: Sequence[Any] | None) -> PromptPictures | None:
+        if not images:
+            return None
+        if not reads_pictures(self.model.config):
+            raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
+        return PromptPictures.process(self.model_config.processor, images)
+
     def _sampling_params(self, sampling_params: Mapping[str, Any], prompt_length: int) -> SamplingParams:
         config = self.config
-        max_model_len = config.max_model_len or self.model.config.max_position_embeddings
+        max_model_len = config.max_model_len or self.model.config.get_text_config().max_position_embeddings
         room = max_model_len - prompt_length
         if prompt_length < 1 or room < 1:
             raise ValueError(
@@ -257,9 +269,9 @@ def _build_model(model_config: HFModelConfig, config: RolloutConfig) -> PreTrain
         "trust_remote_code": model_config.trust_remote_code,
     }
     if config.load_format == "dummy":
-        model = AutoModelForCausalLM.from_config(deepcopy(model_config.hf_config), **options)
+        model = auto_class(model_config.hf_config).from_config(deepcopy(model_config.hf_config), **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(model_config.local_path, **options)
+        model = auto_class(model_config.hf_config).from_pretrained(model_config.local_path, **options)
     return model.eval()
 
 

@@ -23,7 +23,7 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
         ValueError: the model does not say which of its modules are layers.
     """
     names = set(module._no_split_modules or ())
-    layers = [layer for layer in module.modules() if type(layer).__name__ in names]
+    layers = [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
     if not layers:
         raise ValueError(
             f"{type(module).__name__} names no decoder layers in _no_split_modules; set "
@@ -32,3 +32,8 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     for layer in layers:
         layer.compile(dynamic=dynamic)
     return layers
+
+
+def _text_part(module: Any) -> Any:
+    """All but the towers of a multimodal model, whose blocks see pictures of any size and are few beside the layers."""
+    return module if module.config.get_text_config() is module.config else module.get_decoder()

@@ -1,6 +1,6 @@
 """The rows of one forward on the device: what goes into the model, and values back onto verl's jagged positions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.layout import PackedLayout, PaddedLayout
+from verl_pg_plugin.modalities import ContentInputs
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ForwardRows:
 
     Attributes:
         shared: what the layers that mix tokens are handed.
-        input_ids, position_ids: (G, S) int64.
+        input_ids, position_ids: (G, S) int64; positions of P dimensions are (P, G, S). Of all ranks' rows where the
+            model takes its own part itself, see ``content``.
         head_columns: (W,) int64 columns the head runs on.
         head_index: (N,) int64 place of each head row in those columns of all lines; None if they are the head rows.
         labels: (N,) int64 label of each head row.
@@ -32,6 +34,7 @@ class ForwardRows:
         response_index, response_head: (M,) int64, see ``PackedLayout``.
         num_logical_tokens: length of verl's jagged values.
         carrying: rows of other micro-batches that these read; None for none.
+        content: what the model reads beside tokens, by keyword; with any, the model slices rows of ranks itself.
     """
 
     shared: SharedRows
@@ -47,6 +50,7 @@ class ForwardRows:
     response_head: torch.Tensor
     num_logical_tokens: int
     carrying: Carrying | None = None
+    content: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_packed(
@@ -56,6 +60,7 @@ class ForwardRows:
         shard: RowShard,
         device: torch.device | str,
         carrying: Carrying | None = None,
+        content: ContentInputs | None = None,
     ) -> "ForwardRows":
         """Move what a forward over this rank's packed rows needs to ``device``."""
 
@@ -65,10 +70,17 @@ class ForwardRows:
         own = shard.own(layout.head_rows)
         # A head never runs on nothing: a rank without head rows computes its first row, which nobody reads.
         columns = layout.head_rows[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
+        input_ids, position_ids, tensors = layout.input_ids, layout.position_ids, {}
+        if content is None:
+            input_ids, position_ids = shard.take(input_ids), shard.take(position_ids)
+        else:
+            tensors = {name: tensor.to(device) for name, tensor in content.tensors.items()}
+            input_ids = shard.pad(np.append(input_ids, content.padding_ids))
+            position_ids = shard.pad(position_ids)
         return cls(
             shared=shared,
-            input_ids=move(shard.take(layout.input_ids)[None]),
-            position_ids=move(shard.take(layout.position_ids)[None]),
+            input_ids=move(input_ids[None]),
+            position_ids=move(position_ids[..., None, :]),
             head_columns=move(columns),
             head_index=None,
             labels=move(shard.take(layout.labels)[columns]),
@@ -79,6 +91,7 @@ class ForwardRows:
             response_head=move(layout.response_head),
             num_logical_tokens=layout.num_logical_tokens,
             carrying=carrying,
+            content=tensors,
         )
 
     @classmethod
@@ -112,6 +125,7 @@ class ForwardRows:
             "position_ids": self.position_ids,
             "attention_mask": None,
             "prefix_grouper": self.shared,
+            **self.content,
         }
 
     def at_head_rows(self, x_GWV: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.requirements import OFF, check_model
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.mixers import MIXERS, count_layers
+from verl_pg_plugin.modalities import Modality
 
 if TYPE_CHECKING:
     from verl_pg_plugin.engine.sharing_modes import SharingMode
@@ -56,10 +57,12 @@ class SharedModel:
                 )
 
 
-def prepare_config(config: PretrainedConfig) -> None:
-    """Change the config from which a model is built."""
+def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
+    """Change the config from which a model is built; its towers keep the attention that was asked for."""
+    kept = {tower: getattr(config, tower)._attn_implementation for tower in modality.towers}
     for name in count_layers(config.get_text_config()):
         MIXERS[name].prepare(config)
+    config._attn_implementation = {"": config._attn_implementation, **kept}
 
 
 def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions) -> SharedModel:
@@ -81,6 +84,7 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
                 f"ulysses_sequence_parallel_size=1, or {OFF}"
             )
         MIXERS[name].install(module)
+    mode.modality.install(module)
     if options.compile_layers:
         compile_layers(module, dynamic=not options.static_rows)
     saved_attention = None

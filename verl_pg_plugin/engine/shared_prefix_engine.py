@@ -29,7 +29,7 @@ from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
-from verl_pg_plugin.engine.batch.row_selection import without_gaps
+from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
@@ -115,7 +115,7 @@ class SharedPrefixMixin:
     def _build_module(self) -> nn.Module:
         if self.sharing is None:
             return super()._build_module()  # type: ignore[misc]
-        prepare_config(self.model_config.hf_config)
+        prepare_config(self.model_config.hf_config, self.sharing.modality)
         with self._stock_forward():
             module: Any = super()._build_module()  # type: ignore[misc]
         self.shared_model = prepare_model(module, self.sharing, self.engine_config.prefix_grouper)
@@ -127,9 +127,10 @@ class SharedPrefixMixin:
         asked = self.model_config
         self.model_config = copy.copy(asked)
         object.__setattr__(self.model_config, "use_fused_kernels", False)  # verl's configs are frozen
-        stateful = asked.hf_config.model_type in stateful_model_types()
+        assert self.sharing is not None
+        replaced = asked.hf_config.model_type in stateful_model_types() or self.sharing.modality.replaced_by_verl
         try:
-            with upstream.forwards_left_alone() if stateful else nullcontext():
+            with upstream.forwards_left_alone() if replaced else nullcontext():
                 yield
         finally:
             self.model_config = asked
@@ -184,7 +185,7 @@ class SharedPrefixMixin:
         mode, everyone = self.sharing, dist.group.WORLD
 
         def checked() -> TensorDict:
-            whole = without_gaps(data)
+            whole = without_gaps(with_ragged_tokens(data))
             check_batch(whole)
             mode.check_batch(whole)
             return whole
@@ -210,7 +211,8 @@ class SharedPrefixMixin:
             padding = sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches))
             seconds = time.perf_counter() - start
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
-            return figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only)
+            patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
+            return figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches)
 
         try:
             with upstream.micro_batches_cut_by(cut, data):

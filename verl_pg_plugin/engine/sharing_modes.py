@@ -13,11 +13,13 @@ from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.padded_groups import PaddedGroups
 from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.engine.batch.layout_field import runs_tower
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_packed, read_sequences
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout, build_padded_layout
-from verl_pg_plugin.modalities import MODALITIES, Modality
+from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.modalities.text import TEXT
 
 L = TypeVar("L", bound=Layout)
 
@@ -40,7 +42,7 @@ class SharingMode(ABC, Generic[L]):
     head_takes_jobs: ClassVar[bool]
     carries: ClassVar[bool]
     kernel: VarlenKernel
-    modality: Modality = MODALITIES["text"]
+    modality: Modality = TEXT
     static_rows: bool = False
 
     def read(self, data: TensorDict) -> Sequences:
@@ -113,11 +115,12 @@ class PackedMode(SharingMode[PackedLayout]):
             else CarriedRows.carry(carrying, self.kernel, device)
         )
         shared = rows if self.sp_group is None else UlyssesRows(rows, shard.num_padded_rows, self.sp_group)
-        return ForwardRows.from_packed(layout, shared, shard, device, carrying)
+        content = self.modality.inputs(layout, micro_batch, runs_tower(micro_batch))
+        return ForwardRows.from_packed(layout, shared, shard, device, carrying, content)
 
     def num_padding_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
         sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
-        num_rows = layout.num_rows
+        num_rows = layout.num_rows + self.modality.num_padding_rows(layout, runs_tower(micro_batch))
         if self.static_rows:
             num_rows = tu.get_non_tensor_data(micro_batch, "max_token_len_per_gpu", default=0) * sp_size
             if num_rows < layout.num_rows:
@@ -125,6 +128,7 @@ class PackedMode(SharingMode[PackedLayout]):
                     f"prefix_grouper.static_rows=True: {layout.num_rows} rows do not fit max_token_len_per_gpu="
                     f"{num_rows // sp_size}; raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
                 )
+            num_rows += self.modality.num_reserved_rows
         for multiple in (self.row_multiple, sp_size):
             num_rows = -(-num_rows // multiple) * multiple
         return num_rows - layout.num_rows

@@ -18,7 +18,7 @@ import numpy as np
 from verl_pg_plugin.layout.packed_layout import PackedLayout, build_packed_layout
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-_ROW_FIELDS = ("input_ids", "position_ids", "labels", "key_place")
+_ROW_FIELDS = ("input_ids", "token_index", "position_ids", "labels", "key_place")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ def build_carried_layout(
     offsets: IntArray,
     prompt_lengths: IntArray,
     classes: IntArray | None = None,
+    inside: IntArray | None = None,
     *,
     num_chain: int,
     num_carried: int,
@@ -77,8 +78,8 @@ def build_carried_layout(
     """Lay out one part.
 
     Args:
-        tokens, offsets, prompt_lengths, classes: its B sequences, as ``build_packed_layout`` takes them. The chain's
-            come first, in the order of ``PrefixOrder``; all others are whole groups.
+        tokens, offsets, prompt_lengths, classes, inside: its B sequences, as ``build_packed_layout`` takes them. The
+            chain's come first, in the order of ``PrefixOrder``; all others are whole groups.
         num_chain: how many belong to the chain.
         num_carried: rows that the first sequence shares with earlier parts.
         keep: leading rows that the carried ones have in common with those that the next part carries.
@@ -92,7 +93,7 @@ def build_carried_layout(
     """
     own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
     apart = np.where(np.arange(len(own_class)) < num_chain, 0, 1 + own_class)
-    packed = build_packed_layout(tokens, offsets, prompt_lengths, apart)
+    packed = build_packed_layout(tokens, offsets, prompt_lengths, apart, inside)
 
     handover = _path_of(packed, offsets, num_chain - 1)[keep:read_next] if read_next else np.zeros(0, dtype=np.int64)
     if len(handover) != max(read_next - keep, 0) or (handover < num_carried).any() or packed.num_rows <= num_carried:
@@ -112,12 +113,13 @@ def build_carried_layout(
     )
 
 
-def idle_export(tokens: IntArray, offsets: IntArray) -> CarriedLayout:
-    """One row that nobody reads, of the first sequence.
+def idle_export(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> CarriedLayout:
+    """One row that nobody reads, of the first sequence; all rows of a picture if it begins with one.
 
     For a part that has nothing to export while another rank's has: FSDP gathers weights on all ranks or on none.
     """
-    export = _export(tokens, offsets, start=0, stop=1, first_head=1)
+    stop = 1 if inside is None else 1 + int(np.argmin(inside[offsets[0] + 1 : offsets[1]] > 0))
+    export = _export(tokens, offsets, start=0, stop=stop, first_head=stop)
     empty = np.zeros(0, dtype=np.int64)
     return replace(export, handover=empty, handover_heads=empty)
 

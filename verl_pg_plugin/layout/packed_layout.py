@@ -25,7 +25,9 @@ class PackedLayout:
 
     Attributes:
         input_ids: (T,) token of each row.
-        position_ids: (T,) its position in every sequence that contains it, as the model's rotary embedding takes it.
+        token_index: (T,) logical index of that token in one of the sequences that contain it.
+        position_ids: (T,) its position in every sequence that contains it, as the model's rotary embedding takes it;
+            (P, T) where positions have P dimensions.
         key_place: (T,) its place among the keys of every segment that reads it.
         labels: (T,) the token each row predicts.
         segment_parent: (S,) segment that a segment continues; -1 for a root. Parents come first.
@@ -41,6 +43,7 @@ class PackedLayout:
     """
 
     input_ids: IntArray
+    token_index: IntArray
     position_ids: IntArray
     key_place: IntArray
     labels: IntArray
@@ -90,7 +93,11 @@ class PackedLayout:
 
 
 def build_packed_layout(
-    tokens: IntArray, offsets: IntArray, prompt_lengths: IntArray, classes: IntArray | None = None
+    tokens: IntArray,
+    offsets: IntArray,
+    prompt_lengths: IntArray,
+    classes: IntArray | None = None,
+    inside: IntArray | None = None,
 ) -> PackedLayout:
     """Lay out sequences so that each shared row exists once.
 
@@ -99,6 +106,7 @@ def build_packed_layout(
         offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``.
         prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
         classes: (B,) optional; sequences of different class never share a row.
+        inside: (N,) optional, see ``build_prefix_order``.
 
     Raises:
         ValueError: an empty prompt or response, or token ids out of range.
@@ -109,7 +117,7 @@ def build_packed_layout(
     if (prompt_lengths >= lengths).any():
         raise ValueError(f"sequence {int(np.argmax(prompt_lengths >= lengths))} has an empty response")
 
-    order = build_prefix_order(tokens, offsets, classes)
+    order = build_prefix_order(tokens, offsets, classes, inside)
     first_row = _exclusive_cumsum(order.num_new)
     num_rows = int(order.num_new.sum())
     paths = _paths(order, first_row)
@@ -140,6 +148,7 @@ def build_packed_layout(
 
     return PackedLayout(
         input_ids=np.concatenate([tokens[tail] for tail in tails]),
+        token_index=place + np.repeat(offsets[order.sequences], order.num_new),
         position_ids=place,
         key_place=place,
         labels=np.concatenate(labels),

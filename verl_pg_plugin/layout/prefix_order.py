@@ -37,13 +37,18 @@ class PrefixOrder:
         return self.num_rows - self.num_shared
 
 
-def build_prefix_order(tokens: IntArray, offsets: IntArray, classes: IntArray | None = None) -> PrefixOrder:
+def build_prefix_order(
+    tokens: IntArray, offsets: IntArray, classes: IntArray | None = None, inside: IntArray | None = None
+) -> PrefixOrder:
     """Sort sequences by their tokens and count what neighbours share.
 
     Args:
         tokens: (N,) token ids of all sequences, one after the other; any integer dtype, 0 <= id < 2**32.
         offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``; at least two tokens each.
         classes: (B,) optional; sequences of different class never share a row.
+        inside: (N,) optional; tokens in front of this one that belong to the same picture, 0 for a first one and for
+            text. A picture is computed whole or not at all, so no sequence forks where this is positive: it branches
+            off earlier, which is another trie of the same sequences. No sequence may end in a picture.
 
     Raises:
         ValueError: a token id is out of range or a sequence has fewer than two tokens.
@@ -67,6 +72,8 @@ def build_prefix_order(tokens: IntArray, offsets: IntArray, classes: IntArray | 
             common = _common_prefix(tokens[slice(*spans[before])], tokens[slice(*spans[this])])
             num_shared[k] = max(common - 1, 0)
     sequences = np.asarray(order, dtype=np.int64)
+    if inside is not None:
+        num_shared -= inside[offsets[sequences] + num_shared]
     return PrefixOrder(sequences=sequences, num_rows=lengths[sequences].astype(np.int64) - 1, num_shared=num_shared)
 
 

@@ -1,16 +1,17 @@
-"""Kinds of content, one file each; a new one is its file and its line in ``MODALITIES``."""
+"""Kinds of content, one file or folder each; a new one is that and its line in ``MODALITIES``."""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.modalities.protocol import Content, Modality
+from verl_pg_plugin.modalities.pictures.modality import Pictures
+from verl_pg_plugin.modalities.protocol import Content, ContentInputs, Modality
 from verl_pg_plugin.modalities.text import Text
 from verl_pg_plugin.reason import Reason
 
-__all__ = ["MODALITIES", "Content", "Modality", "modality_obstacles", "modality_of"]
+__all__ = ["MODALITIES", "Content", "ContentInputs", "Modality", "modality_obstacles", "modality_of"]
 
-MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (Text(),)}
+MODALITIES: dict[str, type[Modality]] = {modality.name: modality for modality in (Text, Pictures)}
 """Every modality by name; a model has the first that it has no obstacle to."""
 
 
@@ -28,5 +29,5 @@ def modality_of(config: PretrainedConfig) -> Modality:
     """
     for modality in MODALITIES.values():
         if not modality.obstacles(config):
-            return modality
+            return modality.of(config)
     raise ValueError("; ".join(reason.why for reason in modality_obstacles(config)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,21 +10,29 @@ import torch
 from tensordict import TensorDict
 from transformers import PretrainedConfig
 
+from verl_pg_plugin.layout import Layout
+from verl_pg_plugin.layout.prefix_order import IntArray
 from verl_pg_plugin.modalities.batch_error import OFF, BatchError
-from verl_pg_plugin.modalities.protocol import Content
+from verl_pg_plugin.modalities.protocol import Content, ContentInputs
 from verl_pg_plugin.reason import Reason
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
-TEXT_ALONE = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Models of several modalities that run on batches of text: all dimensions of a position are then equal."""
+TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
+"""Text models of several modalities' making: all dimensions of a position are equal."""
 
 
+@dataclass(frozen=True)
 class Text:
     """Language models, those with other inputs where a batch has none."""
 
     name: ClassVar[str] = "text"
+    in_padded_groups: ClassVar[bool] = True
+    replaced_by_verl: ClassVar[bool] = False
+    num_reserved_rows: ClassVar[int] = 0
+    towers: ClassVar[tuple[str, ...]] = ()
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    @classmethod
+    def obstacles(cls, config: PretrainedConfig) -> list[Reason]:
         if config.model_type in TEXT_ALONE:
             return []
         found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
@@ -34,35 +43,79 @@ class Text:
             return [Reason(f"{config.model_type} uses three-dimensional position ids (mrope)")]
         return []
 
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Text:
+        return cls()
+
+    def install(self, module: Any) -> None:
+        """Nothing to do."""
+
     def read(self, data: TensorDict) -> Content:
-        input_ids = data["input_ids"]
-        if not input_ids.is_nested:
-            raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
-        tokens = input_ids.values()
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise BatchError(f"input_ids must be integers, got {tokens.dtype}; use torch.int64")
-        if _has_multi_modal_inputs(data):
+        tokens, offsets = read_tokens(data)
+        if any(multi_modal_rows(data)):
             raise BatchError(f"packed mode reads text only, and the batch has multi_modal_inputs; {OFF}")
-        offsets = input_ids.offsets().cpu().numpy().astype(np.int64)
         _check_positions(data, offsets)
-        return Content(keys=tokens.detach().cpu().numpy(), offsets=offsets)
+        return Content(tokens=tokens, keys=tokens, offsets=offsets)
+
+    def num_padding_rows(self, layout: Layout, runs_tower: bool) -> int:
+        return 0
+
+    def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
+        none = np.zeros(0, dtype=np.int64)
+        return none, none
+
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_tower: bool) -> ContentInputs | None:
+        return None
 
 
-def _check_positions(data: TensorDict, offsets: np.ndarray) -> None:
-    """Positions must count 0, 1, 2, ... in each of their dimensions: sharing compares tokens only."""
+TEXT = Text()
+
+
+def read_tokens(data: TensorDict) -> tuple[IntArray, IntArray]:
+    """Ids (N,) and offsets (B+1,) of ``input_ids``.
+
+    Raises:
+        BatchError: they are not jagged integers.
+    """
+    input_ids = data["input_ids"]
+    if not input_ids.is_nested:
+        raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
+    tokens = input_ids.values()
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise BatchError(f"input_ids must be integers, got {tokens.dtype}; use torch.int64")
+    return tokens.detach().cpu().numpy(), input_ids.offsets().cpu().numpy().astype(np.int64)
+
+
+def read_positions(data: TensorDict) -> IntArray | None:
+    """Values of ``position_ids``: (N,), or (dimensions, N) as mrope has; None if there are none.
+
+    Raises:
+        BatchError: they are not jagged.
+    """
     position_ids = data.get("position_ids", None)
     if position_ids is None:
-        return
+        return None
     if not position_ids.is_nested:
         raise BatchError("position_ids must be jagged like input_ids; convert with verl's left_right_2_no_padding")
-    counted = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-    positions = position_ids.values().detach().cpu().numpy()  # (N,), or (dimensions, N) as mrope has
-    if positions.shape[-1] != len(counted) or not (positions == counted).all():
+    return position_ids.values().detach().cpu().numpy()
+
+
+def multi_modal_rows(data: TensorDict) -> list[dict[str, Any]]:
+    """What verl's processor made of each sequence beside its tokens, empty where that is nothing."""
+    rows = data.get("multi_modal_inputs", None)
+    return [] if rows is None else [dict(getattr(row, "data", row) or {}) for row in rows]
+
+
+def counted(offsets: IntArray) -> IntArray:
+    """Positions (N,) that count 0, 1, 2, ... in every sequence."""
+    return np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+
+
+def _check_positions(data: TensorDict, offsets: IntArray) -> None:
+    """Positions must count in each of their dimensions: sharing compares tokens only."""
+    positions = read_positions(data)
+    if positions is None:
+        return
+    expected = counted(offsets)
+    if positions.shape[-1] != len(expected) or not (positions == expected).all():
         raise BatchError(f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {OFF}")
-
-
-def _has_multi_modal_inputs(data: TensorDict) -> bool:
-    inputs = data.get("multi_modal_inputs", None)
-    if inputs is None:
-        return False
-    return any(bool(getattr(row, "data", row)) for row in inputs)

@@ -15,7 +15,7 @@ from verl.utils.model import update_model_config
 
 from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.architectures.head_probe import head_obstacle
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures.skeleton import text_skeleton
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.config.checkpoint_checks import local_checkpoint, model_overrides, optional_folder
 from verl_pg_plugin.config.facts import Role, effective_sp_size
@@ -117,7 +117,7 @@ def sharing(config: DictConfig) -> Section:
             else "each part computes the prompt"
         )
         rows.append((CARRY, f"{what}: {', '.join(cannot)} layers hand nothing on" if cannot else what))
-    head = skeleton(hf_config.get_text_config()) if hf_config and OmegaConf.select(config, LOGITS_CHUNK_SIZE) else None
+    head = text_skeleton(hf_config) if hf_config and OmegaConf.select(config, LOGITS_CHUNK_SIZE) else None
     if head is not None and (why := head_obstacle(head)):
         rows.append((LOGITS_CHUNK_SIZE, f"not in force: logits of all response rows are held at once ({why})"))
     return Section("Sharing", tuple(rows), tuple(_problems(group, limits, carries, cannot)))

@@ -10,6 +10,7 @@ from verl_pg_plugin.layout.carried import CarriedLayout
 LAYOUT_KEY = "prefix_grouper_layout"
 EXPORT_KEY = "prefix_grouper_export"
 RECOMPUTE_KEY = "prefix_grouper_recompute_attention"
+IDLE_TOWER_KEY = "prefix_grouper_idle_tower"
 """Non-tensor fields of a micro-batch."""
 
 
@@ -41,3 +42,13 @@ def recomputes_attention(micro_batch: TensorDict) -> bool:
 def set_recompute_attention(micro_batch: TensorDict) -> None:
     """Have a micro-batch keep nothing of attention for its backward."""
     tu.assign_non_tensor_data(micro_batch, RECOMPUTE_KEY, True)
+
+
+def runs_tower(micro_batch: TensorDict) -> bool:
+    """Whether the model's tower runs even if this rank has nothing for it: always where nobody has planned."""
+    return not tu.get_non_tensor_data(micro_batch, IDLE_TOWER_KEY, default=False)
+
+
+def set_idle_tower(micro_batch: TensorDict) -> None:
+    """Leave the tower out of a micro-batch of a mini-batch in which no rank has anything for it."""
+    tu.assign_non_tensor_data(micro_batch, IDLE_TOWER_KEY, True)

@@ -14,12 +14,18 @@ from verl.utils import tensordict_utils as tu
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.engine.batch.layout_field import layout_of, set_export, set_layout, set_recompute_attention
+from verl_pg_plugin.engine.batch.layout_field import (
+    layout_of,
+    set_export,
+    set_idle_tower,
+    set_layout,
+    set_recompute_attention,
+)
 from verl_pg_plugin.engine.batch.row_selection import select_rows
-from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences
+from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_carried, lay_out_idle_export
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
-from verl_pg_plugin.layout import Layout, PrefixOrder, build_prefix_order
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
+from verl_pg_plugin.layout import Layout, PrefixOrder
+from verl_pg_plugin.layout.carried import CarriedLayout
 
 if TYPE_CHECKING:
     from verl_pg_plugin.engine.sharing_modes import SharingMode
@@ -126,7 +132,7 @@ def plan_micro_batches(
 
     def sort() -> tuple[Sequences, PrefixOrder, MicroBatchLimits]:
         sequences, limits = mode.read(data), _limits(data, sp_size)
-        return sequences, build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes), limits
+        return sequences, sequences.order(), limits
 
     sequences, order, limits = on_every_rank(sort, dp_group)
     cut = partial(_cut, sequences, order, limits, min_dedup_ratio, carry)
@@ -145,17 +151,20 @@ def plan_micro_batches(
     exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
     # FSDP gathers weights on all ranks or on none, so all export where one does.
     exporting = np.any(over_ranks([export is not None for export in exports], dp_group), axis=0)
+    # The same holds for a tower, and for the last micro-batch, which reduces the gradients of all.
+    tower_is_idle = not any(over_ranks(sequences.content.needs_tower, dp_group))
 
     def finish() -> MicroBatchPlan:
         indices = [part.sequences for part in parts]
         micro_batches = select_rows(data, indices)
         for k, micro_batch in enumerate(micro_batches):
             set_layout(micro_batch, layouts[k])
+            if tower_is_idle:
+                set_idle_tower(micro_batch)
             if parts[k].recompute_attention:
                 set_recompute_attention(micro_batch)
             if exporting[k]:
-                first = sequences.select(indices[k][:1])
-                set_export(micro_batch, exports[k] or idle_export(first.tokens, first.offsets))
+                set_export(micro_batch, exports[k] or lay_out_idle_export(sequences.select(indices[k][:1])))
         chains = [cut.parts for cut in cuts if len(cut.parts) > 1]
         exported = sum(export.num_rows for export in exports if export is not None)
         return MicroBatchPlan(micro_batches, indices, chains, exported, sequences)
@@ -182,11 +191,8 @@ def _lay_out(sequences: Sequences, cut: _Cut, mode: SharingMode, backward: bool)
     for part in cut.parts:
         rows = sequences.select(part.sequences)
         layouts.append(
-            build_carried_layout(
-                rows.tokens,
-                rows.offsets,
-                rows.prompt_lengths,
-                rows.classes,
+            lay_out_carried(
+                rows,
                 num_chain=part.num_chain,
                 num_carried=part.num_carried,
                 keep=part.keep,
@@ -224,7 +230,7 @@ def _cut(
     if gated:
         # All in one cut: each of them cut alone would leave many half empty.
         alone = unshared(sequences.select(gated))
-        order_alone = build_prefix_order(alone.tokens, alone.offsets, alone.classes)
+        order_alone = alone.order()
         wanted = max(at_least - sum(len(cut.parts) for cut in cuts), 1)
         for part in cut_micro_batches(order_alone, limits, wanted):
             members = [gated[k] for k in part]

@@ -1,10 +1,13 @@
 """What a mini-batch cost, next to what it would have cost without sharing."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from verl.utils.flops_counter import get_device_flops
 
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
+from verl_pg_plugin.layout.prefix_order import IntArray
 
 
 def figures_of_rank(
@@ -14,6 +17,7 @@ def figures_of_rank(
     flops: ModelFlops,
     seconds: float,
     forward_only: bool,
+    patches: Sequence[tuple[IntArray, IntArray]] = (),
 ) -> dict[str, float]:
     """What the mini-batch was on this rank.
 
@@ -24,8 +28,13 @@ def figures_of_rank(
         flops: of the model.
         seconds: this rank took for the mini-batch.
         forward_only: there was no backward.
+        patches: of the pictures of each micro-batch, those that the tower computed and those of all its sequences.
     """
-    return {
+    forward = flops.forward(plan.layouts) + sum(flops.pictures(computed) for computed, _ in patches)
+    alone = float(flops.alone(np.diff(plan.sequences.offsets)).sum()) + sum(
+        flops.pictures(shown) for _, shown in patches
+    )
+    figures: dict[str, float] = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
         "physical_tokens": sum(layout.num_rows for layout in plan.layouts) + num_padding_rows,
         "padding_tokens": num_padding_rows,
@@ -36,12 +45,19 @@ def figures_of_rank(
         "chains": len(plan.chains),
         "carried_rows": plan.carried_rows,
         "exported_rows": plan.exported_rows,
-        "flops": flops.forward(plan.layouts) * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
-        "forward": flops.forward(plan.layouts),
-        "forward_alone": float(flops.alone(np.diff(plan.sequences.offsets)).sum()),
+        "flops": forward * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
+        "forward": forward,
+        "forward_alone": alone,
         "seconds": seconds,
         "carried_bytes": carried_bytes,
     }
+    if flops.tower is None:
+        return figures
+    shown_and_computed = {
+        "patches": sum(int(computed.sum()) for computed, _ in patches),
+        "logical_patches": sum(int(shown.sum()) for _, shown in patches),
+    }
+    return figures | shown_and_computed
 
 
 TOTALS = (
@@ -52,6 +68,8 @@ TOTALS = (
     "chains",
     "carried_rows",
     "exported_rows",
+    "patches",  # where the model has a tower, as the next
+    "logical_patches",
 )
 
 
@@ -65,7 +83,7 @@ def plan_metrics(ranks: list[dict[str, float]], sp_size: int) -> dict[str, list[
     total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
     most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "carried_bytes")}
     peak = get_device_flops("T") * 1e12 * len(ranks) * most["seconds"]
-    metrics = {name: total[name] for name in TOTALS} | {
+    metrics = {name: total[name] for name in TOTALS if name in total} | {
         "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
         # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.

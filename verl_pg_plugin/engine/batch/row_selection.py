@@ -51,3 +51,22 @@ def without_gaps(data: TensorDict) -> TensorDict:
     for name, field in narrowed.items():
         compact[name] = field
     return compact
+
+
+def with_ragged_tokens(data: TensorDict) -> TensorDict:
+    """The same batch, with ``position_ids`` of several dimensions stored as (dimensions, tokens of all sequences).
+
+    Where all B sequences have one length L, torch takes the dimensions for the ragged axis when verl's transfer queue
+    puts the rows together, and stores (B * dimensions, L). ``verl.utils.tensordict_utils.maybe_fix_3d_position_ids`` of
+    verl 0.9.1 then calls the last axis ragged without moving a number, and nothing can unbind the rows any more.
+    """
+    position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)
+    if position_ids is None or not (position_ids.is_nested and position_ids.dim() == 3 and input_ids.is_nested):
+        return data
+    values, lengths = position_ids.values(), set(input_ids.offsets().diff().tolist())
+    if lengths != {values.shape[-1]} or len(data) == 1:
+        return data
+    rows = values.unflatten(0, (len(data), -1)).unbind()
+    repaired = data.copy()
+    repaired["position_ids"] = tu.nested_tensor_from_tensor_list(list(rows), ragged_idx=2)
+    return repaired

@@ -37,6 +37,10 @@ class RowShard:
         part = values_T[self.start : self.start + self.num_rows]
         return np.pad(part, (0, self.num_rows - len(part)))
 
+    def pad(self, values: IntArray) -> IntArray:
+        """(..., padded rows) a value (..., rows) per row of all ranks; zero at padding rows."""
+        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, self.num_padded_rows - values.shape[-1])])
+
     def own(self, rows: IntArray) -> IntArray:
         """Indices into ``rows``, which ascend, of those that are this rank's."""
         first, last = np.searchsorted(rows, [self.start, self.start + self.num_rows])

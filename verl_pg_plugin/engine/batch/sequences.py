@@ -1,16 +1,19 @@
 """Read the sequences of a verl batch, or say what is wrong with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout
+from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.modalities import MODALITIES, Modality
+from verl_pg_plugin.modalities import Content, Modality
 from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.text import TEXT
 
 
 @dataclass(frozen=True)
@@ -18,24 +21,33 @@ class Sequences:
     """B sequences of prompt + response.
 
     Attributes:
-        tokens: (N,) all tokens, one sequence after the other.
-        offsets: (B+1,) bounds of the sequences.
+        content: their tokens, and what else they hold.
         prompt_lengths: (B,) leading tokens that are the prompt.
         classes: (B,) or None; sequences of different class must not share rows (they differ in temperature).
     """
 
-    tokens: IntArray
-    offsets: IntArray
+    content: Content
     prompt_lengths: IntArray
     classes: IntArray | None
 
+    @property
+    def tokens(self) -> IntArray:
+        """(N,) ids of all sequences, one after the other."""
+        return self.content.tokens
+
+    @property
+    def offsets(self) -> IntArray:
+        """(B+1,) their bounds."""
+        return self.content.offsets
+
+    def order(self) -> PrefixOrder:
+        """The sequences sorted, and what neighbours share."""
+        return build_prefix_order(self.content.keys, self.offsets, self.classes, self.content.inside)
+
     def select(self, rows: list[int]) -> "Sequences":
         """Some of the sequences, in the order of ``rows``."""
-        lengths = np.diff(self.offsets)[rows]
-        bounds = self.offsets.tolist()
         return Sequences(
-            tokens=np.concatenate([self.tokens[bounds[row] : bounds[row + 1]] for row in rows]),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
+            content=self.content.select(rows),
             prompt_lengths=self.prompt_lengths[rows],
             classes=None if self.classes is None else self.classes[rows],
         )
@@ -46,11 +58,11 @@ class Sequences:
         classes = np.zeros(len(self.prompt_lengths), np.int64) if self.classes is None else self.classes
         spans = zip(classes.tolist(), self.offsets.tolist(), self.prompt_lengths.tolist(), strict=False)
         numbers: dict[tuple[int, bytes], int] = {}
-        keys = [(group, self.tokens[start : start + length].tobytes()) for group, start, length in spans]
+        keys = [(group, self.content.keys[start : start + length].tobytes()) for group, start, length in spans]
         return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-def read_sequences(data: TensorDict, modality: Modality = MODALITIES["text"]) -> Sequences:
+def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
     Args:
@@ -87,12 +99,32 @@ def read_sequences(data: TensorDict, modality: Modality = MODALITIES["text"]) ->
     classes = None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
-    return Sequences(tokens=content.keys, offsets=offsets, prompt_lengths=prompt_lengths, classes=classes)
+    return Sequences(content=content, prompt_lengths=prompt_lengths, classes=classes)
 
 
 def lay_out_packed(sequences: Sequences) -> PackedLayout:
     """The packed rows of some sequences."""
-    return build_packed_layout(sequences.tokens, sequences.offsets, sequences.prompt_lengths, sequences.classes)
+    content = sequences.content
+    layout = build_packed_layout(
+        content.keys, content.offsets, sequences.prompt_lengths, sequences.classes, content.inside
+    )
+    return content.put_into(layout)
+
+
+def lay_out_carried(sequences: Sequences, **chain: Any) -> CarriedLayout:
+    """The rows of a part of a chain; ``chain`` as ``build_carried_layout`` takes it."""
+    content = sequences.content
+    layout = build_carried_layout(
+        content.keys, content.offsets, sequences.prompt_lengths, sequences.classes, content.inside, **chain
+    )
+    export = layout.export and content.put_into(layout.export)
+    return replace(content.put_into(layout), export=export)
+
+
+def lay_out_idle_export(sequences: Sequences) -> CarriedLayout:
+    """See ``idle_export``."""
+    content = sequences.content
+    return content.put_into(idle_export(content.keys, content.offsets, content.inside))
 
 
 def _numpy(tensor: torch.Tensor) -> IntArray:

@@ -30,7 +30,6 @@ from verl_pg_plugin.engine.steps.token_comparison import (
     relative_errors,
     rounded_otherwise,
 )
-from verl_pg_plugin.layout import build_prefix_order
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ class Verifier:
 
     def _choose(self, sequences: Sequences, micro_batch: TensorDict) -> list[int]:
         """Samples to verify: the one with most attention across a prefix, and others spread over the rest, in turn."""
-        order = build_prefix_order(sequences.tokens, sequences.offsets, sequences.classes)
+        order = sequences.order()
         shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
         by_sharing = order.sequences[np.argsort(-shared * (order.num_rows - shared), kind="stable")]
         num_samples = min(self.options.verify_rows, len(by_sharing))

@@ -1,0 +1,160 @@
+"""Write a tiny Qwen3-VL checkpoint with a character tokenizer and a processor, for training on a CPU.
+
+    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 50] [--seed 0]
+
+The weights are random, then fitted for some seconds on pictures of ``make_picture_data.py`` (supervised, answer tokens
+only), so that the reward starts above zero and RL does the rest. ``--warm-up-steps 0`` leaves them random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from data.whole_directory import whole_directory
+from make_picture_data import CELL, CELLS, COUNTS, chat, draw_squares
+from make_tiny_checkpoint import END, character_tokenizer
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
+
+from verl_pg_plugin.cpu.processor import Qwen3VLProcessor
+
+MERGE, PATCH, FRAMES = 2, CELL // 2, 2
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_processor() -> Qwen3VLProcessor:
+    """A token for each character and mark, patches of 4 pixels."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, IMAGE, VIDEO]})
+    side = CELLS * CELL
+    images = Qwen2VLImageProcessorPil(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=FRAMES,
+        size={"shortest_edge": side**2, "longest_edge": side**2},
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return Qwen3VLProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
+
+
+def tiny_vision_model(tokenizer: Any) -> PreTrainedModel:
+    """Random float32 weights: 2 layers of hidden 96, a tower of 2 blocks of hidden 48."""
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _MARKS.items()}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "max_position_embeddings": 1024,
+        "rope_parameters": rope,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": FRAMES,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, dtype="float32", **ids)
+    return AutoModelForImageTextToText.from_config(config)
+
+
+_MARKS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+
+
+def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Random) -> float:
+    """Fit the answers to random pictures in place: ``steps`` AdamW steps on 32 rows each.
+
+    Returns:
+        The last loss.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    (system, user) = chat(picture="")
+    user["content"] = [{"type": "image"}, {"type": "text", "text": user["content"]}]
+    prompt = processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
+    value = float("nan")
+    for _ in range(steps):
+        counts = rng.choices(COUNTS, k=32)
+        made = processor(
+            text=[prompt + str(count) + END for count in counts],
+            images=[[draw_squares(count, rng)] for count in counts],
+            return_tensors="pt",
+        )
+        labels = made["input_ids"].clone()
+        labels[:, :-2] = -100
+        loss = model(**made, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.item()
+    return value
+
+
+def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 50, seed: int = 0) -> Path:
+    """Write model, generation config, tokenizer and processor to ``output_dir`` and return it.
+
+    Raises:
+        FileExistsError: ``output_dir`` is not empty.
+    """
+    torch.manual_seed(seed)
+    processor = tiny_processor()
+    model = tiny_vision_model(processor.tokenizer)
+    warm_up(model, processor, warm_up_steps, random.Random(seed))
+    with whole_directory(output_dir) as scratch:
+        model.save_pretrained(scratch)
+        processor.save_pretrained(scratch)
+        for file in (scratch / "processor_config.json", scratch / "tokenizer_config.json"):
+            _forget_class(file)
+    return output_dir
+
+
+def _forget_class(file: Path) -> None:
+    """A name would be looked up among transformers' own classes; see ``verl_pg_plugin.cpu.processor``."""
+    settings = json.loads(file.read_text())
+    settings.pop("processor_class", None)
+    file.write_text(json.dumps(settings, indent=2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--warm-up-steps", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = vars(parser.parse_args())
+    try:
+        sys.stdout.write(f"{make_tiny_vision_checkpoint(args.pop('output_dir'), **args)}\n")
+    except FileExistsError as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Pictures stay exact under every option that packed mode has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.carried_cases import carrying, carrying_engine
+from tests.modalities.picture_cases import CHAIN, FORKS, MIXED, TURNS
+from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_adapter, save_vision_model
+from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "micro_batches_of_60_rows": {"batch": {"max_token_len_per_gpu": 60}},
+    "micro_batches_of_3_sequences": {"batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}},
+    "head_in_chunks": {"engine": {"logits_chunk_size": 4}},
+    "fused_head": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
+    "verified": {"engine": {"verify": "every_n", "verify_every": 1}, "batch": {"max_token_len_per_gpu": 60}},
+    "static_rows": {"engine": {"static_rows": True}, "batch": {"max_token_len_per_gpu": 62}},
+    "gated_to_rmpad": {"engine": {"min_dedup_ratio": 100.0}},
+    "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
+    "attention_recomputed": {"engine": {"recompute_attention": True}},
+    "nothing_checkpointed": {"model": {"enable_gradient_checkpointing": False}},
+    "parameters_offloaded": {"engine": {"param_offload": True, "optimizer_offload": True}},
+}
+
+
+@pytest.fixture(scope="module", params=[KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_exact(path: str, option: str) -> None:
+    settings = OPTIONS[option]
+    batch = picture_batch(load(path), MIXED, **settings.get("batch", {}))
+    engine = make_engine(path, packed=True, engine=settings.get("engine"), model=settings.get("model"))
+    assert_same(run_engine(engine, batch, actor_loss()), run_alone(path, MIXED, clone(batch), actor_loss()))
+
+
+def test_an_adapter_on_tower_and_layers_is_exact(path: str, tmp_path: Path) -> None:
+    adapter = save_vision_adapter(path, tmp_path)
+    batch = picture_batch(load(path), MIXED)
+    model = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_adapter_path": adapter}
+    got = run_engine(make_engine(path, packed=True, model=model), batch, actor_loss())
+    assert any(".visual." in name and gradient.any() for name, gradient in got.gradients.items())
+    assert_same(got, run_alone(path, MIXED, clone(batch), actor_loss(), adapter))
+
+
+@pytest.mark.parametrize(
+    ("samples", "budget"),
+    [(CHAIN, 62), (TURNS, 52), (FORKS, 60)],
+    ids=["a_group", "pictures_in_responses", "forks_behind_a_picture"],
+)
+def test_pictures_of_a_chain_are_computed_by_the_part_that_owns_them(path: str, samples: list, budget: int) -> None:
+    batch = picture_batch(load(path), samples, max_token_len_per_gpu=budget)
+    engine = carrying_engine(path)
+    with carrying(engine):
+        got = run_engine(engine, batch, actor_loss())
+    assert_same(got, run_alone(path, samples, clone(batch), actor_loss()))

@@ -1,0 +1,236 @@
+"""Tiny vision-language models, samples with pictures as verl hands them over, and every row alone as the reference."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional as verl_F
+
+from tests.mixers import hybrids
+from tests.support import Result, response_values
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
+"""With Gated DeltaNet layers."""
+IMAGE, VIDEO, START, END = 90, 91, 92, 93
+VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
+MEDIA = {
+    "image": ("pixel_values", "image_grid_thw", IMAGE),
+    "video": ("pixel_values_videos", "video_grid_thw", VIDEO),
+}
+
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+}
+TOWER = {
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": FRAMES,
+    "initializer_range": 0.15,
+    "num_heads": 2,
+    "depth": 2,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+}
+QWEN35_TOWER = {**TOWER, "num_position_embeddings": 64}
+QWEN3_TOWER = {**QWEN35_TOWER, "deepstack_visual_indexes": [0, 1]}
+QWEN3_TEXT = {
+    **TEXT,
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def config_of(kind: str, **text: Any) -> Any:
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    if kind == "qwen2_5_vl":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        parts = {
+            "text_config": {**TEXT, "rope_parameters": rope, **text},
+            "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        }
+    elif kind in HYBRID_KINDS:
+        sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"][1], "vocab_size": VOCAB, **text}
+        rope = {**QWEN3_TEXT["rope_parameters"], "partial_rotary_factor": 1.0}
+        parts = {"text_config": {**sizes, "rope_parameters": rope}, "vision_config": QWEN35_TOWER}
+    else:
+        experts = EXPERTS if kind == "qwen3_vl_moe" else {}
+        parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": QWEN3_TOWER}
+    return transformers.AutoConfig.for_model(kind, **parts, **ids, tie_word_embeddings=False)
+
+
+def save_vision_model(path: Path, kind: str, **text: Any) -> str:
+    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, **text), dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if "visual.pos_embed" in name:  # zero in transformers' initialisation
+            torch.nn.init.normal_(weight, std=0.15)
+    hybrids.remember(model).save_pretrained(path)
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture or video.
+
+    Attributes:
+        grid: frames, rows and columns of patches.
+        seed: of its pixels; equal ones are equal pictures.
+        kind: "image", "video", or "frames": a video with a timestamp in front of each frame, as Qwen3-VL's processor
+            writes it.
+        closed: whether a token of the prompt ends it, as all processors write one; without it responses diverge
+            directly behind the placeholders.
+    """
+
+    grid: tuple[int, int, int]
+    seed: int
+    kind: str = "image"
+    closed: bool = True
+
+    @property
+    def medium(self) -> str:
+        return "image" if self.kind == "image" else "video"
+
+    @property
+    def tokens(self) -> list[int]:
+        token = MEDIA[self.medium][2]
+        frames, height, width = self.grid
+        count = height * width // MERGE**2
+        if self.kind == "frames":
+            return [t for frame in range(frames) for t in (60 + frame, START, *[token] * count, END)]
+        return [START, *[token] * (frames * count), *[END] * self.closed]
+
+    @property
+    def pixels(self) -> torch.Tensor:
+        numbers = 3 * FRAMES * PATCH**2
+        return torch.randn(int(np.prod(self.grid)), numbers, generator=torch.Generator().manual_seed(self.seed))
+
+
+Part = Shown | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One sequence: tokens and pictures of a prompt and of a response."""
+
+    prompt: Sequence[Part]
+    response: Sequence[Part]
+    inputs: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inputs: dict[str, list[torch.Tensor]] = {}
+        for part in (*self.prompt, *self.response):
+            if isinstance(part, Shown):
+                pixels, grids, _ = MEDIA[part.medium]
+                inputs.setdefault(pixels, []).append(part.pixels)
+                inputs.setdefault(grids, []).append(torch.tensor([part.grid]))
+        object.__setattr__(self, "inputs", {name: torch.cat(tensors) for name, tensors in inputs.items()})
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(_tokens(self.prompt), _tokens(self.response))
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*_tokens(self.prompt), *_tokens(self.response)]
+
+
+def _tokens(parts: Sequence[Part]) -> list[int]:
+    return [token for part in parts for token in (part.tokens if isinstance(part, Shown) else part)]
+
+
+def shots(prompt: Sequence[Part], *responses: Sequence[int]) -> list[Shot]:
+    """A group: one prompt, responses of tokens alone."""
+    return [Shot(prompt, [response]) for response in responses]
+
+
+def position_ids(model: Any, shot: Shot) -> torch.Tensor:
+    """(4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
+    ids = torch.tensor([shot.tokens])
+    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    grids = {name: tensor for name, tensor in shot.inputs.items() if name.endswith("thw")}
+    rope, _ = model.model.get_rope_index(ids, mm_token_type_ids=types, attention_mask=torch.ones_like(ids), **grids)
+    return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
+
+
+def picture_batch(model: Any, samples: Sequence[Shot], **settings: Any) -> TensorDict:
+    """The samples as verl's V1 trainer hands them to an engine, what its agent loop adds to pictures included."""
+    batch = make_batch([shot.sample for shot in samples], **settings)
+    positions = [position_ids(model, shot) for shot in samples]
+    batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
+    rows = []
+    for shot in samples:
+        grids = shot.inputs.get("image_grid_thw")
+        lengths = {} if grids is None else {"images_seqlens": grids[:, 1] * grids[:, 2]}
+        rows.append({**{name: tensor.clone() for name, tensor in shot.inputs.items()}, **lengths})
+    tu.assign_non_tensor_stack(batch, "multi_modal_inputs", rows)
+    return batch
+
+
+def load(path: str, attention: str = "sdpa") -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=attention
+    )
+
+
+def save_vision_adapter(model_path: str, path: Path) -> str:
+    """A LoRA adapter on every linear layer, the tower's too, that changes the model's output."""
+    torch.manual_seed(1)
+    config = LoraConfig(TaskType.CAUSAL_LM, r=2, lora_alpha=4, target_modules="all-linear", bias="none")
+    adapted = get_peft_model(load(model_path), config)
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(path)
+    return str(path)
+
+
+def run_alone(
+    path: str, samples: Sequence[Shot], batch: TensorDict, loss: Callable, adapter: str | None = None
+) -> Result:
+    """Every row alone through transformers' own classes; the loss over all of them at once.
+
+    Weights that no row has a gradient for count as zero, since packed mode always runs the tower.
+    """
+    model = stock = load(path)
+    if adapter:
+        model = PeftModel.from_pretrained(stock, adapter, is_trainable=True)
+    rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
+    for shot in samples:
+        ids = torch.tensor([shot.tokens])
+        positions = position_ids(stock, shot)[:, None]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False, **shot.inputs).logits[0]
+        labels = torch.cat([ids[0, 1:], ids[0, :1]])
+        rows["log_probs"].append(logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0])
+        rows["entropy"].append(verl_F.entropy_from_logits(logits))
+    outputs = {name: torch.nested.as_nested_tensor(v, layout=torch.jagged) for name, v in rows.items()}
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
+    value = loss(model_output=outputs, data=batch)[0]
+    value.backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+    return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients, value.item())

@@ -1,0 +1,1 @@
+"""Pictures and videos between the tokens of a prompt or response."""

@@ -1,0 +1,153 @@
+"""Where the pictures of a batch stand: placeholders in the tokens, patches in what verl's processor made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+
+WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
+"""What verl adds and the model needs for positions alone, which the batch has."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Images or videos.
+
+    Attributes:
+        name: for messages.
+        pixels, grids: keys of verl's ``multi_modal_inputs``, which are keywords of the model too: (patches, numbers)
+            and (pictures, 3), each a number of frames, rows and columns of patches.
+        token_id: the placeholder.
+    """
+
+    name: str
+    pixels: str
+    grids: str
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image or frame of a video, where it occurs. The tower looks at each frame alone, so it is a picture too.
+
+    Attributes:
+        sequence: which.
+        kind: image or video.
+        first: logical index of its first placeholder.
+        num_tokens: placeholders, which follow each other.
+        patches: rows of the kind's pixels.
+        grid: rows and columns of patches.
+    """
+
+    sequence: int
+    kind: Kind
+    first: int
+    num_tokens: int
+    patches: slice
+    grid: tuple[int, int]
+
+
+def find_pictures(
+    tokens: IntArray, offsets: IntArray, rows: list[dict[str, Any]], kinds: tuple[Kind, ...], patches_per_token: int
+) -> list[Picture]:
+    """Every picture of B sequences, in the order of their first placeholders.
+
+    Args:
+        tokens: (N,) ids.
+        offsets: (B+1,) bounds of the sequences.
+        rows: B dicts of verl's ``multi_modal_inputs``; an empty list if the batch has none.
+        kinds: of pictures that the model reads.
+        patches_per_token: patches that the tower merges into one row.
+
+    Raises:
+        BatchError: placeholders and pictures do not match, or the processor made something else.
+    """
+    places = {kind: np.flatnonzero(tokens == kind.token_id) for kind in kinds}
+    found: list[Picture] = []
+    for sequence, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        given = rows[sequence] if rows else {}
+        _check_names(sequence, given, kinds)
+        of_sequence: list[Picture] = []
+        for kind, at in places.items():
+            first, last = np.searchsorted(at, [start, stop])
+            of_sequence += _pictures_of(sequence, given, kind, at[first:last], patches_per_token)
+        found += sorted(of_sequence, key=lambda picture: picture.first)
+        if of_sequence and found[-1].first + found[-1].num_tokens == stop:
+            raise BatchError(
+                f"row {sequence} ends in a picture, and no token follows that its last row could predict; drop the "
+                "row, or raise data.max_response_length so that tool results are not cut off"
+            )
+    return found
+
+
+def _check_names(sequence: int, given: Mapping[str, Any], kinds: tuple[Kind, ...]) -> None:
+    known = {name for kind in kinds for name in (kind.pixels, kind.grids)} | WITHOUT_EFFECT
+    unknown = sorted(name for name, value in given.items() if value is not None and name not in known)
+    if unknown:
+        raise BatchError(
+            f"row {sequence}: the processor returns {', '.join(unknown)}, which packed mode does not hand to this "
+            f"model; {OFF}"
+        )
+
+
+def _pictures_of(
+    sequence: int, given: Mapping[str, Any], kind: Kind, places: IntArray, patches_per_token: int
+) -> Iterator[Picture]:
+    """Pictures of one kind in one sequence, whose placeholders stand at ``places``."""
+    grids = _grids(sequence, given, kind)
+    patch = token = 0
+    for frames, height, width in grids:
+        for _ in range(frames):
+            num_patches = height * width
+            num_tokens = num_patches // patches_per_token
+            mine = places[token : token + num_tokens]
+            if num_tokens * patches_per_token != num_patches:
+                raise BatchError(f"row {sequence}: {kind.grids} of {height} x {width} patches do not make whole tokens")
+            if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
+                raise BatchError(_mismatch(sequence, kind, len(places), grids, patches_per_token))
+            yield Picture(
+                sequence=sequence,
+                kind=kind,
+                first=int(mine[0]),
+                num_tokens=num_tokens,
+                patches=slice(patch, patch + num_patches),
+                grid=(height, width),
+            )
+            patch, token = patch + num_patches, token + num_tokens
+    if token != len(places):
+        raise BatchError(_mismatch(sequence, kind, len(places), grids, patches_per_token))
+    num_given = len(given[kind.pixels]) if grids else 0
+    if patch != num_given:
+        raise BatchError(f"row {sequence}: {kind.pixels} has {num_given} patches, {kind.grids} ask for {patch}")
+
+
+def _mismatch(sequence: int, kind: Kind, num_places: int, grids: list[list[int]], patches_per_token: int) -> str:
+    needed = sum(frames * height * width for frames, height, width in grids) // patches_per_token
+    return (
+        f"row {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need {needed}, "
+        "each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool result was cut "
+        "off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
+    )
+
+
+def _grids(sequence: int, given: Mapping[str, Any], kind: Kind) -> list[list[int]]:
+    """Frames, rows and columns of patches of each picture of a kind."""
+    if all(given.get(name) is None for name in (kind.pixels, kind.grids)):
+        return []
+    for name in (kind.pixels, kind.grids):
+        value = given.get(name)
+        if not isinstance(value, torch.Tensor) or value.ndim != 2:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise BatchError(f"row {sequence}: {name} must be a tensor of two dimensions, got {shape}")
+    grids: torch.Tensor = given[kind.grids]
+    sizes: list[list[int]] = grids.tolist()
+    if grids.is_floating_point() or grids.shape[1] != 3 or min(map(min, sizes), default=1) < 1:
+        raise BatchError(f"row {sequence}: {kind.grids} must hold three positive integers for each picture")
+    return sizes
