@@ -46,7 +46,12 @@ def test_two_flags_bring_engines_and_options_under_the_v0_trainer_too(stock_conf
     assert config.trainer.v1.trainer_mode == "sync", "V0 looks nothing up by name"
 
 
-def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(stock_config) -> None:
+def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(
+    stock_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+
+    monkeypatch.setitem(trainer_base.TRAINER_REGISTRY, "theirs", type("Theirs", (PPOTrainerSync,), {}))
     config = stock_config(*FLAGS, "trainer.v1.trainer_mode=theirs", "+trainer.v1.theirs.steps=4")
     engage(config)
     assert config.trainer.v1.trainer_mode == "pg_theirs"

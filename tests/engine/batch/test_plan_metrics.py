@@ -11,13 +11,14 @@ from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.mixers.protocol import PairCost
+from verl_pg_plugin.modalities import Content
 
 FLOPS = ModelFlops(per_row=100.0, per_head_row=10.0, pairs=(PairCost(1.0),))
 LAYOUT = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4, 8]), np.array([3, 3]))
 # Twice two responses of one token to a prompt of three; two of the prompts begin alike.
+TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(
-    tokens=np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5]),
-    offsets=np.array([0, 4, 8, 12, 16]),
+    content=Content(tokens=TOKENS, keys=TOKENS, offsets=np.array([0, 4, 8, 12, 16])),
     prompt_lengths=np.array([3, 3, 3, 3]),
     classes=None,
 )
