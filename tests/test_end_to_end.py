@@ -93,6 +93,22 @@ def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_sessions_with_one_row_per_turn_train_as_tries(tmp_path: Path) -> None:
+    """Every micro-batch is held against rows computed alone."""
+    verify = ("prefix_grouper.verify=every_n", "prefix_grouper.verify_every=1", "prefix_grouper.verify_rows=4")
+    summary, steps = train(tmp_path, *verify, script="run_qwen3_agent_pg.sh", NGPUS_PER_NODE="2", TOTAL_STEPS="3")
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several rows"
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
+        assert step["actor/prefix_grouper/verified_rows"] > 0
+        assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.3
+        assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
 def test_a_hybrid_of_recurrence_and_attention_trains_in_packed_mode(tmp_path: Path) -> None:
     scripts, files = REPOSITORY / "scripts", {}
     commands = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verl_pg_plugin.batching.runs import RunPrices
-from verl_pg_plugin.batching.session_order import order_by_sessions
+from verl_pg_plugin.batching.session_order import common_prefix, order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers.protocol import PairCost
@@ -101,3 +101,22 @@ def test_single_rows_and_sequences_that_are_all_prompt_stay_within_their_lengths
     order = order_by_sessions(*(np.array(values) for values in ([0, 0], [0, 1], [0, 0], [2, 2], [0, 5])))
     assert order.num_rows.tolist() == [6, 1]
     assert order.num_shared.tolist() == [0, 1]
+
+
+def test_a_system_prompt_is_shared_by_the_groups_behind_the_first() -> None:
+    rollouts = Rollouts()
+    system = rollouts.draw(150)
+    prompts = [np.concatenate([system, rollouts.draw(100)]) for _ in range(3)]
+    for group, prompt in enumerate(prompts):
+        for session in range(2):
+            rollouts.session(group, session, prompt, [(20, 50)] * 3)
+    estimated = order_by_sessions(*np.array(rollouts.columns).T, common_tokens=common_prefix(prompts))
+    offsets = np.append(0, np.cumsum([len(tokens) for tokens in rollouts.tokens]))
+    real = build_prefix_order(np.concatenate(rollouts.tokens), offsets)
+    assert estimated.num_new.sum() == real.num_new.sum()
+
+
+def test_prompts_begin_alike_up_to_their_first_difference() -> None:
+    assert common_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5]), np.array([1, 2])]) == 2
+    assert common_prefix([np.array([1, 2]), np.array([2, 2])]) == 0
+    assert common_prefix([np.array([1, 2])]) == common_prefix([]) == 0

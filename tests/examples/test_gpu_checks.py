@@ -207,7 +207,9 @@ def test_a_device_that_does_not_exist_is_named(tmp_path: Path, inputs: dict[str,
     assert done.stderr.splitlines()[-1] == "error: DEVICE=tpu is neither cpu nor gpu"
 
 
-@pytest.mark.parametrize("script", ["run_qwen3_pg.sh", "run_qwen3_rmpad.sh", "run_qwen3_tools_pg.sh"])
+@pytest.mark.parametrize(
+    "script", ["run_qwen3_pg.sh", "run_qwen3_rmpad.sh", "run_qwen3_tools_pg.sh", "run_qwen3_agent_pg.sh"]
+)
 def test_help_lists_every_variable_that_the_script_reads_and_starts_nothing(tmp_path: Path, script: str) -> None:
     done = subprocess.run(
         ["bash", str(REPOSITORY / "examples" / script), "--help"], capture_output=True, text=True, cwd=tmp_path

@@ -15,6 +15,7 @@ V0 = "trainer.use_v1=False"
 VERLS_ENTRY_POINT = "verl.trainer.main_ppo"
 # One optimizer step a training step: what V0 and V1 sample is the same, the order in which it arrives is not.
 ONE_MINI_BATCH = {"TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "8"}
+RECIPE = ("hydra.searchpath=[pkg://verl.trainer.config]",)
 TRAINED = ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/kl_loss", "actor/grad_norm")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -134,11 +135,18 @@ def test_full_determinism_repeats_a_run_bit_by_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry_point", [VERLS_ENTRY_POINT, pytest.param("verl_pg_plugin.main_ppo", marks=pytest.mark.slow)]
+    ("entry_point", "of_recipe"),
+    [
+        (VERLS_ENTRY_POINT, ()),
+        pytest.param("verl_pg_plugin.main_ppo", (), marks=pytest.mark.slow),
+        pytest.param("verl.experimental.one_step_off_policy.main_ppo", RECIPE, marks=pytest.mark.slow),
+        pytest.param("verl.experimental.fully_async_policy.fully_async_main", RECIPE, marks=pytest.mark.slow),
+    ],
 )
-def test_what_cannot_engage_ends_before_ray(entry_point: str, tmp_path: Path) -> None:
+def test_what_cannot_engage_ends_before_ray(entry_point: str, of_recipe: tuple[str, ...], tmp_path: Path) -> None:
     overrides = [
         f"hydra.run.dir={tmp_path}",
+        *of_recipe,
         V0,
         "actor_rollout_ref.actor.use_prefix_grouper=True",
         "actor_rollout_ref.model.use_remove_padding=True",

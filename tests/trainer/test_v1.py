@@ -38,6 +38,8 @@ class StockTrainer(PPOTrainer):
 class Batch:
     """The parts of a ``KVBatchMeta`` that a balance reads, and what it was reordered to."""
 
+    partition_id = "train"
+
     def __init__(self, keys: list[str], responses: list[int]) -> None:
         self.keys, self.order = keys, list(range(len(keys)))
         self.tags = [{"prompt_len": 8, "response_len": n, "seq_len": 8 + n} for n in responses]
@@ -122,3 +124,41 @@ def test_a_batch_that_only_fits_the_critics_mini_batches_is_balanced_as_one(trai
     trainer._balance_batch(batch, metrics)
     assert sorted(batch.order) == list(range(6))
     assert metrics["prefix_grouper/balance/cut_groups"] == 1
+
+
+def test_a_system_prompt_that_all_prompts_begin_with_is_counted_once_a_rank(
+    trainer: Any, stored_prompts: dict[str, list[int]]
+) -> None:
+    keys = [f"{uid}_{session}_0" for uid in "abcd" for session in (0, 1)]
+    rows = {}
+    for shared in (0, 6):
+        stored_prompts.update({uid: [*range(shared), number + 10] for number, uid in enumerate("abcd")})
+        batch, metrics = Batch(keys, responses=[3] * 8), {}
+        trainer._balance_batch(batch, metrics)
+        rows[shared] = metrics["prefix_grouper/balance/estimated_rows"]
+    whole = 4 * (7 + 2 * 3)  # prompts of 8 tokens are 7 rows
+    assert rows[0] == whole / 2, "the mean of two mini-batches"
+    assert rows[6] == rows[0], "each of the four mini-batches of two ranks holds one group, and computes it alone"
+    metrics = {}
+    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
+    trainer._balance_batch(Batch(keys, responses=[3] * 8), metrics)
+    assert metrics["prefix_grouper/balance/estimated_rows"] == whole - 2 * 5, "two groups in each of two cells"
+
+
+def test_filler_rows_say_nothing_about_prompts(trainer: Any) -> None:
+    batch = Batch(["a_0_0", "a_1_0", "pad0_0_0", "pad0_1_0"], responses=[3] * 4)
+    for tag in batch.tags[2:]:
+        tag["is_padding"] = True
+    assert trainer._common_tokens(batch, ["a", "a", "pad0", "pad0"]) == 0
+
+
+def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:
+    def update(self: Any, batch: Any, metrics: dict[str, float]) -> Any:
+        metrics.update({"actor/prefix_grouper/physical_tokens": 30.0, "actor/prefix_grouper/padding_tokens": 4.0})
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update)
+    batch, metrics = Batch(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], responses=[3] * 4), {}
+    trainer._balance_batch(batch, metrics)
+    trainer._update_actor(batch, metrics)
+    assert metrics["prefix_grouper/balance/estimated_over_real_rows"] == (2 * (7 + 2 * 3)) / 26

@@ -8,9 +8,11 @@ these the trie follows as far as rollouts build it:
   per turn, tool output and all;
 - a row with a shorter prompt was given an edited context, and shares with its session what its sessions share.
 
-What is not seen is sharing between prompts, and an edit that lengthens the context. ``actual rows over these`` is a
-metric of each step.
+What all prompts begin with, a system prompt, shows in the tokens of a few of them. What is not seen is sharing between
+some prompts alone, and how much an edited context kept beyond its prompt.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +20,12 @@ from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
 
 
 def order_by_sessions(
-    group: IntArray, session: IntArray, place: IntArray, prompt_lengths: IntArray, response_lengths: IntArray
+    group: IntArray,
+    session: IntArray,
+    place: IntArray,
+    prompt_lengths: IntArray,
+    response_lengths: IntArray,
+    common_tokens: int = 0,
 ) -> PrefixOrder:
     """B sequences, group after group, in each the sessions with most rows first, in each session by place.
 
@@ -27,6 +34,7 @@ def order_by_sessions(
         session: (B,) equal values within a group mark rows of one session.
         place: (B,) of a row in its session.
         prompt_lengths, response_lengths: (B,) tokens; a sequence has at least two.
+        common_tokens: that all prompts begin with.
     """
     lengths = prompt_lengths + response_lengths
     _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)
@@ -42,5 +50,15 @@ def order_by_sessions(
     extends = continues & np.append(False, prompts[1:] >= lengths[:-1])[: len(order)]
     common = np.minimum(prompts, prompts[opens_group][np.cumsum(opens_group) - 1])
     num_shared = np.where(extends, np.append(0, lengths[:-1])[: len(order)], common) - 1
-    num_shared[opens_group] = 0
+    num_shared[opens_group] = max(common_tokens - 1, 0)
+    num_shared[:1] = 0
     return PrefixOrder(sequences=order, num_rows=lengths - 1, num_shared=np.minimum(num_shared, lengths - 1).clip(0))
+
+
+def common_prefix(prompts: Sequence[IntArray]) -> int:
+    """Number of tokens that all of some prompts begin with; 0 for fewer than two prompts, which share nothing."""
+    if len(prompts) < 2:
+        return 0
+    length = min(map(len, prompts))
+    differs = np.any([prompt[:length] != prompts[0][:length] for prompt in prompts], axis=0)
+    return int(differs.argmax()) if differs.any() else length

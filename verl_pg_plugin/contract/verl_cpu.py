@@ -86,6 +86,7 @@ VERL_CPU_PARTS: tuple[Part, ...] = (
         finalize="(self)",
     ),
     *_parts("verl", "cpu/agent_loop_v0.py", DataProto=EXISTS),
+    *_parts("verl.utils.ray_utils", "cpu/agent_loop_v0.py", auto_await="(func)"),
     *_parts("verl.experimental.agent_loop", "cpu/agent_loop_v0.py", AgentLoopManager=EXISTS, AgentLoopWorker=EXISTS),
     *_parts(
         "verl.experimental.agent_loop.AgentLoopManager",

@@ -9,6 +9,7 @@ import numpy as np
 import ray
 from verl import DataProto
 from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.utils.ray_utils import auto_await
 
 from verl_pg_plugin.cpu.prompt_seeds import PromptSeeds
 from verl_pg_plugin.cpu.sampling import derived_seed
@@ -33,7 +34,8 @@ class SeededAgentLoopManagerV0(AgentLoopManager):
         super().__init__(*args, **kwargs)
         self._seeds = PromptSeeds(self.rollout_config.seed)
 
-    def generate_sequences(self, prompts: DataProto) -> Any:
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Draw one response for each of B rows.
 
         V0 has repeated every prompt already: its rows have one uid, and the k-th of them is session k.
@@ -54,4 +56,4 @@ class SeededAgentLoopManagerV0(AgentLoopManager):
             seeds.append(derived_seed(seed_of[first_row_of[uid]], sessions[uid]))
             sessions[uid] += 1
         rows[SEED] = np.array(seeds, dtype=np.int64)
-        return super().generate_sequences(prompts)
+        return await super().generate_sequences(prompts)

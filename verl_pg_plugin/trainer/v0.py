@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_pg_plugin.batching.session_order import common_prefix
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
 from verl_pg_plugin.trainer.whole_groups import (
     BatchRows,
@@ -15,6 +16,7 @@ from verl_pg_plugin.trainer.whole_groups import (
     deal_groups,
     mini_batches_of_config,
     num_ranks_of,
+    some_prompts,
 )
 
 __all__ = ["KeepsGroupsV0", "regroup"]
@@ -61,7 +63,8 @@ def regroup(
     """
     if getattr(trainer, "model_flops", None) is None:
         trainer.model_flops = actor_flops(trainer.config)
-    mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
+    prompts = batch.batch["prompts"]
+    mask, width = batch.batch["attention_mask"].long(), prompts.shape[1]
     uids = batch.non_tensor_batch["uid"].tolist()
     rows = BatchRows(
         uids=uids,
@@ -69,6 +72,7 @@ def regroup(
         places=np.zeros(len(uids), dtype=np.int64),
         prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
         response_lengths=mask[:, width:].sum(dim=1).numpy(),
+        common_tokens=common_prefix([prompts[row, mask[row, :width] > 0].numpy() for row in some_prompts(uids)]),
     )
     num_ranks = num_ranks_of(trainer.actor_rollout_wg)
     balance = deal_groups(rows, trainer.model_flops, num_ranks, num_mini_batches(trainer, len(rows.uids)))

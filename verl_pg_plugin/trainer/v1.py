@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
+from verl_pg_plugin.batching.session_order import common_prefix
 from verl_pg_plugin.trainer.console import console
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
 from verl_pg_plugin.trainer.modes import PREFIX
-from verl_pg_plugin.trainer.whole_groups import ESTIMATED_ROWS, BatchRows, balance_metrics, deal_groups, num_ranks_of
+from verl_pg_plugin.trainer.whole_groups import (
+    ESTIMATED_ROWS,
+    BatchRows,
+    balance_metrics,
+    deal_groups,
+    num_ranks_of,
+    some_prompts,
+)
 
 __all__ = ["KeepsGroupsV1"]
 
@@ -44,6 +52,7 @@ class KeepsGroupsV1(KeepsGroups):
             places=np.array([int(place) for _, _, place in keys]),
             prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
             response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
+            common_tokens=self._common_tokens(batch, [uid for uid, _, _ in keys]),
         )
         num_ranks = num_ranks_of(self.actor_rollout_wg)
         balance = deal_groups(rows, self.model_flops, num_ranks, type(self).num_mini_batches(self, len(rows.uids)))
@@ -51,6 +60,18 @@ class KeepsGroupsV1(KeepsGroups):
         metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
         self._is_balanced = True
         return batch
+
+    def _common_tokens(self, batch: Any, uids: list[str]) -> int:
+        """What all prompts begin with, from the tokens of a few that are not verl's filler."""
+        import transfer_queue  # which V0 runs without
+
+        rows = [row for row in some_prompts(uids) if not batch.tags[row].get("is_padding")]
+        if len(rows) < 2:
+            return 0
+        prompts = transfer_queue.kv_batch_get(
+            keys=[batch.keys[row] for row in rows], partition_id=batch.partition_id, select_fields=["prompts"]
+        )["prompts"]
+        return common_prefix([prompt.numpy() for prompt in prompts.unbind()])
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Hold the rows that the balance expected against those that the engine has computed."""

@@ -24,10 +24,14 @@ __all__ = [
     "deal_groups",
     "mini_batches_of_config",
     "num_ranks_of",
+    "some_prompts",
 ]
 
 ESTIMATED_ROWS = "prefix_grouper/balance/estimated_rows"
 """Metric: rows that all ranks compute in a mini-batch, as the balance expects; the mean, as of the engine's metrics."""
+
+COMPARED_PROMPTS = 16
+"""Of so many prompts of a batch the tokens are compared, to see what all begin with."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class BatchRows:
         uids: (B,) sequences with one prompt have one uid.
         sessions, places: (B,) int64, which of a prompt's sessions a row is from, and which of its rows it is.
         prompt_lengths, response_lengths: (B,) int64, tokens.
+        common_tokens: that all prompts begin with.
     """
 
     uids: Sequence[str]
@@ -45,6 +50,7 @@ class BatchRows:
     places: IntArray
     prompt_lengths: IntArray
     response_lengths: IntArray
+    common_tokens: int = 0
 
     @property
     def lengths(self) -> IntArray:
@@ -63,6 +69,12 @@ def actor_flops(config: DictConfig) -> ModelFlops:
     section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
     model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
     return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
+
+
+def some_prompts(uids: Sequence[str]) -> list[int]:
+    """A row of each of ``COMPARED_PROMPTS`` prompts, spread over the batch."""
+    first = list({uid: row for row, uid in reversed(list(enumerate(uids)))}.values())
+    return sorted(first)[:: max(1, len(first) // COMPARED_PROMPTS)][:COMPARED_PROMPTS]
 
 
 def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
@@ -84,7 +96,9 @@ def deal_groups(rows: BatchRows, flops: ModelFlops, num_ranks: int, num_mini_bat
     numbers: dict[str, int] = {}
     # Not in the order of the uids, which verl draws anew in every run.
     group = np.array([numbers.setdefault(uid, len(numbers)) for uid in rows.uids])
-    order = order_by_sessions(group, rows.sessions, rows.places, rows.prompt_lengths, rows.response_lengths)
+    order = order_by_sessions(
+        group, rows.sessions, rows.places, rows.prompt_lengths, rows.response_lengths, rows.common_tokens
+    )
     return balance_groups(order, group, rows.response_lengths, flops.segments, num_ranks, num_mini_batches)
 
 

@@ -1,0 +1,103 @@
+"""Trainers with rollout servers of their own, and trainers of other people, run packed mode end to end."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.test_end_to_end import train
+from verl_pg_plugin.config import Mode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SERVERS_APART = (
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=store",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_pg_plugin.cpu.weight_store",
+    "++ray_kwargs.ray_init.num_gpus=2",  # one worker trains, one holds the weights of a server
+    "ray_kwargs.ray_init.num_cpus=48",
+)
+RECIPE = (
+    *SERVERS_APART,
+    "hydra.searchpath=[pkg://verl.trainer.config]",
+    "trainer.use_v1=False",
+    "actor_rollout_ref.hybrid_engine=False",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1",
+)
+TRAINER = """
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+
+
+@register_trainer("theirs")
+class TheirTrainer(PPOTrainerSync):
+    def _balance_batch(self, batch, metrics, *args, **kwargs):
+        batch = super()._balance_batch(batch, metrics, *args, **kwargs)
+        metrics["theirs/first_session"] = int(batch.keys[0].split("_")[-2])
+        batch.reorder(sorted(range(len(batch)), key=lambda row: batch.keys[row].split("_")[-2]))  # groups torn apart
+        return batch
+
+    def step(self, metrics, timing_raw):
+        metrics["theirs/steps"] = 1
+        return super().step(metrics, timing_raw)
+"""
+
+
+def test_separate_async_trains_in_packed_mode(tmp_path: Path) -> None:
+    overrides = (
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    )
+    summary, steps = train(tmp_path, *SERVERS_APART, *overrides)
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["prefix_grouper/balance/cut_groups"] == 0
+        assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.5
+        assert step["actor/grad_norm"] > 0
+
+
+def test_one_step_off_trains_in_packed_mode(tmp_path: Path) -> None:
+    entry_point = "verl.experimental.one_step_off_policy.main_ppo"
+    summary, steps = train(tmp_path, *RECIPE, ENTRY_POINT=entry_point)
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["prefix_grouper/balance/cut_groups"] == 0
+        assert step["actor/grad_norm"] > 0
+
+
+def test_fully_async_trains_in_packed_mode(tmp_path: Path) -> None:
+    overrides = (
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=null",  # it has one of its own
+        "data.gen_batch_size=1",
+        "rollout.n=8",
+        "rollout.total_rollout_steps=16",
+        "async_training.trigger_parameter_sync_step=2",
+    )
+    variables = {"TRAIN_BATCH_SIZE": "0", "TOTAL_STEPS": "null"}
+    entry_point = "verl.experimental.fully_async_policy.fully_async_main"
+    summary, steps = train(tmp_path, *RECIPE, *overrides, ENTRY_POINT=entry_point, **variables)
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("entry_point", ["verl_pg_plugin.main_ppo", "verl.trainer.main_ppo"])
+def test_a_trainer_of_somebody_elses_trains_with_groups_kept(entry_point: str, tmp_path: Path) -> None:
+    (tmp_path / "their_trainer.py").write_text(TRAINER)
+    environment = {
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "VERL_USE_EXTERNAL_MODULES": "their_trainer",
+    }
+    overrides = ("trainer.v1.trainer_mode=theirs",)
+    run = tmp_path / "run"
+    summary, steps = train(run, *overrides, ENTRY_POINT=entry_point, NGPUS_PER_NODE="2", **environment)
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        assert step["theirs/steps"] == 1
+        assert "theirs/first_session" in step
+        assert step["prefix_grouper/balance/cut_groups"] == 0
+        assert step["actor/prefix_grouper/dedup_ratio"] > 8
