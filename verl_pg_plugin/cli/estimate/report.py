@@ -115,9 +115,10 @@ def plot(forecasts: list[Forecast], path: Path) -> None:
     axes.plot(budgets, [found.old_log_prob for found in forecasts], "o-", label="old_log_prob, ref")
     axes.plot(budgets, [found.update for found in forecasts], "s-", label="update")
     axes.axhline(forecasts[0].flop_bound, linestyle="--", color="grey", label="FLOP bound")
-    axes.set(
-        xlabel="token budget of a micro-batch", ylabel="predicted speed-up over stock verl (rmpad)", ylim=(0, None)
-    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets], fontsize="small")
+    top = 1.1 * max(max(found.flop_bound, found.old_log_prob, found.update) for found in forecasts)
+    axes.set(xlabel="token budget of a micro-batch", ylabel="predicted speed-up over rmpad", ylim=(0, top))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
