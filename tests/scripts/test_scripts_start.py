@@ -19,7 +19,14 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize(
     "script",
-    ["bench_chains.py", "bench_layout.py", "bench_actor.py", "bench_longest_prompt.py", "upkeep/draw_chain.py", "upkeep/draw_packed_rows.py"],
+    [
+        "bench_chains.py",
+        "bench_layout.py",
+        "bench_actor.py",
+        "bench_longest_prompt.py",
+        "upkeep/draw_chain.py",
+        "upkeep/draw_packed_rows.py",
+    ],
 )
 def test_script_explains_itself(script: str) -> None:
     assert "usage:" in run(str(SCRIPTS / script), "--help")
