@@ -5,8 +5,10 @@
 FLOPs are counted anew from model and case, every rank of a case with the balance its trainer would give it. "rank" is
 Spearman's correlation of the FLOPs of the slowest rank with the seconds, over all cases of one device and phase, stock
 verl's included. "error" is the median of ``|predicted / measured - 1|`` for the speed-up over rmpad in the same file:
-once over all paths that share prefixes, once over packed mode as it comes (no compiled layers, the kernel of stock
-verl), which is what the FLOPs describe.
+once of plain FLOPs over packed mode as it comes (no compiled layers, the kernel of stock verl), once of the forecast
+(``verl_pg_plugin/cost/forecast.py``, which ``estimate`` shows) over packed mode with all its options and budgets.
+Padded groups have no forecast, and neither has a CPU, where stock verl attends over a dense mask of all tokens.
+``--cases`` lists every case.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from benchmarks.actor_cases import Case, Work, rows_of_ranks
 from benchmarks.shapes import SHAPES, config_of
 from rich.console import Console
 from rich.table import Table
 
 from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.forecast import Batch, Settings, forecast
+from verl_pg_plugin.cost.row_memory import RowMemory
 
 DATA = Path(__file__).parents[1] / "docs/data"
 PHASES = ("old_log_prob", "update_actor")
 STOCK = ("rmpad", "padded")
+USUAL_BUDGET = 20480
+BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
+"""``--max-token-len`` of bench_actor.py in files that were made with another."""
 AS_IT_COMES = ("packed", "packed:attention_kernel=flash_attn_2")
 
 
@@ -45,6 +53,8 @@ class Measurement:
     Attributes:
         flops: of the slowest rank.
         predicted, measured: speed-up over rmpad.
+        forecast: predicted with the cuts of its budget and with its options; None where there is none.
+        case: of the benchmark.
     """
 
     device: str
@@ -54,6 +64,50 @@ class Measurement:
     flops: float
     predicted: float
     measured: float
+    forecast: float | None
+    case: str
+
+
+@cache
+def prices_of(model: str, case_name: str, stock: bool, world_size: int, settings: Settings) -> list[dict[str, float]]:
+    """Price of each phase on every rank: of stock verl with its own balance, or shared with ours."""
+    config = config_of(model)
+    flops = ModelFlops.of_config(config)
+    samples, group = Case.parse(case_name).samples(SHAPES[model]["vocab_size"], world_size)
+    memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, not settings.recompute_attention)
+    prices = []
+    for part in rows_of_ranks(samples, group, stock, flops, world_size):
+        lengths = [len(samples[row].prompt) + len(samples[row].response) for row in part]
+        batch = Batch(
+            tokens=np.concatenate([[*samples[row].prompt, *samples[row].response] for row in part]),
+            offsets=np.append(0, np.cumsum(lengths)),
+            prompt_lengths=np.array([len(samples[row].prompt) for row in part]),
+        )
+        found = forecast(batch, flops, memory, settings)
+        log_prob, update = found.alone
+        if not stock:
+            log_prob, update = log_prob / found.old_log_prob, update / found.update
+        prices.append({"old_log_prob": log_prob, "update_actor": update})
+    return prices
+
+
+def forecast_of(file: Path, row: dict[str, str]) -> float | None:
+    """Speed-up that the forecast gives a line of a file: the slowest rank of stock verl over the slowest of ours."""
+    path, _, own_budget = row["path"].partition("@")
+    if row["device"].startswith("cpu") or not path.startswith("packed"):
+        return None
+    options = dict(option.split("=") for option in path.partition(":")[2].split(",") if option)
+    stock = Settings(BUDGETS.get(file.stem, USUAL_BUDGET))
+    shared = Settings(
+        int(own_budget or stock.budget),
+        carry=options.get("carry") != "never",
+        recompute_attention=options.get("recompute_attention") == "True",
+        compile_layers=options.get("compile_layers") == "True",
+        kernel=options.get("attention_kernel", "flash_attn_2"),
+    )
+    model, case, ranks, phase = row["model"], row["case"], int(row["world_size"]), row["phase"]
+    alone = max(price[phase] for price in prices_of(model, case, True, ranks, stock))
+    return alone / max(price[phase] for price in prices_of(model, case, False, ranks, shared))
 
 
 @cache
@@ -84,6 +138,8 @@ def read(path: Path) -> list[Measurement]:
                     flops=max(done),
                     predicted=sum(work.alone[phase]) / sum(done),
                     measured=float(row["speedup"]),
+                    forecast=forecast_of(path, row),
+                    case=f"{row['model']} {row['case']} on {row['world_size']}",
                 )
             )
     return found
@@ -99,16 +155,23 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
-def median_error(measurements: list[Measurement]) -> str:
-    errors = [abs(m.predicted / m.measured - 1) for m in measurements]
+def forecast_errors(measurements: list[Measurement]) -> list[float]:
+    """Relative errors of the forecast, signed, of those that have one."""
+    return [m.forecast / m.measured - 1 for m in measurements if m.forecast is not None]
+
+
+def median_error(errors: Sequence[float]) -> str:
+    errors = [abs(error) for error in errors]
     return f"{statistics.median(errors):.1%} ({len(errors)})" if errors else "-"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, nargs="+", default=sorted(DATA.glob("actor_*.csv")))
-    measurements = [m for path in parser.parse_args().csv for m in read(path)]
-    table = Table("device", "phase", "cases", "rank", "error, shared prefixes", "error, packed as it comes")
+    parser.add_argument("--cases", action="store_true", help="list the forecast of every case")
+    args = parser.parse_args()
+    measurements = [m for path in args.csv for m in read(path)]
+    table = Table("device", "phase", "cases", "rank", "error of FLOPs, as it comes", "error of the forecast")
     for device in dict.fromkeys(m.device for m in measurements):
         for phase in PHASES:
             those = [m for m in measurements if (m.device, m.phase) == (device, phase)]
@@ -119,11 +182,24 @@ def main() -> int:
                 phase,
                 str(len(those)),
                 f"{spearman([m.flops for m in those], [m.seconds for m in those]):.3f}",
-                median_error([m for m in those if m.path not in STOCK]),
-                median_error([m for m in those if m.path in AS_IT_COMES]),
+                median_error([m.predicted / m.measured - 1 for m in those if m.path in AS_IT_COMES]),
+                median_error(forecast_errors(those)),
             )
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    if args.cases:
+        console.print(table_of_cases([m for m in measurements if m.forecast is not None]))
     return 0
+
+
+def table_of_cases(measurements: list[Measurement]) -> Table:
+    """Predicted and measured speed-up of each."""
+    table = Table("case", "path", "phase", "measured", "predicted", "error", box=None)
+    for m in measurements:
+        assert m.forecast is not None
+        error = m.forecast / m.measured - 1
+        table.add_row(m.case, m.path, m.phase, f"{m.measured:.2f}x", f"{m.forecast:.2f}x", f"{error:+.1%}")
+    return table
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python scripts/plot_bench.py outputs/bench_actor.csv --out docs/images
 
 Takes any number of CSV files. Writes speedup_against_ratio and speedup_against_n, each as PNG and SVG, with one panel
-for each phase. Points are medians with a bar from the slowest to the fastest repeat; the dashed line of the same colour
+for each phase. Points are medians with a bar from the slowest to the fastest repeat; the dotted line of the same colour
 is the ratio of floating point operations.
 """
 
@@ -22,6 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from rich.console import Console
 
+MARKERS = "osD^v<>"
 PHASES = ("old_log_prob", "ref", "update_actor")
 
 
@@ -39,6 +40,11 @@ class Point:
     slowest: float
     fastest: float
     bound: float
+
+    @property
+    def setup(self) -> str:
+        """Model, kernel and options."""
+        return f"{self.model} {self.kernel}"
 
     @property
     def ratio(self) -> float:
@@ -85,29 +91,51 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
 def draw(
     points: list[Point], x: Callable[[Point], float], x_label: str, curve: Callable[[Point], str], path: Path
 ) -> list[Path]:
-    """One panel for each phase, one curve for each value of ``curve``; returns the files written."""
+    """One panel for each phase, one curve for each value of ``curve`` and setup; returns the files written.
+
+    Colours tell cases apart, markers setups. Of each case the bound is drawn once: it is the same for every setup. A
+    case with one place on the axis is no curve and is left out.
+
+    Raises:
+        ValueError: no case has two places.
+    """
+    places: dict[str, set[float]] = defaultdict(set)
+    for point in points:
+        places[curve(point)].add(x(point))
+    points = [point for point in points if len(places[curve(point)]) > 1]
+    if not points:
+        raise ValueError(f"no case was measured at two values of {x_label}, so there is no curve to draw")
     phases = [phase for phase in PHASES if any(point.phase == phase for point in points)]
-    figure, panels = plt.subplots(1, len(phases), figsize=(4.6 * len(phases), 3.8), sharey=True, squeeze=False)
-    labels = sorted({curve(point) for point in points})
+    cases, setups = sorted({curve(point) for point in points}), sorted({point.setup for point in points})
+    figure, panels = plt.subplots(
+        1, len(phases), figsize=(3.9 * len(phases) + 2.9, 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
     for panel, phase in zip(panels[0], phases, strict=True):
-        curves: dict[str, list[Point]] = defaultdict(list)
-        for point in sorted((point for point in points if point.phase == phase), key=x):
-            curves[curve(point)].append(point)
-        for label, members in curves.items():
-            color = f"C{labels.index(label) % 10}"
-            places, speedups = [x(point) for point in members], [point.speedup for point in members]
-            below = [point.speedup - point.slowest for point in members]
-            above = [point.fastest - point.speedup for point in members]
-            panel.errorbar(places, speedups, yerr=[below, above], fmt="o-", color=color, capsize=3, label=label)
-            panel.plot(places, [point.bound for point in members], "--", color=color, alpha=0.6)
+        for color, case in enumerate(cases):
+            members = sorted((p for p in points if (p.phase, curve(p)) == (phase, case)), key=x)
+            bounds = {x(point): point.bound for point in members}
+            panel.plot(list(bounds), list(bounds.values()), ":", color=f"C{color}", label=f"FLOP bound, {case}")
+            for marker, setup in enumerate(setups):
+                measured = [point for point in members if point.setup == setup]
+                if not measured:
+                    continue
+                speedups = [point.speedup for point in measured]
+                panel.errorbar(
+                    [x(point) for point in measured],
+                    speedups,
+                    yerr=[[p.speedup - p.slowest for p in measured], [p.fastest - p.speedup for p in measured]],
+                    fmt=f"{MARKERS[marker % len(MARKERS)]}-",
+                    color=f"C{color}",
+                    capsize=3,
+                    label=f"{setup}, {case}",
+                )
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         panel.set(title=phase, xlabel=x_label)
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("speed-up over rmpad (dashed: FLOP bound)")
-    panels[0][-1].legend(fontsize="small")
-    figure.tight_layout()
+    panels[0][0].set_ylabel("speed-up over rmpad")
+    figure.legend(*panels[0][-1].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for file in written:
         figure.savefig(file, dpi=150)
@@ -122,19 +150,12 @@ def main() -> int:
     args = parser.parse_args()
     points = read_points(args.csv)
     args.out.mkdir(parents=True, exist_ok=True)
-    kinds = {(point.model, point.kernel) for point in points}
-
-    def name(point: Point, case: str) -> str:
-        return case if len(kinds) == 1 else f"{point.model} {point.kernel} {case}"
-
-    written = draw(
-        points, lambda p: p.ratio, "P : R", lambda p: name(p, f"n={p.n}"), args.out / "speedup_against_ratio"
-    )
+    written = draw(points, lambda p: p.ratio, "P : R", lambda p: f"n={p.n}", args.out / "speedup_against_ratio")
     written += draw(
         points,
         lambda p: p.n,
         "responses per prompt n",
-        lambda p: name(p, f"P={p.prompt} R={p.response:g}"),
+        lambda p: f"P={p.prompt} R={p.response:g}",
         args.out / "speedup_against_n",
     )
     for file in written:

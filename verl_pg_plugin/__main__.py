@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from verl_pg_plugin import __version__
-from verl_pg_plugin.cli import doctor, patch_model
+from verl_pg_plugin.cli import doctor, estimate, patch_model
 from verl_pg_plugin.cli.command import CommandError
 
-SUBCOMMANDS = (doctor, patch_model)
+SUBCOMMANDS = (doctor, estimate, patch_model)
 """Modules with ``add_parser(subparsers)``; it sets the default ``run(args)``, which may return an exit code."""
 
 

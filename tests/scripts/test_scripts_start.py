@@ -1,6 +1,7 @@
 """Scripts that no other test runs still find what they import, and the cost model still ranks what was measured."""
 
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,13 +26,19 @@ def run(*command: str) -> str:
         "bench_actor.py",
         "bench_longest_prompt.py",
         "upkeep/draw_chain.py",
+        "upkeep/draw_packed_rows.py",
     ],
 )
 def test_script_explains_itself(script: str) -> None:
     assert "usage:" in run(str(SCRIPTS / script), "--help")
 
 
-def test_the_cost_model_ranks_the_measured_cases() -> None:
-    ranks = re.findall(r"(?:old_log_prob|update_actor) │ \d+ +│ (0\.\d+)", run(str(SCRIPTS / "cost_accuracy.py")))
+def test_the_cost_model_ranks_the_measured_cases_and_forecasts_their_speed_ups() -> None:
+    told = run(str(SCRIPTS / "cost_accuracy.py"), "--cases")
+    ranks = re.findall(r"(?:old_log_prob|update_actor) │ \d+ +│ (0\.\d+)", told)
     assert len(ranks) == 4
     assert min(map(float, ranks)) > 0.9
+    errors = [abs(float(error)) for error in re.findall(r"x +([+-]\d+\.\d)%", told)]
+    assert len(errors) >= 93
+    assert statistics.median(errors) < 6
+    assert sum(error <= 10 for error in errors) > 0.9 * len(errors)

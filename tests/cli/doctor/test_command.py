@@ -25,7 +25,7 @@ def test_a_healthy_machine_is_all_fine(capsys: pytest.CaptureFixture[str]) -> No
     assert code == 0, out
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[-1] == "all fine"
-    assert f"torch {torch.__version__} supported: >=2.11" in lines
+    assert any(line.startswith(f"torch {torch.__version__} supported: ") for line in lines)
     assert "plugin verl_pg_plugin loads" in lines
     assert "language_model fsdp2 PrefixGrouperFSDPEngineWithLMHead ours (device cpu, vendor cpu)" in lines
     assert "auto takes sdpa (prefix_grouper.attention_kernel=auto on device cpu)" in lines

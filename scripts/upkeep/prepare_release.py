@@ -1,0 +1,70 @@
+"""Say whether a tag fits the version and the changelog, and make the README's links work on PyPI.
+
+    python scripts/upkeep/prepare_release.py v1.2.3 --check
+    python scripts/upkeep/prepare_release.py v1.2.3 --repository https://github.com/OWNER/NAME
+
+The second rewrites README.md in place: PyPI shows it without the repository around it, so links to files and pictures
+get the address of the tagged commit. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)]+)\)")
+
+
+def version_of(package: Path) -> str:
+    """``__version__`` of a package, read without importing it.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = re.search(r'^__version__ = "([^"]+)"$', (package / "__init__.py").read_text(), re.MULTILINE)
+    if not found:
+        raise ValueError(f"{package}/__init__.py has no __version__")
+    return found[1]
+
+
+def objections(tag: str, version: str, changelog: str) -> list[str]:
+    """What speaks against releasing this version under this tag."""
+    found = []
+    if tag != f"v{version}":
+        found.append(f"the tag is {tag} and __version__ is {version}")
+    if not re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d{{2}}-\d{{2}}\)$", changelog, re.MULTILINE):
+        found.append(f"CHANGELOG.md has no section '## {version} (YYYY-MM-DD)'")
+    return found
+
+
+def absolute_links(text: str, repository: str, tag: str) -> str:
+    """Markdown whose relative links lead to the tagged files of a repository; pictures to their raw content."""
+
+    def replaced(link: re.Match[str]) -> str:
+        picture, label, target = link.groups()
+        return f"{picture}[{label}]({repository}/{'raw' if picture else 'blob'}/{tag}/{target})"
+
+    return LINK.sub(replaced, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tag")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="change nothing")
+    action.add_argument("--repository", help="address of the repository, without a slash at the end")
+    args = parser.parse_args()
+    found = objections(args.tag, version_of(ROOT / "verl_pg_plugin"), (ROOT / "CHANGELOG.md").read_text())
+    for objection in found:
+        sys.stderr.write(f"error: {objection}\n")
+    if not found and args.repository:
+        readme = ROOT / "README.md"
+        readme.write_text(absolute_links(readme.read_text(), args.repository, args.tag))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""``python -m verl_pg_plugin estimate``: what would be gained on lengths, a data set, or rollouts that verl wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from tests.support import save_tiny_model
+from verl_pg_plugin.__main__ import main
+
+TEMPLATE = "{% for message in messages %}a a a {{ message.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("qwen3")
+    save_tiny_model(path)
+    words = Tokenizer(WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="<eos>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def estimate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["estimate", *map(str, arguments)])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_lengths_give_a_table_json_and_a_picture(capsys, model: str, tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    code, out, err = estimate(
+        capsys, "--model", model, "--prompt", 64, "--response", 16, "--n", 8, "--groups", 2,
+        "--budget", 100, 400, "--gen-seconds", 1, "--json", figures, "--plot", picture,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    tight, wide = json.loads(figures.read_text())
+    assert (tight["budget"], wide["budget"]) == (100, 400)
+    assert tight["logical_tokens"] == 2 * 8 * 80
+    assert wide["physical_tokens"] == 2 * (63 + 8 * 16)
+    assert 1 < tight["update"] < wide["update"]
+    assert 1 < wide["step"] < wide["update"], "generation is not faster"
+    assert f"{wide['update']:.2f}x" in out
+    assert "best budget: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_picks_the_budget(capsys, model: str) -> None:
+    lengths = ("--model", model, "--prompt", 64, "--response", 16, "--n", 8, "--budget", 100, 400)
+    assert "no budget keeps its activations within 1e-09 GiB" in estimate(capsys, *lengths, "--memory-gib", 1e-9)[1]
+    assert "ppo_max_token_len_per_gpu=400" in estimate(capsys, *lengths, "--memory-gib", 1)[1]
+
+
+def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(capsys, model: str, tmp_path: Path) -> None:
+    prompts = [[{"role": "user", "content": content}] for content in ("b c", "b d", "c")]
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "data.parquet")
+    figures = tmp_path / "figures.json"
+    data = ("--data", tmp_path / "data.parquet", "--response", 4, "--n", 2, "--budget", 100)
+    code, out, _ = estimate(capsys, "--model", model, *data, "--json", figures)
+    assert code == 0
+    assert "3 prompts of 4 to 5 tokens" in out
+    (found,) = json.loads(figures.read_text())
+    assert found["logical_tokens"] == 2 * (9 + 9 + 8)
+    # "a a a" begins all prompts and "b" two; a row is shared where the next token is equal as well.
+    assert found["physical_tokens"] == (2 + 1 + 1 + 1 + 1) + 6 * 4
+
+
+def test_rollouts_of_verl_are_read_by_their_prompts(capsys, model: str, tmp_path: Path) -> None:
+    lines = [
+        {"input": "a b", "output": "c d", "uid": "x_0_0", "score": 1.0},
+        {"input": "a b", "output": "d", "uid": "x_1_0", "score": 0.0},
+        {"input": "c", "output": "c c c", "uid": "y_0_0", "score": 0.0},
+    ]
+    (tmp_path / "9.jsonl").write_text("not read")
+    (tmp_path / "10.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = tmp_path / "figures.json"
+    code, out, _ = estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100, "--json", figures)
+    assert code == 0
+    assert "2 of 2 groups of 10.jsonl; the dump is text without special tokens" in out
+    assert json.loads(figures.read_text())[0]["logical_tokens"] == (2 + 2) + (2 + 1) + (1 + 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give lengths by one of --prompt, --data and --rollouts"),
+        (("--prompt", 4, "--rollouts", "."), "give lengths by one of"),
+        (("--prompt", 4), "--response is missing"),
+        (
+            ("--prompt", 64, "--response", 8, "--budget", 16),
+            "--budget 16 does not hold the longest sequence of 72 tokens",
+        ),
+        (("--data", "no_such.parquet", "--response", 8), "--data no_such.parquet: "),
+        (("--rollouts", "no_such_folder"), "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
+    ],
+)
+def test_what_is_missing_is_one_line(capsys, model: str, arguments: tuple[object, ...], message: str) -> None:
+    code, out, err = estimate(capsys, "--model", model, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: Path) -> None:
+    lengths = ("--prompt", 64, "--response", 8)
+    assert "is neither a folder nor in the cache" in estimate(capsys, "--model", "nobody/nothing", *lengths)[2]
+    config = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    assert (
+        "packed mode does not run it: config.json says attention_dropout=0.1"
+        in estimate(capsys, "--model", tmp_path, *lengths)[2]
+    )

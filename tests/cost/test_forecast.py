@@ -1,0 +1,83 @@
+"""What ``estimate`` predicts follows from the rows that the engine would compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
+from verl_pg_plugin.cost.row_memory import RowMemory
+
+CONFIG = Qwen3Config(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+)
+FLOPS = ModelFlops.of_config(CONFIG)
+MEMORY = RowMemory.of(CONFIG, torch.bfloat16, checkpointing=True, keeps_attention=True)
+P, R, N, G = 2048, 256, 8, 4
+GROUPS = Batch.of_lengths([P] * G, [[R] * N] * G)
+WHOLE = Settings(budget=G * N * (P + R))
+
+
+def predict(batch: Batch = GROUPS, settings: Settings = WHOLE) -> Forecast:
+    return forecast(batch, FLOPS, MEMORY, settings)
+
+
+def test_rows_are_those_of_groups_that_share_their_prompt() -> None:
+    found = predict()
+    assert (found.logical_tokens, found.physical_tokens) == (G * N * (P + R), G * (P - 1 + N * R))
+    assert found.micro_batches == 1
+    assert found.old_log_prob == pytest.approx(found.flop_bound, rel=0.02), "nothing is cut, so only the parts differ"
+    assert found.update > found.old_log_prob, "attention's outputs are kept for the backward"
+
+
+def test_nothing_shared_saves_the_head_of_prompts_alone() -> None:
+    alone = predict(Batch.of_lengths([P] * 4, [[R]] * 4))
+    assert alone.dedup_ratio == pytest.approx(1, abs=1e-3)
+    assert 1 < alone.old_log_prob < 1.3
+
+
+def test_prompts_that_begin_alike_share_more_than_their_groups() -> None:
+    system = np.arange(1000)
+    prompts = [np.concatenate([system, np.full(P - 1000, 5000 + g)]) for g in range(G)]
+    shared = predict(Batch.of_prompts(prompts, [[R] * N] * G))
+    assert shared.physical_tokens == predict().physical_tokens - (G - 1) * 999
+    assert shared.update > predict().update
+
+
+def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_again() -> None:
+    tight = Settings(budget=P + 2 * R)
+    carried, again = predict(settings=tight), predict(settings=replace(tight, carry=False))
+    assert carried.physical_tokens == predict().physical_tokens
+    assert again.physical_tokens > carried.physical_tokens
+    assert again.update < carried.update < predict().update
+    assert carried.activation_gib < predict().activation_gib
+
+
+@pytest.mark.parametrize("faster", [{"compile_layers": True}, {"kernel": "flash_attn_4"}])
+def test_faster_layers_and_kernels_are_faster(faster: dict[str, object]) -> None:
+    assert predict(settings=replace(WHOLE, **faster)).update > predict().update
+    assert predict(settings=replace(WHOLE, **faster)).alone == predict().alone
+
+
+def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() -> None:
+    recomputing = predict(settings=replace(WHOLE, recompute_attention=True))
+    assert recomputing.update < predict().update
+    assert recomputing.old_log_prob == predict().old_log_prob
+    assert predict(settings=replace(WHOLE, checkpointing=False)).alone[1] < predict().alone[1]
+
+
+@pytest.mark.parametrize(("prompts", "responses"), [([], []), ([4], [[]]), ([4], [[0]]), ([0], [[4]])])
+def test_a_batch_without_a_sequence_or_a_response_is_refused(prompts: list[int], responses: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="token"):
+        Batch.of_lengths(prompts, responses)

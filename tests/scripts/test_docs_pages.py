@@ -1,0 +1,52 @@
+"""The pages say what the code does: options, names of metrics, and links between pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl_pg_plugin.config.options import OPTION_NAMES
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SCRIPT = ROOT / "scripts" / "upkeep" / "make_options_page.py"
+
+
+def test_the_page_of_options_is_fresh_and_has_each_once() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    named = re.findall(r"^\| `(\w+)` \| `", (DOCS / "options.md").read_text(), re.MULTILINE)
+    assert named == list(OPTION_NAMES)
+
+
+def test_every_metric_that_the_code_writes_is_named_once() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "verl_pg_plugin").rglob("*.py"))
+    written = re.findall(r'"prefix_grouper/([a-z_/]+)"', code)
+    page = (DOCS / "metrics.md").read_text()
+    names = [row.split("|")[1] for row in page[page.index("| metric |") :].splitlines()[2:] if row.startswith("|")]
+    for name in set(written):
+        assert sum(bool(re.search(rf"[`/]{re.escape(name)}`", cell)) for cell in names) == 1, name
+    assert len(written) > 12
+
+
+def pages_of(entry: object) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    parts = entry if isinstance(entry, list) else list(entry.values())  # type: ignore[attr-defined]
+    return [page for part in parts for page in pages_of(part)]
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    menu = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(menu) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?![a-z]+:|#)([^)]+)\)", page.read_text()):
+        assert (DOCS / target.partition("#")[0]).exists(), target

@@ -1,0 +1,94 @@
+"""A release can be cut: one version, links that work on PyPI, workflows that name what is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+import verl_pg_plugin
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "upkeep"))
+from prepare_release import LINK, absolute_links, objections, version_of  # noqa: E402
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_there_is_one_version() -> None:
+    assert verl_pg_plugin.__version__ == version_of(ROOT / "verl_pg_plugin") == version("verl-pg-plugin")
+    assert not re.search(r"^version = \"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "said"),
+    [
+        ("v1.2.0", "## 1.2.0 (2026-01-31)\n", 0),
+        ("1.2.0", "## 1.2.0 (2026-01-31)\n", 1),
+        ("v1.2.0", "## 1.2.0 (unreleased)\n", 1),
+        ("v1.2.1", "## 1.1.0 (2026-01-31)\n", 2),
+    ],
+)
+def test_a_tag_that_does_not_fit_version_and_changelog_is_refused(tag: str, changelog: str, said: int) -> None:
+    assert len(objections(tag, "1.2.0", changelog)) == said
+
+
+def test_relative_links_lead_to_the_tagged_file_and_others_stay() -> None:
+    text = "[a](docs/a.md#b) ![p](docs/p.png) [w](https://x.org/y) [h](#here)"
+    assert absolute_links(text, "https://host/me/it", "v1.0.0") == (
+        "[a](https://host/me/it/blob/v1.0.0/docs/a.md#b) ![p](https://host/me/it/raw/v1.0.0/docs/p.png) "
+        "[w](https://x.org/y) [h](#here)"
+    )
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    for _, label, target in LINK.findall((ROOT / page).read_text()):
+        assert (ROOT / target.partition("#")[0]).exists(), f"[{label}]({target})"
+
+
+def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(
+        r'^    "([A-Za-z0-9_.-]+)(\[.*?\])?([^"]*)",',
+        text[text.index("dependencies = [") : text.index("# verl imports")],
+        re.MULTILINE,
+    )
+    listed += re.findall(r'"(flash-attn[^">]*)()([^"]*)"', text)
+    bounded = {name: bounds for name, _, bounds in listed if name != "verl-pg-plugin"}
+    assert len(bounded) > 25
+    unbounded = [name for name, bounds in bounded.items() if not (">=" in bounds and "<" in bounds)]
+    assert not unbounded
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_can_be_read_and_runs_scripts_that_are_there(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert {"name", "jobs", True} <= workflow.keys()  # YAML reads "on" as a boolean
+    for script in re.findall(r"scripts/[\w/]+\.(?:sh|py)", path.read_text()):
+        assert (ROOT / script).is_file(), script
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 120
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[bf]*.yml")), ids=lambda p: p.name)
+def test_issue_templates_ask_in_fields(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+def test_bugs_come_with_the_doctors_output() -> None:
+    assert "verl_pg_plugin doctor --full" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+
+
+def test_the_contract_is_printed_as_a_diff_only_where_it_differs() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "upkeep" / "contract_diff.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert re.match(r"0 of \d+ parts differ: verl ", done.stdout.splitlines()[-1])

@@ -1,0 +1,247 @@
+"""What sharing will save on a batch, before anything is run: the cuts that the engine makes, priced in FLOPs.
+
+The mini-batch is cut by the functions that cut it in a training and laid out as there. A phase's price is the FLOPs of
+its rows, of their (query, key) pairs and of its head, each times the passes of the phase, and a fixed price for every
+micro-batch. Stock verl is priced alike: every sequence alone, filled into as many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_pg_plugin.batching.chain_cuts import PART_COST
+from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.pairs import visible_pairs
+from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
+from verl_pg_plugin.layout.prefix_order import IntArray
+
+__all__ = ["Batch", "Forecast", "Settings", "forecast"]
+
+BACKWARD_OF_PAIRS = 2.5
+"""Flash attention's backward in units of its forward: five matrix products for two."""
+COMPILED = 1.33
+"""Speed of rows where ``compile_layers`` fuses what lies between the matrices; fitted by scripts/cost_accuracy.py."""
+KERNELS = {"flash_attn_2": 1.0, "flash_attn_4": 1.75}
+"""Speed of attention kernels, that of stock verl being 1; from the same table."""
+FIRST_RESPONSE_TOKEN = 2**31
+"""Tokens of responses, where only lengths are known: different from each other and from those of prompts."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences of prompt + response, those of one prompt next to each other.
+
+    Attributes:
+        tokens: (N,) of all sequences, one after the other.
+        offsets: (B+1,) bounds.
+        prompt_lengths: (B,) leading tokens that are the prompt.
+    """
+
+    tokens: IntArray
+    offsets: IntArray
+    prompt_lengths: IntArray
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[IntArray], responses: Sequence[Sequence[int]]) -> Batch:
+        """Responses are known by their lengths, and no two begin with the same token.
+
+        Args:
+            prompts: token ids of each of G prompts.
+            responses: lengths of the responses to each.
+
+        Raises:
+            ValueError: there is no sequence, or an empty prompt or response.
+        """
+        rows = [
+            np.concatenate([prompt, np.full(length, FIRST_RESPONSE_TOKEN + g * 65536 + k)])
+            for g, (prompt, lengths) in enumerate(zip(prompts, responses, strict=True))
+            for k, length in enumerate(lengths)
+        ]
+        prompt_lengths = np.array([len(p) for p, lengths in zip(prompts, responses, strict=True) for _ in lengths])
+        if not rows or min(map(len, rows)) == 0 or prompt_lengths.min() < 1:
+            raise ValueError("a batch needs sequences with at least one token of a prompt")
+        lengths = np.array([len(row) for row in rows])
+        if (lengths <= prompt_lengths).any():
+            raise ValueError("a response has no token")
+        return cls(np.concatenate(rows), np.append(0, np.cumsum(lengths)), prompt_lengths)
+
+    @classmethod
+    def of_lengths(cls, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Batch:
+        """As ``of_prompts``, with prompts that share nothing with each other."""
+        return cls.of_prompts([np.full(length, g) for g, length in enumerate(prompts)], responses)
+
+    @property
+    def lengths(self) -> IntArray:
+        """(B,) tokens of the sequences."""
+        return np.diff(self.offsets)
+
+    def select(self, rows: list[int]) -> Batch:
+        """Some of the sequences, in the order of ``rows``."""
+        bounds, lengths = self.offsets.tolist(), self.lengths[rows]
+        tokens = np.concatenate([self.tokens[bounds[row] : bounds[row + 1]] for row in rows])
+        return Batch(tokens, np.append(0, np.cumsum(lengths)), self.prompt_lengths[rows])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a run's settings its speed depends on.
+
+    Attributes:
+        budget: tokens of a micro-batch, of all GPUs that share a sequence.
+        carry: ``prefix_grouper.carry=auto``.
+        checkpointing: ``enable_gradient_checkpointing``.
+        recompute_attention, compile_layers: options of packed mode.
+        kernel: of packed mode; stock verl runs flash_attn_2.
+    """
+
+    budget: int
+    carry: bool = True
+    checkpointing: bool = True
+    recompute_attention: bool = False
+    compile_layers: bool = False
+    kernel: str = "flash_attn_2"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One budget.
+
+    Attributes:
+        budget: of a micro-batch.
+        micro_batches: that the update runs, shared.
+        logical_tokens, physical_tokens: of the update.
+        flop_bound: FLOPs of every sequence alone over those of the shared rows, were the batch one micro-batch.
+        old_log_prob, update: predicted speed-up; the reference policy's log-probs cost what the old ones do.
+        alone: price of the two phases by stock verl, in FLOPs.
+        activation_gib: what the largest micro-batch of the update keeps for its backward, its logits not counted.
+    """
+
+    budget: int
+    micro_batches: int
+    logical_tokens: int
+    physical_tokens: int
+    flop_bound: float
+    old_log_prob: float
+    update: float
+    alone: tuple[float, float]
+    activation_gib: float
+
+    @property
+    def dedup_ratio(self) -> float:
+        """Tokens that each computed row stands for."""
+        return self.logical_tokens / self.physical_tokens
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Rows, FLOPs of (query, key) pairs and of heads, in one pass; ``again`` of pairs are run twice by the backward."""
+
+    rows: float = 0.0
+    pairs: float = 0.0
+    heads: float = 0.0
+    again: float = 0.0
+    exported: float = 0.0
+    micro_batches: int = 0
+
+
+def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Settings) -> Forecast:
+    """Predict one rank's mini-batch.
+
+    Args:
+        batch: its sequences.
+        flops: of the model.
+        memory: of its rows, with the same gradient checkpointing.
+        settings: of the run.
+    """
+    order = build_prefix_order(batch.tokens, batch.offsets)
+    stock = _alone(batch, flops, settings)
+    shared = {}
+    for forward_only in (True, False):
+        weights = memory.weights(forward_only)
+        costs = {"part_cost": PART_COST, **({"export_cost": 0.0} if forward_only else {})}
+        limits = MicroBatchLimits(max_rows=settings.budget)
+        if settings.carry:
+            chains = cut_with_chains(order, limits, weights, 1, **costs).chains
+        else:
+            chains = [[Part(members, 0, -1, 0)] for members in cut_micro_batches(order, limits)]
+        shared[forward_only] = _shared(batch, chains, flops, settings, forward_only)
+    packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
+    prices = {
+        forward_only: (
+            _price(stock, flops, settings, forward_only, stock_verl=True),
+            _price(work, flops, settings, forward_only, stock_verl=False),
+        )
+        for forward_only, work in shared.items()
+    }
+    return Forecast(
+        budget=settings.budget,
+        micro_batches=shared[False].micro_batches,
+        logical_tokens=int(batch.lengths.sum()),
+        physical_tokens=int(shared[False].rows),
+        flop_bound=float(flops.alone(batch.lengths).sum() / flops.forward([packed])),
+        old_log_prob=prices[True][0] / prices[True][1],
+        update=prices[False][0] / prices[False][1],
+        alone=(prices[True][0], prices[False][0]),
+        activation_gib=min(settings.budget, shared[False].rows) * memory.activations / 2**30,
+    )
+
+
+def _alone(batch: Batch, flops: ModelFlops, settings: Settings) -> _Work:
+    lengths = batch.lengths
+    tokens = float(lengths.sum())
+    pairs = sum(pair.flops * visible_pairs(np.zeros_like(lengths), lengths, pair.window).sum() for pair in flops.pairs)
+    micro_batches = -(-int(tokens) // settings.budget)
+    heads = flops.per_head_row * tokens
+    return _Work(tokens, float(pairs), heads, again=float(pairs), micro_batches=micro_batches)
+
+
+def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings: Settings, forward_only: bool) -> _Work:
+    rows = pairs = heads = again = exported = 0.0
+    for chain in chains:
+        head = first_head(chain, batch.prompt_lengths) if len(chain) > 1 else 0
+        for part in chain:
+            layout = _lay_out(batch.select(part.sequences), part, len(chain) > 1, head, forward_only)
+            of_pairs = flops.trunk(layout) - flops.per_row * layout.num_rows
+            rows, pairs = rows + layout.num_rows, pairs + of_pairs
+            heads += flops.per_head_row * len(layout.head_rows)
+            again += of_pairs if settings.recompute_attention or part.recompute_attention else 0.0
+            export = layout.export if isinstance(layout, CarriedLayout) else None
+            exported += flops.trunk(export) if export is not None else 0.0
+    return _Work(rows, pairs, heads, again, exported, sum(map(len, chains)))
+
+
+def _lay_out(batch: Batch, part: Part, in_chain: bool, head: int, forward_only: bool) -> PackedLayout:
+    if not in_chain:
+        return build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
+    return build_carried_layout(
+        batch.tokens,
+        batch.offsets,
+        batch.prompt_lengths,
+        num_chain=part.num_chain,
+        num_carried=part.num_carried,
+        keep=part.keep,
+        read_next=part.read_next,
+        first_head=head,
+        forward_only=forward_only,
+    )
+
+
+def _price(work: _Work, flops: ModelFlops, settings: Settings, forward_only: bool, stock_verl: bool) -> float:
+    """FLOPs of a phase, those that run faster than stock verl's counting less."""
+    rows = flops.per_row * work.rows
+    row_speed = COMPILED if settings.compile_layers and not stock_verl else 1.0
+    pair_speed = 1.0 if stock_verl else KERNELS[settings.kernel]
+    per_part = PART_COST * flops.per_row * work.micro_batches
+    if forward_only:
+        return rows / row_speed + work.pairs / pair_speed + work.heads + per_part
+    # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
+    passes = 4 if settings.checkpointing else 3
+    pairs = (1 + BACKWARD_OF_PAIRS) * work.pairs + (work.again if settings.checkpointing else 0.0)
+    return passes * (rows / row_speed + per_part) + pairs / pair_speed + 3 * work.heads + work.exported / row_speed
