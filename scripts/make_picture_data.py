@@ -24,6 +24,8 @@ CELLS, CELL = 3, 8
 """Cells on a side, and pixels on a side of each: what one token of the tiny model's tower sees."""
 COUNTS = (1, 2, 3, 4)
 COLOURS = ((220, 40, 40), (40, 160, 60), (50, 70, 220))
+# Of several lengths: verl 0.9.1 fails on positions in three dimensions where all sequences of a batch have one length.
+QUESTIONS = ("How many?", "How many squares?", "Count the squares.", "What is the number of squares?")
 SYSTEM_PROMPT = "You look at a picture. Reply with the number of coloured squares in it and nothing else."
 
 
@@ -36,9 +38,9 @@ def draw_squares(count: int, rng: random.Random) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def chat(picture: str = "<image>") -> list[dict[str, Any]]:
-    """The prompt's messages; ``picture`` stands where the image belongs, as verl's data set marks it."""
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"{picture}How many?"}]
+def chat(question: str) -> list[dict[str, Any]]:
+    """The prompt's messages, with the mark of verl's data set where the image belongs."""
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"<image>{question}"}]
 
 
 def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
     draw_squares(count, rng).save(encoded, "PNG")
     return {
         "data_source": DATA_SOURCE,
-        "prompt": chat(),
+        "prompt": chat(rng.choice(QUESTIONS)),
         "images": [{"bytes": encoded.getvalue()}],
         "ability": "vision",
         "reward_model": {"style": "rule", "ground_truth": str(count)},

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from data.whole_directory import whole_directory
-from make_picture_data import CELL, CELLS, COUNTS, chat, draw_squares
+from make_picture_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
 from make_tiny_checkpoint import END, character_tokenizer
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
@@ -98,12 +98,10 @@ def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Ran
         The last loss.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    (system, user) = chat(picture="")
-    user["content"] = [{"type": "image"}, {"type": "text", "text": user["content"]}]
-    prompt = processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
+    prompts = [_prompt(processor, question) for question in QUESTIONS]
     value = float("nan")
     for _ in range(steps):
-        counts = rng.choices(COUNTS, k=32)
+        counts, prompt = rng.choices(COUNTS, k=32), rng.choice(prompts)
         made = processor(
             text=[prompt + str(count) + END for count in counts],
             images=[[draw_squares(count, rng)] for count in counts],
@@ -117,6 +115,12 @@ def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Ran
         optimizer.zero_grad()
         value = loss.item()
     return value
+
+
+def _prompt(processor: Qwen3VLProcessor, question: str) -> str:
+    system, user = chat(question)
+    user["content"] = [{"type": "image"}, {"type": "text", "text": question}]
+    return processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
 
 
 def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 50, seed: int = 0) -> Path:
