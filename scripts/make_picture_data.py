@@ -1,6 +1,6 @@
 """Write the picture data set of the example: ``train.parquet`` and ``test.parquet`` in verl's RL format.
 
-    python scripts/make_picture_data.py --output-dir DIR [--train-size 512] [--test-size 32] [--seed 0]
+    python scripts/make_picture_data.py --output-dir DIR [--train-size 256] [--test-size 32] [--seed 0]
 
 Every picture shows some coloured squares on a white ground, and the question is how many: nothing in the text tells.
 """
@@ -58,7 +58,7 @@ def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_picture_data(
-    output_dir: Path, *, train_size: int = 512, test_size: int = 32, seed: int = 0
+    output_dir: Path, *, train_size: int = 256, test_size: int = 32, seed: int = 0
 ) -> tuple[Path, Path]:
     """Write both files and return their paths.
 
@@ -76,7 +76,7 @@ def make_picture_data(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--train-size", type=int, default=512)
+    parser.add_argument("--train-size", type=int, default=256)
     parser.add_argument("--test-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
