@@ -1,6 +1,6 @@
 """Write a tiny Qwen3-VL checkpoint with a character tokenizer and a processor, for training on a CPU.
 
-    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 50] [--seed 0]
+    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 60] [--seed 0]
 
 The weights are random, then fitted for some seconds on pictures of ``make_picture_data.py`` (supervised, answer tokens
 only), so that the reward starts above zero and RL does the rest. ``--warm-up-steps 0`` leaves them random.
@@ -123,7 +123,7 @@ def _prompt(processor: Qwen3VLProcessor, question: str) -> str:
     return processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
 
 
-def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 50, seed: int = 0) -> Path:
+def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, seed: int = 0) -> Path:
     """Write model, generation config, tokenizer and processor to ``output_dir`` and return it.
 
     Raises:
@@ -151,7 +151,7 @@ def _forget_class(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--warm-up-steps", type=int, default=50)
+    parser.add_argument("--warm-up-steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     try:
