@@ -21,7 +21,7 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     bash "$repository/scripts/install.sh"
     export DEVICE=cpu PYTHON=$repository/.venv/bin/python VERL_PLATFORM=cpu
     export MODEL_PATH=$WORK_DIR/model TRAIN_FILES=$WORK_DIR/data/train.parquet VAL_FILES=$WORK_DIR/data/test.parquet
-    export TOTAL_STEPS=${TOTAL_STEPS:-30} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-4}
+    export LR=${LR:-4e-4} TOTAL_STEPS=${TOTAL_STEPS:-30} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-4}
     [ -d "$WORK_DIR/data" ] ||
         "$PYTHON" "$repository/scripts/make_picture_data.py" --output-dir "$WORK_DIR/data"
     [ -d "$MODEL_PATH" ] ||

@@ -5,8 +5,10 @@
 
 Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
 responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform) or ``2/16`` (in
-turn). Speed-up is against rmpad in the same run; the bound is the ratio of floating point operations, the head counted
-on every token for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
+turn). P may be ``512+4x1024``: 512 tokens of text and four pictures of 1,024 each, for a model that reads them. Ours
+runs first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
+in the same run; the bound is the ratio of floating point operations, tower included, the head counted on every token
+for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
 backward passes; with ``--optimizer SGD`` there is no optimizer state beside it.
 """
 
@@ -18,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, rows_of_ranks
 from benchmarks.actor_engines import EnginePath, build_engine, shared_model
 from benchmarks.common import environment, write_csv
+from benchmarks.pictures import picture_flops
 from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +52,7 @@ from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
 logger = logging.getLogger(__name__)
-ROW_METRICS = ("physical_tokens", "exported_rows", "peak_carried_gib")
+ROW_METRICS = ("physical_tokens", "exported_rows", "peak_carried_gib", "patches")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Row:
     physical_tokens: int
     exported_rows: int
     peak_carried_gib: float
+    patches: int
+    logical_patches: int
     physical_tflops_per_s: float
     slowest_over_mean: float
     graphs_compiled: int
@@ -184,13 +189,16 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
     kernels: dict[EnginePath, str] = {}
     works: dict[tuple[EnginePath, str], Work] = {}
-    for path in args.paths:
+    patches: dict[str, int] = {}
+    for path in sorted(args.paths, key=lambda path: path.stock):
         _dynamo.reset()  # else a path would run on, and not count, what the one before it compiled
         counters.clear()
         engine = build_engine(model_path, args, path)
         for case in args.cases:
             world_size = dist.get_world_size()
-            samples, group = case.samples(config.vocab_size, world_size)
+            samples, group = case.samples(_num_plain_tokens(config), world_size)
+            if case.pictures:
+                samples = case.pictures.put_into(samples, config)
             parts = rows_of_ranks(samples, group, path.stock, flops, world_size)
             ranks = [[samples[row] for row in part] for part in parts]
             batch = make_batch(
@@ -201,8 +209,13 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 micro_batch_size_per_gpu=case.largest_group,
                 global_batch_size=len(samples),
             )
-            name = ",".join(str(value) for value in asdict(case).values())
-            works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing)
+            groups = [group[part].tolist() for part in parts]
+            if case.pictures:
+                batch = case.pictures.add_to(batch, groups[dist.get_rank()], config)
+            name = str(case)
+            towers = picture_flops(case.pictures, groups, config, flops)
+            works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, towers)
+            patches[name] = len(samples) * case.pictures.number * case.pictures.patches(config) if case.pictures else 0
             actor = FSDPActorConfig(
                 strategy="fsdp2",
                 rollout_n=1,
@@ -233,20 +246,32 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 flop_bound=sum(work.alone[phase]) / sum(done[phase]),
                 memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
                 logical_tokens=work.logical_tokens,
+                logical_patches=patches[case_name],
                 physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / 1e12,
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
-                **numbers | {"physical_tokens": int(numbers["physical_tokens"]) or work.logical_tokens},
+                **numbers
+                | {
+                    "physical_tokens": int(numbers["physical_tokens"]) or work.logical_tokens,
+                    "patches": patches[case_name] if path.stock else int(numbers["patches"]),
+                },
                 **about,
             )
         )
     return rows
 
 
+def _num_plain_tokens(config: Any) -> int:
+    """Ids from 0 on that stand for text."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return min(config.get_text_config().vocab_size, *(getattr(config, name, 1 << 31) for name in names))
+
+
 def report(rows: list[Row], path: Path | None) -> None:
     if path:
         write_csv(rows, path)
     table = Table(
-        "case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "TFLOP/s", "slow"
+        *("case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "TFLOP/s", "slow"),
+        *(["patches"] if any(row.logical_patches for row in rows) else []),
     )
     for row in sorted(rows, key=lambda row: (row.case, row.phase, row.path != "rmpad")):
         table.add_row(
@@ -261,6 +286,7 @@ def report(rows: list[Row], path: Path | None) -> None:
             f"{row.memory_ratio:.2f}",
             f"{row.physical_tflops_per_s:.2f}",
             f"{row.slowest_over_mean:.3f}",
+            *([str(row.patches)] if any(row.logical_patches for row in rows) else []),
         )
     console = Console(width=150)
     console.print(table)

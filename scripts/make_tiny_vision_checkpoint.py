@@ -1,6 +1,6 @@
 """Write a tiny Qwen3-VL checkpoint with a character tokenizer and a processor, for training on a CPU.
 
-    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 50] [--seed 0]
+    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 60] [--seed 0]
 
 The weights are random, then fitted for some seconds on pictures of ``make_picture_data.py`` (supervised, answer tokens
 only), so that the reward starts above zero and RL does the rest. ``--warm-up-steps 0`` leaves them random.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from data.whole_directory import whole_directory
-from make_picture_data import CELL, CELLS, COUNTS, chat, draw_squares
+from make_picture_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
 from make_tiny_checkpoint import END, character_tokenizer
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
@@ -98,12 +98,10 @@ def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Ran
         The last loss.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    (system, user) = chat(picture="")
-    user["content"] = [{"type": "image"}, {"type": "text", "text": user["content"]}]
-    prompt = processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
+    prompts = [_prompt(processor, question) for question in QUESTIONS]
     value = float("nan")
     for _ in range(steps):
-        counts = rng.choices(COUNTS, k=32)
+        counts, prompt = rng.choices(COUNTS, k=32), rng.choice(prompts)
         made = processor(
             text=[prompt + str(count) + END for count in counts],
             images=[[draw_squares(count, rng)] for count in counts],
@@ -119,7 +117,13 @@ def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Ran
     return value
 
 
-def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 50, seed: int = 0) -> Path:
+def _prompt(processor: Qwen3VLProcessor, question: str) -> str:
+    system, user = chat(question)
+    user["content"] = [{"type": "image"}, {"type": "text", "text": question}]
+    return processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
+
+
+def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, seed: int = 0) -> Path:
     """Write model, generation config, tokenizer and processor to ``output_dir`` and return it.
 
     Raises:
@@ -147,7 +151,7 @@ def _forget_class(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--warm-up-steps", type=int, default=50)
+    parser.add_argument("--warm-up-steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     try:

@@ -125,3 +125,16 @@ def test_a_hybrid_of_recurrence_and_attention_trains_in_packed_mode(tmp_path: Pa
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
         assert step["actor/grad_norm"] > 0
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
+
+
+@pytest.mark.slow
+def test_pictures_go_through_the_tower_once_and_the_rollout_sees_them(tmp_path: Path) -> None:
+    summary, steps = train(tmp_path, script="run_qwen3_vl_pg.sh", ROLLOUT_N="4")
+    assert summary["mode"] == Mode.PACKED.value
+    for step in steps:
+        # Pictures of equal squares at equal places may meet in one micro-batch.
+        assert step["actor/prefix_grouper/logical_patches"] >= 4 * step["actor/prefix_grouper/patches"] > 0
+        assert step["actor/prefix_grouper/dedup_ratio"] > 4
+        assert step["actor/grad_norm"] > 0
+        # The rollout leaves placeholders out, which the engine's softmax counts.
+        assert step["training/rollout_probs_diff_max"] < 5e-3, "the rollout's log-probs are those of the engine"

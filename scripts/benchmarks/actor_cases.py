@@ -1,12 +1,14 @@
 """Batches and their FLOPs for ``bench_actor.py``."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from benchmarks.pictures import PromptPictures
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
@@ -18,7 +20,7 @@ PHASES = ("old_log_prob", "ref", "update_actor")
 
 @dataclass(frozen=True)
 class Case:
-    """Prompt tokens, response tokens, responses per prompt, prompts per rank.
+    """Prompt tokens, response tokens, responses per prompt, prompts per rank, and pictures in each prompt.
 
     Responses may be ``ln:MEAN`` for log-normal lengths. Responses per prompt may be ``4-16`` for a uniform draw, or
     ``2/16`` for a prompt of 2 and a prompt of 16 in turn.
@@ -28,11 +30,17 @@ class Case:
     response: str
     n: str
     groups: int
+    pictures: PromptPictures | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Case":
         prompt, response, n, groups = text.split(",")
-        return cls(int(prompt), response, n, int(groups))
+        tokens, _, pictures = prompt.partition("+")
+        return cls(int(tokens), response, n, int(groups), PromptPictures.parse(pictures))
+
+    def __str__(self) -> str:
+        pictures = f"+{self.pictures}" if self.pictures else ""
+        return f"{self.prompt}{pictures},{self.response},{self.n},{self.groups}"
 
     def samples(self, vocab_size: int, world_size: int) -> tuple[list[Sample], np.ndarray]:
         """The samples of all ranks, a multiple of ``world_size``, and the group of each."""
@@ -91,8 +99,18 @@ class Work:
     physical_tokens: int
 
     @classmethod
-    def of(cls, ranks: list[list[Sample]], flops: ModelFlops, checkpointing: bool) -> "Work":
-        """A training step runs the trunk four times with gradient checkpointing (three without), the head three."""
+    def of(
+        cls,
+        ranks: list[list[Sample]],
+        flops: ModelFlops,
+        checkpointing: bool,
+        towers: Sequence[tuple[float, float]] | None = None,
+    ) -> "Work":
+        """A training step runs the trunk four times with gradient checkpointing (three without), the head three.
+
+        Args:
+            towers: forward FLOPs of the tower on each rank, for every sequence alone and packed; none if there is none.
+        """
 
         def passes(phase: str, trunk: float, head: float) -> float:
             if phase != "update_actor":
@@ -100,16 +118,16 @@ class Work:
             return (4 if checkpointing else 3) * trunk + 3 * head
 
         alone, packed, tokens = [], [], []
-        for samples in ranks:
+        for samples, (tower_alone, tower_packed) in zip(ranks, towers or [(0.0, 0.0)] * len(ranks), strict=True):
             lengths = np.array([len(sample.prompt) + len(sample.response) for sample in samples])
             head = flops.per_head_row * float(lengths.sum())
-            alone.append((float(flops.alone(lengths).sum()) - head, head))
+            alone.append((float(flops.alone(lengths).sum()) - head + tower_alone, head))
             layout = build_packed_layout(
                 np.concatenate([[*sample.prompt, *sample.response] for sample in samples]),
                 np.append(0, np.cumsum(lengths)),
                 np.array([len(sample.prompt) for sample in samples]),
             )
-            packed.append((flops.trunk(layout), flops.per_head_row * len(layout.head_rows)))
+            packed.append((flops.trunk(layout) + tower_packed, flops.per_head_row * len(layout.head_rows)))
             tokens.append((int(lengths.sum()), layout.num_rows))
         return cls(
             alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},

@@ -16,6 +16,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from benchmarks.shapes import SHAPES, config_of
+from verl_pg_plugin.architectures.skeleton import auto_class
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 
 
@@ -68,12 +69,13 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
         else:
             config = transformers.AutoConfig.from_pretrained(args.model)
         if args.layers:
-            config.num_hidden_layers = args.layers
-            if getattr(config, "layer_types", None):
-                config.layer_types = config.layer_types[: args.layers]
+            text = config.get_text_config()
+            text.num_hidden_layers = args.layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[: args.layers]
         torch.manual_seed(0)
         with torch.device(get_device_name()):
-            model = transformers.AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
             )
         model.save_pretrained(names[0])

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
     "attention_recomputed": {"engine": {"recompute_attention": True}},
     "nothing_checkpointed": {"model": {"enable_gradient_checkpointing": False}},
+    "compiled_layers": {"engine": {"compile_layers": True}},
     "parameters_offloaded": {"engine": {"param_offload": True, "optimizer_offload": True}},
 }
 
@@ -32,7 +33,10 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+COMPILED = pytest.param("compiled_layers", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+
+
+@pytest.mark.parametrize("option", [*(name for name in OPTIONS if name != "compiled_layers"), COMPILED])
 def test_every_option_is_exact(path: str, option: str) -> None:
     settings = OPTIONS[option]
     batch = picture_batch(load(path), MIXED, **settings.get("batch", {}))

@@ -1,6 +1,7 @@
 """Pictures over two processes: a rank without any, rows of a picture on both ranks, and a bad batch on one of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from verl.utils import tensordict_utils as tu
@@ -20,15 +21,33 @@ def own_rows(rank: int, samples: int) -> list[int]:
     return list(range(rank * HALF, samples - (1 - rank) * HALF))
 
 
-def run_split(rank: int, path: str) -> dict[str, Result]:
-    """By number of rows of a micro-batch: rank 1 has text alone."""
+def fail_on_rank_one(engine: Any, rank: int, path: str) -> list[str]:
+    good, messages = picture_batch(load(path), TWO_GROUPS), []
+    for change in ("no pixels", "sampled"):
+        bad = clone(good)
+        if change == "no pixels":
+            tu.assign_non_tensor_stack(bad, "multi_modal_inputs", [{}] * len(TWO_GROUPS))
+        else:
+            bad["input_ids"].values()[-2] = 90
+        try:
+            with engine.train_mode():
+                engine.forward_backward_batch(bad if rank == 1 else clone(good), actor_loss())
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    with engine.train_mode():
+        engine.forward_backward_batch(clone(good), actor_loss())
+    return messages
+
+
+def run_split(rank: int, path: str) -> tuple[dict[str, Result], list[str]]:
+    """By number of rows of a micro-batch: rank 1 has text alone. Then what is said to batches that are bad there."""
     engine = make_engine(path, packed=True)
     results = {}
     for name, budget in {"one micro-batch": 1 << 20, "several": 50}.items():
         batch = picture_batch(load(path), SPLIT, max_token_len_per_gpu=budget)
         mine = tu.index_select_tensor_dict(batch, own_rows(rank, len(SPLIT)))
         results[name] = run_engine(engine, mine, actor_loss())
-    return results
+    return results, fail_on_rank_one(engine, rank, path)
 
 
 def run_spread(rank: int, path: str) -> dict[str, Result]:
@@ -62,8 +81,13 @@ def without_tower(result: Result) -> Result:
     return replace(result, gradients={name: g for name, g in result.gradients.items() if ".visual." not in name})
 
 
-def test_a_rank_without_pictures_waits_for_nobody(path: str) -> None:
-    for rank, results in enumerate(on_ranks(2, run_split, path)):
+@pytest.fixture(scope="module")
+def ranks(path: str) -> list[tuple[dict[str, Result], list[str]]]:
+    return on_ranks(2, run_split, path)
+
+
+def test_a_rank_without_pictures_waits_for_nobody(ranks: list, path: str) -> None:
+    for rank, (results, _) in enumerate(ranks):
         for result in results.values():
             assert_same(result, expected(path, SPLIT, own_rows(rank, len(SPLIT))))
 
@@ -75,27 +99,8 @@ def test_rows_of_pictures_are_spread_over_ranks(path: str) -> None:
         assert_same(results["chain"], expected(path, CHAIN))
 
 
-def fail_on_rank_one(rank: int, path: str) -> list[str]:
-    good = picture_batch(load(path), TWO_GROUPS)
-    engine, messages = make_engine(path, packed=True), []
-    for change in ("no pixels", "sampled"):
-        bad = clone(good)
-        if change == "no pixels":
-            tu.assign_non_tensor_stack(bad, "multi_modal_inputs", [{}] * len(TWO_GROUPS))
-        else:
-            bad["input_ids"].values()[-2] = 90
-        try:
-            with engine.train_mode():
-                engine.forward_backward_batch(bad if rank == 1 else clone(good), actor_loss())
-        except (ValueError, RuntimeError) as error:
-            messages.append(str(error))
-    with engine.train_mode():
-        engine.forward_backward_batch(clone(good), actor_loss())
-    return messages
-
-
-def test_a_bad_picture_on_one_rank_stops_both_and_the_next_batch_runs(path: str) -> None:
-    told, raised = on_ranks(2, fail_on_rank_one, path)
+def test_a_bad_picture_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
+    (_, told), (_, raised) = ranks
     assert [message.startswith("rank 1: BatchError: ") for message in told] == [True, True]
     assert "row 0 has 24 placeholders 90, its 0 images need 0" in raised[0]
     assert "row 5 has 25 placeholders 90, its 1 images need 24" in raised[1]

@@ -20,7 +20,10 @@ from verl_pg_plugin.modalities.pictures.modality import Pictures
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-@pytest.fixture(scope="module", params=[*KINDS, HYBRID_KINDS[0], pytest.param(HYBRID_KINDS[1], marks=pytest.mark.slow)])
+LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
+
+
+@pytest.fixture(scope="module", params=[*KINDS[:2], HYBRID_KINDS[0], *LONG])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

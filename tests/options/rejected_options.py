@@ -43,7 +43,7 @@ REJECTED_OPTIONS: tuple[Option, ...] = (
             "tests/engine/batch/test_bad_batches.py::test_multimodal_rows",
             "tests/engine/batch/test_bad_batches.py::test_error_names_the_cause[mrope",
         ),
-        note="text models only",
+        note="but for pictures in Qwen2.5-VL, Qwen3-VL and Qwen3.5",
     ),
     Option(
         "VeOmni, Megatron, torchtitan and other engines",

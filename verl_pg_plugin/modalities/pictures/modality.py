@@ -111,7 +111,8 @@ class Pictures:
         tokens, offsets = read_tokens(micro_batch)
         pictures = self._find(tokens, offsets, multi_modal_rows(micro_batch))
         by_first = {picture.first: picture for picture in pictures}
-        return [by_first[at] for at in layout.token_index.tolist() if at in by_first], pictures
+        starts = layout.token_index[np.isin(layout.token_index, list(by_first))]
+        return [by_first[at] for at in starts.tolist()], pictures
 
     def _blank(self) -> ContentInputs:
         patches = torch.zeros(self.merge_size**2, self.patch_numbers)
