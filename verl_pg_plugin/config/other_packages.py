@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 PEERS = {"prefix_sharing": "versatile-ai/PrefixSharing"}
 """Packages that are known to serve the same flag: name to import, and where they come from."""
 
-BEYOND_SUSPICION = {"verl_pg_plugin", "torch", "ray", "transformers", "tensordict", "hydra", "omegaconf"}
+BEYOND_SUSPICION = {"verl_pg_plugin", "torch", "ray", "transformers", "tensordict", "hydra", "omegaconf", "tqdm"}
 """Packages whose decorators verl and transformers use, and our own; the standard library is among them too."""
 
 MODEL_TYPES = ("language_model", "value_model")
