@@ -100,7 +100,7 @@ def test_sessions_with_one_row_per_turn_train_as_tries(tmp_path: Path) -> None:
     assert summary["mode"] == Mode.PACKED.value
     for step in steps:
         assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several rows"
-        assert step["actor/prefix_grouper/dedup_ratio"] > 8
+        assert step["actor/prefix_grouper/dedup_ratio"] > 4
         assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
         assert step["actor/prefix_grouper/verified_rows"] > 0
         assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.3

@@ -1,6 +1,5 @@
-"""Trainers with rollout servers of their own, and trainers of other people, run packed mode end to end."""
+"""Trainers with rollout servers of their own run packed mode end to end."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -24,22 +23,6 @@ RECIPE = (
     "rollout.nnodes=1",
     "rollout.n_gpus_per_node=1",
 )
-TRAINER = """
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
-
-
-@register_trainer("theirs")
-class TheirTrainer(PPOTrainerSync):
-    def _balance_batch(self, batch, metrics, *args, **kwargs):
-        batch = super()._balance_batch(batch, metrics, *args, **kwargs)
-        metrics["theirs/first_session"] = int(batch.keys[0].split("_")[-2])
-        batch.reorder(sorted(range(len(batch)), key=lambda row: batch.keys[row].split("_")[-2]))  # groups torn apart
-        return batch
-
-    def step(self, metrics, timing_raw):
-        metrics["theirs/steps"] = 1
-        return super().step(metrics, timing_raw)
-"""
 
 
 def test_separate_async_trains_in_packed_mode(tmp_path: Path) -> None:
@@ -80,24 +63,8 @@ def test_fully_async_trains_in_packed_mode(tmp_path: Path) -> None:
     entry_point = "verl.experimental.fully_async_policy.fully_async_main"
     summary, steps = train(tmp_path, *RECIPE, *overrides, ENTRY_POINT=entry_point, **variables)
     assert summary["mode"] == Mode.PACKED.value
-    for step in steps:
+    trained = [step for step in steps if "actor/grad_norm" in step]  # weights are sent in steps of their own
+    assert trained
+    for step in trained:
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
         assert step["actor/grad_norm"] > 0
-
-
-@pytest.mark.parametrize("entry_point", ["verl_pg_plugin.main_ppo", "verl.trainer.main_ppo"])
-def test_a_trainer_of_somebody_elses_trains_with_groups_kept(entry_point: str, tmp_path: Path) -> None:
-    (tmp_path / "their_trainer.py").write_text(TRAINER)
-    environment = {
-        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-        "VERL_USE_EXTERNAL_MODULES": "their_trainer",
-    }
-    overrides = ("trainer.v1.trainer_mode=theirs",)
-    run = tmp_path / "run"
-    summary, steps = train(run, *overrides, ENTRY_POINT=entry_point, NGPUS_PER_NODE="2", **environment)
-    assert summary["mode"] == Mode.PACKED.value
-    for step in steps:
-        assert step["theirs/steps"] == 1
-        assert "theirs/first_session" in step
-        assert step["prefix_grouper/balance/cut_groups"] == 0
-        assert step["actor/prefix_grouper/dedup_ratio"] > 8
