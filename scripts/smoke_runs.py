@@ -122,7 +122,11 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
     text = run.log.read_text(errors="replace")
     require(text.splitlines()[-1].startswith("run summary: "), "does not end with its summary")
     # Packages that try an import and fail may log a traceback at the start; after the last step there is no excuse.
-    deaths = [line for line in text.rpartition(f"step:{run.steps} - ")[2].splitlines() if DEATHS.search(line)]
+    last_step = re.compile(
+        rf"step(?::{run.steps} - | +{run.steps}/{run.steps} left)"
+    )  # verl's console, or the short one
+    after_it = last_step.split(text)[-1]
+    deaths = [line for line in after_it.splitlines() if DEATHS.search(line)]
     require(not deaths, f"logs {len(deaths)} lines of dying processes, the first: {deaths[0][:150]}" if deaths else "")
     return steps
 

@@ -48,8 +48,11 @@ def test_a_good_run_passes(run: SmokeRun, trained: Callable[..., None]) -> None:
     assert [step["training/global_step"] for step in finish(run, 1)] == [1, 2]
 
 
-def test_a_traceback_before_the_last_step_is_not_a_death(run: SmokeRun, trained: Callable[..., None]) -> None:
-    trained(log=f"Traceback (most recent call last):\nstep:2 - actor/entropy:1.0\n{SUMMARY}")
+@pytest.mark.parametrize("line", ["step:2 - actor/entropy:1.0", "[##########] step 2/2 left  0:00:00     0.535"])
+def test_a_traceback_before_the_last_step_is_not_a_death(
+    run: SmokeRun, trained: Callable[..., None], line: str
+) -> None:
+    trained(log=f"Traceback (most recent call last):\n{line}\n{SUMMARY}")
     finish(run, 1)
 
 
@@ -64,7 +67,7 @@ def test_a_traceback_before_the_last_step_is_not_a_death(run: SmokeRun, trained:
         ({"log": "Training Progress: 100%"}, "does not end with its summary"),
         ({"log": f"RuntimeError: DataLoader worker (pid 1) is killed by signal: Killed.\n{SUMMARY}"}, "DataLoader"),
         (
-            {"log": f"step:2 - a:1\n(EngineCore pid=2) Traceback (most recent call last):\n{SUMMARY}"},
+            {"log": f"[###] step 2/2 left  0:00:00\n(EngineCore pid=2) Traceback (most recent call last):\n{SUMMARY}"},
             "1 lines of dying.*EngineCore",
         ),
     ],

@@ -51,29 +51,27 @@ def joins_cluster(config: DictConfig) -> bool:
 
 
 def _gpus(config: DictConfig, per_node: int) -> Iterator[Violation]:
-    told = OmegaConf.select(config, RAY_GPUS)
-    device = get_device_name()
-    # Asks the driver and starts no CUDA context. Where the device is the CPU, a "GPU" of Ray's is a worker process.
-    there = int(told) if told is not None else torch.cuda.device_count() if device == "cuda" else 0
+    device, told = get_device_name(), OmegaConf.select(config, RAY_GPUS)
+    if device not in ("cuda", "cpu") or not (told is None or isinstance(told, (int, float))):
+        return
     extra = _gpus_beside_the_trainer(config)
     wanted = per_node + sum(extra.values())
-    if device not in ("cuda", "cpu") or wanted <= there:
-        return
-    beside = "".join(f" and {gpus} of {key}" for key, gpus in extra.items())
-    if device == "cpu":
+    if device == "cpu":  # a "GPU" of Ray's is a worker process there
+        there = int(told or 0)
         why = f"{wanted} worker processes are asked for and Ray is told of {there}: on the CPU a GPU of Ray's is one"
-        yield wrong(config, "gpus", (GPUS_PER_NODE, RAY_GPUS), why, f"++{RAY_GPUS}={wanted}")
-        return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = f"{wanted} GPUs are asked for{beside and f' ({per_node}{beside})'}, and {there} are there" + (
-        f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    )
-    fix = (
-        f"{GPUS_PER_NODE}={there - sum(extra.values())}"
-        if there > sum(extra.values())
-        else "run where nvidia-smi lists a GPU, with a torch built for CUDA; or export VERL_PLATFORM=cpu for a trial"
-    )
-    yield wrong(config, "gpus", GPUS_PER_NODE, why, fix)
+        keys: tuple[str, ...] = (GPUS_PER_NODE, RAY_GPUS)
+        fix = f"++{RAY_GPUS}={wanted}"
+    else:
+        there = torch.cuda.device_count() if told is None else int(told)  # asks the driver, and starts no CUDA context
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"{wanted} GPUs are asked for"
+        why += "".join(f", {gpus} of them by {key}" for key, gpus in extra.items()) + f", and {there} are there"
+        why += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        keys, fix = (GPUS_PER_NODE,), f"{GPUS_PER_NODE}={there - sum(extra.values())}"
+        if there <= sum(extra.values()):
+            fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
+    if wanted > there:
+        yield wrong(config, "gpus", keys, why, fix)
 
 
 def _gpus_beside_the_trainer(config: DictConfig) -> dict[str, int]:
