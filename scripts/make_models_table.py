@@ -52,8 +52,8 @@ NOTES = """
   kernels that want it.
 - **Pictures**: Qwen2.5-VL, Qwen3-VL (dense and MoE) and released Qwen3.5, images and videos, are tested by
   `tests/modalities` on tiny models: log-probs, entropies and gradients of text, tower, projector and embeddings within
-  1e-5 of every row alone (Qwen3.5 2e-5, 1e-4 for gradients that nearly cancel). Other multimodal types are refused.
-  With pictures nothing was run on a GPU yet.
+  1e-5 of every row alone (Qwen3.5 2e-5, 1e-4 for gradients that nearly cancel), on both versions of transformers. Other
+  multimodal types are refused. With pictures nothing was run on a GPU yet.
 - **Gated DeltaNet hybrids** (Qwen3-Next, Qwen3.5) are tested by
   `tests/mixers`: layers and models within 1e-10 in float64; text models in the float32 engine within 1e-5 of float64,
   the gradients of their decays within twice stock float32's own error, multimodal ones within 2e-5 of float32. On

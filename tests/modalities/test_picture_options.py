@@ -2,13 +2,16 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.engine.carried_cases import carrying, carrying_engine
-from tests.modalities.picture_cases import CHAIN, FORKS, MIXED, TURNS
+from tests.modalities.picture_cases import CHAIN, FORKS, MIXED, TURNS, TWO_GROUPS
 from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_adapter, save_vision_model
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
+from verl_pg_plugin.engine.steps.verify import MismatchError
+from verl_pg_plugin.modalities.pictures.keys import _Contents
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -64,3 +67,11 @@ def test_pictures_of_a_chain_are_computed_by_the_part_that_owns_them(path: str, 
     with carrying(engine):
         got = run_engine(engine, batch, actor_loss())
     assert_same(got, run_alone(path, samples, clone(batch), actor_loss()))
+
+
+def test_verify_mode_stops_a_run_that_takes_pictures_for_equal(path: str) -> None:
+    engine = make_engine(path, packed=True, engine={"verify": "first", "verify_rows": len(TWO_GROUPS)})
+    batch = picture_batch(load(path), TWO_GROUPS)
+    same = patch.object(_Contents, "number", lambda *args: 0)
+    with same, engine.eval_mode(), pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
+        engine.infer_batch(batch)
