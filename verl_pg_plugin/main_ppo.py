@@ -6,6 +6,7 @@ with a message on stderr and exit code 2, before Ray starts.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -16,12 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.utils.device import auto_set_device
 
-from verl_pg_plugin import upstream
+from verl_pg_plugin import register, upstream
 from verl_pg_plugin.config.engage import select_trainer
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check
 from verl_pg_plugin.config.violation import EXIT_USER_ERROR
 from verl_pg_plugin.trainer.console import is_short, show_config_shortly
+from verl_pg_plugin.trainer.modes import group_keeping
 
 # ConfigError is a ValueError; an interpolation that leads nowhere is OmegaConf's.
 USER_ERRORS = (ValueError, OmegaConfBaseException)
@@ -32,16 +34,20 @@ def prepare(config: DictConfig) -> Any:
 
     Raises:
         ConfigError: with everything that can be known against the run; ``validate_config`` of verl is part of that.
-        ValueError: the trainer is one of another plugin, which cannot keep groups on one rank.
+        ValueError: the trainer is unknown, or derived from none of verl's, so that its groups cannot be kept together.
         omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
     auto_set_device(config)
     check(config)
     if mode_of(config).shares_prefixes:
         if config.trainer.use_v1:
+            register()  # this module may have been what the package was first imported for
             from verl.trainer.ppo.v1 import get_trainer_cls
 
-            get_trainer_cls(config.trainer.v1.trainer_mode)  # raises for an unknown one
+            try:
+                get_trainer_cls(group_keeping(config.trainer.v1.trainer_mode))
+            except TypeError as error:
+                raise ValueError(str(error)) from None
             if is_short(config):
                 upstream.show_config_by(show_config_shortly)  # here, where Ray copies the task runner
         select_trainer(config)
@@ -65,8 +71,6 @@ def task_runner(use_v1: bool) -> Any:
 
     class PrefixGrouperTaskRunner(wrapped):  # type: ignore[valid-type, misc]
         def run(self, config: DictConfig) -> None:
-            from verl_pg_plugin import register
-
             register()
             super().run(config)
 
@@ -81,7 +85,7 @@ def main(config: DictConfig) -> None:
     except USER_ERRORS as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(EXIT_USER_ERROR)
-    run_ppo(config, task_runner_class=task_runner_class)
+    inspect.unwrap(run_ppo)(config, task_runner_class=task_runner_class)  # without the hook that would ask all again
 
 
 if __name__ == "__main__":

@@ -24,6 +24,12 @@ def test_patches_cost_what_torch_counts(kind: str) -> None:
     assert ModelFlops.of(model).pictures(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_trusting_remote_code_changes_no_price(kind: str) -> None:
+    config = config_of(kind)
+    assert ModelFlops.of_config(config, trust_remote_code=True) == ModelFlops.of_config(config)
+
+
 def test_a_model_without_a_tower_pays_for_none() -> None:
     flops = ModelFlops.of_config(transformers.Qwen3Config(num_hidden_layers=1, vocab_size=16))
     assert flops.tower is None

@@ -11,9 +11,20 @@ import pytest
 import yaml
 
 from verl_pg_plugin.config.options import OPTION_NAMES
+from verl_pg_plugin.engine.batch.plan_metrics import TOTALS, plan_metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+BESIDE_TOTALS = (
+    "prompt_groups",
+    "rows_of_groups",
+    "micro_batches",
+    "flops",
+    "forward",
+    "forward_alone",
+    "seconds",
+    "carried_bytes",
+)
 SCRIPT = ROOT / "scripts" / "upkeep" / "make_options_page.py"
 
 
@@ -26,12 +37,14 @@ def test_the_page_of_options_is_fresh_and_has_each_once() -> None:
 
 def test_every_metric_that_the_code_writes_is_named_once() -> None:
     code = "".join(path.read_text() for path in (ROOT / "verl_pg_plugin").rglob("*.py"))
-    written = re.findall(r'"prefix_grouper/([a-z_/]+)"', code)
+    figures = dict.fromkeys([*TOTALS, *BESIDE_TOTALS], 1.0)
+    written = [name.removeprefix("prefix_grouper/") for name in plan_metrics([figures], sp_size=1)]
+    written += re.findall(r'"prefix_grouper/([a-z_/]+)"', code)
     page = (DOCS / "metrics.md").read_text()
     names = [row.split("|")[1] for row in page[page.index("| metric |") :].splitlines()[2:] if row.startswith("|")]
     for name in set(written):
         assert sum(bool(re.search(rf"[`/]{re.escape(name)}`", cell)) for cell in names) == 1, name
-    assert len(written) > 12
+    assert len(set(written)) > 20
 
 
 def pages_of(entry: object) -> list[str]:

@@ -14,13 +14,15 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.reporting.step_table import StepTable
 from verl_pg_plugin.trainer.console import console, show_config_shortly
 
+LOGGER = {"trainer": {"logger": ["console", "file"]}}
+
 
 def logger_of_a_run() -> object:
     return Tracking("project", "name", default_backend="console").logger["console"]
 
 
 def test_verls_tracking_logs_to_the_table_and_shows_no_bar_of_its_own() -> None:
-    with console(OmegaConf.create({"prefix_grouper": {"console": "short"}}), total_steps=3):
+    with console(OmegaConf.create({**LOGGER, "prefix_grouper": {"console": "short"}}), total_steps=3):
         table = logger_of_a_run()
         assert isinstance(table, StepTable)
         assert table.total_steps == 3
@@ -29,14 +31,19 @@ def test_verls_tracking_logs_to_the_table_and_shows_no_bar_of_its_own() -> None:
     assert not trainer_base.tqdm(total=3).disable
 
 
+def test_a_run_without_a_console_keeps_verls_progress_bar() -> None:
+    with console(OmegaConf.create({"trainer": {"logger": "wandb"}}), total_steps=3):
+        assert not trainer_base.tqdm(total=3).disable
+
+
 def test_a_user_who_wants_all_metrics_gets_verls_logger() -> None:
-    with console(OmegaConf.create({"prefix_grouper": {"console": "full"}}), total_steps=3):
+    with console(OmegaConf.create({**LOGGER, "prefix_grouper": {"console": "full"}}), total_steps=3):
         assert not isinstance(logger_of_a_run(), StepTable)
 
 
 def test_a_run_that_fails_tells_its_gain_and_puts_the_logger_back(capsys) -> None:
     metrics = {"actor/prefix_grouper/logical_tokens": 8.0, "actor/prefix_grouper/physical_tokens": 4.0}
-    run = console(OmegaConf.create({}), total_steps=3)
+    run = console(OmegaConf.create(LOGGER), total_steps=3)
     run.__enter__()
     table = logger_of_a_run()
     assert isinstance(table, StepTable)

@@ -45,5 +45,6 @@ def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
 def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """The same of the text model in a config, or of the whole where transformers has no such model alone."""
     text = config.get_text_config()
-    alone = trust_remote_code or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    brings_its_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(text, "auto_map", None) or {})
+    alone = text is config or brings_its_class or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     return skeleton(text if alone else config, trust_remote_code)

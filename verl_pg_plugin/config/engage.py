@@ -98,13 +98,15 @@ def engage_or_exit(config: DictConfig) -> None:
         SystemExit: after the message of a ``ConfigError`` was written to stderr.
         ConfigError: the flag would do nothing in this recipe.
     """
+    if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
+        return
     if ray.is_initialized():
         if found := validate(config):
             raise ConfigError(found)
         return
     try:
         engage(config)
-        if mode_of(config).shares_prefixes and is_short(config):
+        if mode_of(config).shares_prefixes and config.trainer.use_v1 and is_short(config):
             upstream.show_config_by(show_config_shortly)
     except (ConfigError, OmegaConfBaseException) as error:
         sys.stderr.write(f"{error}\n")

@@ -10,7 +10,7 @@ from verl_pg_plugin.config.before_ray.budgets import budget_violations
 from verl_pg_plugin.config.before_ray.data import data_violations
 from verl_pg_plugin.config.before_ray.files import file_violations
 from verl_pg_plugin.config.before_ray.hub import hub_violations
-from verl_pg_plugin.config.before_ray.machines import machine_violations
+from verl_pg_plugin.config.before_ray.machines import machine_violations, runs_elsewhere
 from verl_pg_plugin.config.before_ray.prompts import prompt_violations
 from verl_pg_plugin.config.before_ray.rollout import rollout_violations
 from verl_pg_plugin.config.before_ray.values import value_violations
@@ -38,7 +38,7 @@ def everything(config: DictConfig) -> list[Violation]:
     """
     found: list[Violation] = []
     said: set[str] = set()
-    for look in LOOKS:
+    for look in LOOKS if runs_elsewhere(config) else (*LOOKS, *LOOKS_AT_THIS_MACHINE):
         found += [violation for violation in look(config) if violation.settings[0].key not in said]
         said |= {setting.key for violation in found for setting in violation.settings}
     return [*found, *verls_objection(config, said)]
@@ -83,11 +83,14 @@ LOOKS: tuple[Callable[[DictConfig], Iterable[Violation]], ...] = (
     validate,
     value_violations,
     machine_violations,
-    rollout_violations,
     budget_violations,
+)
+"""In the order in which their violations are listed; a setting that one has named is not named by a later one."""
+LOOKS_AT_THIS_MACHINE: tuple[Callable[[DictConfig], Iterable[Violation]], ...] = (
+    rollout_violations,
     file_violations,
     data_violations,
     prompt_violations,
     hub_violations,
 )
-"""In the order in which their violations are listed; a setting that one has named is not named by a later one."""
+"""Left out where the run is sent to a cluster, whose machines have what they have."""

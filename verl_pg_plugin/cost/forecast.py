@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -59,10 +60,11 @@ class Batch:
         Raises:
             ValueError: there is no sequence, or an empty prompt or response.
         """
+        tokens = count(FIRST_RESPONSE_TOKEN)
         rows = [
-            np.concatenate([prompt, np.full(length, FIRST_RESPONSE_TOKEN + g * 65536 + k)])
-            for g, (prompt, lengths) in enumerate(zip(prompts, responses, strict=True))
-            for k, length in enumerate(lengths)
+            np.concatenate([prompt, np.full(length, next(tokens))])
+            for prompt, lengths in zip(prompts, responses, strict=True)
+            for length in lengths
         ]
         prompt_lengths = np.array([len(p) for p, lengths in zip(prompts, responses, strict=True) for _ in lengths])
         if not rows or min(map(len, rows)) == 0 or prompt_lengths.min() < 1:

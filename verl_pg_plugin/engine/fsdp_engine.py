@@ -46,12 +46,10 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
             return FusedHead.install(module, self.model_config.fused_kernel_options.get("impl_backend"))
         return ChunkedHead.install(module, self.engine_config.prefix_grouper.logits_chunk_size)
 
-    def forward_backward_batch(
-        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
-    ) -> dict[str, Any]:
-        if self.sharing is not None and self.model_config.use_fused_kernels:
+    def _check_batch(self, data: TensorDict) -> None:
+        super()._check_batch(data)
+        if self.model_config.use_fused_kernels:
             check_fused_batch(data)
-        return super().forward_backward_batch(data, loss_function, forward_only=forward_only)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         if self.sharing is None:

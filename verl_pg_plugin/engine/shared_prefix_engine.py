@@ -176,6 +176,11 @@ class SharedPrefixMixin:
         fallen_back = self.verifier is not None and self.verifier.fallen_back
         return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
 
+    def _check_batch(self, data: TensorDict) -> None:
+        assert self.sharing is not None
+        check_batch(data)
+        self.sharing.check_batch(data)
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -186,8 +191,7 @@ class SharedPrefixMixin:
 
         def checked() -> TensorDict:
             whole = without_gaps(with_ragged_tokens(data))
-            check_batch(whole)
-            mode.check_batch(whole)
+            self._check_batch(whole)
             return whole
 
         data = on_every_rank(checked, everyone)

@@ -62,6 +62,7 @@ class StepTable:
     gain: Gain = field(default_factory=Gain)
     _columns: tuple[Column, ...] = ()
     _num_lines: int = 0
+    _num_steps: int = 0
     _started: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class StepTable:
             self._write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in _numbers(data).items()))
             return
         self.gain = self.gain.with_step(data)
+        self._num_steps += 1
         columns = tuple(column for column in COLUMNS if column.metric in data)
         if self._num_lines % HEADER_EVERY == 0 or columns != self._columns:
             self._columns, self._num_lines = columns, 0
@@ -105,7 +107,7 @@ class StepTable:
         done = min(1.0, step / self.total_steps)
         bar = "#" * round(BAR_WIDTH * done)
         # A run that goes on from a checkpoint does not begin with step 1; the lines written are those of this one.
-        pace = (self.clock() - self._started) / max(self.gain.num_steps, 1)
+        pace = (self.clock() - self._started) / max(self._num_steps, 1)
         left = round(pace * max(self.total_steps - step, 0))
         width = len(str(self.total_steps))
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"

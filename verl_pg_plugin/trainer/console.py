@@ -31,8 +31,8 @@ def console(config: DictConfig, total_steps: int | None) -> Iterator[None]:
         config: of the run.
         total_steps: of the run, None where it is unknown.
     """
-    if not is_short(config):
-        yield
+    if not is_short(config) or "console" not in _loggers(config):
+        yield  # without that logger nothing would feed the table, and verl's progress bar is all there is
         return
     table = StepTable(total_steps)
     try:
@@ -40,6 +40,11 @@ def console(config: DictConfig, total_steps: int | None) -> Iterator[None]:
             yield
     finally:
         table.close()  # a run that was stopped has gained as well
+
+
+def _loggers(config: DictConfig) -> list[str]:
+    loggers = OmegaConf.select(config, "trainer.logger")
+    return [loggers] if isinstance(loggers, str) else list(loggers or ())
 
 
 def show_config_shortly(config: Any) -> None:

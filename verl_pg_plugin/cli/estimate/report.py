@@ -21,7 +21,7 @@ from verl_pg_plugin.cost.row_memory import RowMemory
 __all__ = ["best", "by_budget", "plot", "show", "step_seconds", "to_json"]
 
 USUAL_BUDGETS = (16384, 32768, 65536, 131072)
-ACCURACY = "Of 93 measurements on H200s the median error of such a prediction is 5% (scripts/cost_accuracy.py)."
+ACCURACY = "Of 99 measurements on H200s the median error of such a prediction is 5% (scripts/cost_accuracy.py)."
 
 
 def by_budget(batch: Batch, model: Model, args: argparse.Namespace) -> list[Forecast]:

@@ -16,6 +16,7 @@ from verl_pg_plugin.config.violation import Violation
 __all__ = ["Budget", "budget_violations", "budgets_of"]
 
 PROMPT, RESPONSE = "data.max_prompt_length", "data.max_response_length"
+MAX_MODEL_LEN = f"{ROLLOUT}.max_model_len"
 
 Budget = tuple[str, Role]
 """Key of tokens per GPU, and the role whose engine computes them."""
@@ -43,7 +44,8 @@ def _too_small(config: DictConfig) -> Iterator[Violation]:
     if prompt is None or response is None:
         return
     # The last token of a sequence has no row in packed mode: nothing is predicted from it.
-    longest = prompt + response - (mode_of(config) is Mode.PACKED)
+    within = count(config, MAX_MODEL_LEN) or prompt + response  # the rollout writes no longer ones
+    longest = min(prompt + response, within) - (mode_of(config) is Mode.PACKED)
     for key, role in budgets_of(config):
         budget, sp_size = count(config, key), Facts.from_hydra(config, role).value("sp_size") or 1
         if budget is None or not isinstance(sp_size, int) or sp_size < 1 or budget * sp_size >= longest:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
 
 from verl_pg_plugin.config.before_ray.reading import count, is_remote, words, wrong
+from verl_pg_plugin.config.keys import ROLLOUT
 from verl_pg_plugin.config.violation import Violation
 
 __all__ = ["DataFile", "data_violations", "local_files"]
@@ -56,7 +57,7 @@ def _of_files(config: DictConfig) -> Iterator[Violation]:
     for key, limit in FILES.items():
         files = []
         for path in words(config, key):
-            if is_remote(path):
+            if _is_elsewhere(path):
                 continue
             opened = _open(path)
             if isinstance(opened, DataFile):
@@ -74,9 +75,14 @@ def _of_files(config: DictConfig) -> Iterator[Violation]:
 
 def local_files(config: DictConfig, key: str) -> list[DataFile] | None:
     """The files of a key, None if one of them is elsewhere or cannot be read."""
-    opened = [None if is_remote(path) else _open(path) for path in words(config, key)]
+    opened = [None if _is_elsewhere(path) else _open(path) for path in words(config, key)]
     files = [file for file in opened if isinstance(file, DataFile)]
     return files if len(files) == len(opened) else None
+
+
+def _is_elsewhere(path: str) -> bool:
+    """On another machine, or a pattern, which ``datasets`` expands."""
+    return is_remote(path) or (any(sign in path for sign in "*?[") and not Path(path).exists())
 
 
 def _open(path: str) -> DataFile | tuple[str, str]:
@@ -136,7 +142,15 @@ def _names_of_json(path: str) -> list[str] | None:
 
 
 def _scored_from_columns(config: DictConfig) -> bool:
-    """Whether a reward manager of verl's reads the reference answers; each of them does."""
+    """Whether a reward manager of verl's reads the reference answers.
+
+    Each of them does, but neither a reward model without a function beside it nor an agent loop that scores.
+    """
+    by_model = OmegaConf.select(config, "reward.reward_model.enable")
+    by_function = OmegaConf.select(config, "reward.custom_reward_function.path") is not None
+    by_loop = OmegaConf.select(config, f"{ROLLOUT}.agent.agent_loop_config_path") is not None
+    if (by_model and not by_function) or by_loop:
+        return False
     return OmegaConf.select(config, "reward.reward_manager.source") == "register"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from symtable import symtable
 
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.import_utils import resolve_config_path
 
 from verl_pg_plugin.config.before_ray.reading import is_remote, wrong
 from verl_pg_plugin.config.keys import ROLLOUT
@@ -20,11 +21,12 @@ OBJECTS = {
     "trainer.v1.sampler.custom_sampler.path": "trainer.v1.sampler.custom_sampler.name",
 }
 """Key of a Python file, and of the name that verl takes from it."""
+AGENT_LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path"
 FILES = (
     f"{ROLLOUT}.multi_turn.function_tool_path",
     f"{ROLLOUT}.multi_turn.tool_config_path",
     f"{ROLLOUT}.multi_turn.interaction_config_path",
-    f"{ROLLOUT}.agent.agent_loop_config_path",
+    AGENT_LOOPS,
 )
 RESUME_MODE, RESUME_FROM = "trainer.resume_mode", "trainer.resume_from_path"
 
@@ -35,7 +37,7 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
         path = OmegaConf.select(config, key)
         if not path or is_remote(str(path)):  # pkg:// is a module, and imported where it is needed
             continue
-        if not Path(path).is_file():
+        if not (_found(path) if key == AGENT_LOOPS else Path(path).is_file()):
             yield wrong(config, "file", key, "no such file", f"{key}=<file>")
         elif key in OBJECTS and (missing := _missing_name(config, key, OBJECTS[key])):
             yield missing
@@ -45,6 +47,14 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
             why = f"{RESUME_MODE}=resume_path wants a folder named global_step_<number>, and this is none"
             fix = f"{RESUME_FROM}=<folder>/global_step_<number>, or {RESUME_MODE}=auto"
             yield wrong(config, "resume", (RESUME_FROM, RESUME_MODE), why, fix)
+
+
+def _found(path: str) -> bool:
+    """Whether verl finds the file, which it looks for beside its own package as well."""
+    try:
+        return Path(resolve_config_path(path)).is_file()
+    except FileNotFoundError:
+        return False
 
 
 def _missing_name(config: DictConfig, key: str, name_key: str) -> Violation | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from httpx import HTTPError
+from httpx import ConnectError, ConnectTimeout, HTTPError
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -57,7 +57,9 @@ def _obstacle(repo: str) -> tuple[str, str] | None:
         return f"is neither a folder nor a model that {constants.ENDPOINT} shows you", f"{folder}, or export HF_TOKEN"
     except OfflineModeIsEnabled:
         return "is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids to download it", folder
-    except HTTPError as error:
+    except (ConnectError, ConnectTimeout) as error:
         why = f"is neither a folder nor in the cache, and {constants.ENDPOINT} cannot be reached from here: {error}"
         return why, f"huggingface-cli download {repo} where it can be, or {folder}"
+    except HTTPError:
+        return None  # busy or slow: what downloads the model tries again
     return None

@@ -17,7 +17,7 @@ from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.keys import ACTOR, ROLLOUT
 from verl_pg_plugin.config.violation import Violation
 
-__all__ = ["machine_violations"]
+__all__ = ["machine_violations", "runs_elsewhere"]
 
 GPUS_PER_NODE = "trainer.n_gpus_per_node"
 NODES = "trainer.nnodes"
@@ -25,6 +25,7 @@ RAY_GPUS = "ray_kwargs.ray_init.num_gpus"
 RAY_ADDRESS = "ray_kwargs.ray_init.address"
 MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 SEPARATE = "trainer.v1.separate_async"
+HYBRID_ENGINE = "actor_rollout_ref.hybrid_engine"
 TRAINER_MODE = "trainer.v1.trainer_mode"
 
 
@@ -36,7 +37,7 @@ def machine_violations(config: DictConfig) -> Iterator[Violation]:
     if nodes == 1 and not joins_cluster(config):
         yield from _gpus(config, per_node)
     yield from _divisors(config, per_node * nodes)
-    if str(OmegaConf.select(config, TRAINER_MODE)).endswith("separate_async"):
+    if _is_separate(config):
         yield from _separate(config)
 
 
@@ -48,6 +49,12 @@ def joins_cluster(config: DictConfig) -> bool:
     if address is not None:
         return address != "local"
     return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster").exists()
+
+
+def runs_elsewhere(config: DictConfig) -> bool:
+    """Whether the run's processes are on machines that the starting one need not be like."""
+    address = OmegaConf.select(config, RAY_ADDRESS) or os.environ.get("RAY_ADDRESS")
+    return address not in (None, "local", "auto")
 
 
 def _gpus(config: DictConfig, per_node: int) -> Iterator[Violation]:
@@ -77,12 +84,17 @@ def _gpus(config: DictConfig, per_node: int) -> Iterator[Violation]:
 def _gpus_beside_the_trainer(config: DictConfig) -> dict[str, int]:
     """By section, the GPUs that are not the trainer's: a rollout or a reward model with machines of its own."""
     extra = {}
-    if str(OmegaConf.select(config, TRAINER_MODE)).endswith("separate_async"):
+    if _is_separate(config):
         extra[ROLLOUT] = _product(config, f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node")
     reward = "reward.reward_model"
     if OmegaConf.select(config, f"{reward}.enable_resource_pool"):
         extra[reward] = _product(config, f"{reward}.nnodes", f"{reward}.n_gpus_per_node")
     return {key: gpus for key, gpus in extra.items() if gpus}
+
+
+def _is_separate(config: DictConfig) -> bool:
+    mode = str(OmegaConf.select(config, TRAINER_MODE))
+    return OmegaConf.select(config, "trainer.use_v1") is True and mode.endswith("separate_async")
 
 
 def _product(config: DictConfig, *keys: str) -> int:
@@ -104,6 +116,10 @@ def _divisors(config: DictConfig, ranks: int) -> Iterator[Violation]:
                 yield wrong(config, "ulysses_ranks", entry.key, why, f"{entry.key}={_largest_divisor(ranks, size)}")
     tensor, data = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"
     server = (count(config, tensor) or 1) * (count(config, data) or 1)
+    if OmegaConf.select(config, HYBRID_ENGINE) is False:  # servers have GPUs of their own
+        keys = f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"
+        ranks = _product(config, *keys)
+        total = f"{ranks} GPUs of the rollout ({keys[0]} times {keys[1]})"
     if ranks % server:
         why = f"a server of the rollout takes {server} GPUs, which does not divide {total}"
         yield wrong(config, "rollout_ranks", tensor, why, f"{tensor}={_largest_divisor(ranks, server)} {data}=1")

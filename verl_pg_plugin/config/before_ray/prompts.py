@@ -121,7 +121,7 @@ def _measure(
         try:
             tokens = length(messages)
         except (TemplateError, ValueError, TypeError, KeyError) as raised:
-            error = error or f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
+            error = error or f"{type(raised).__name__}: {next(iter(str(raised).splitlines()), 'without a message')}"
             continue
         shortest = tokens if shortest is None else min(shortest, tokens)
         fitting += tokens <= longest

@@ -11,6 +11,7 @@ from math import isfinite
 
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.utils.import_utils import import_external_libs
 from verl.utils.tracking import Tracking
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -22,8 +23,9 @@ from verl_pg_plugin.trainer.modes import PREFIX, group_keeping
 
 __all__ = ["value_violations"]
 
+BATCH = "data.train_batch_size"
 COUNTS = (
-    "data.train_batch_size",
+    BATCH,
     "data.max_prompt_length",
     "data.max_response_length",
     f"{ROLLOUT}.n",
@@ -105,6 +107,8 @@ def _counts(config: DictConfig) -> Iterator[Violation]:
         value = OmegaConf.select(config, key)
         if value is None and key in OPTIONAL_COUNTS:
             continue
+        if key == BATCH and value == 0 and OmegaConf.select(config, "async_training") is not None:
+            continue  # what verl's fully async recipe demands: it streams, and has no batches
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             yield wrong(config, "count", key, "is not a positive integer", f"{key}=<positive integer>")
 
@@ -117,6 +121,7 @@ def _switches(config: DictConfig) -> Iterator[Violation]:
 
 
 def _words(config: DictConfig) -> Iterator[Violation]:
+    import_external_libs(OmegaConf.select(config, f"{MODEL}.external_lib"))  # it registers losses and estimators
     choices: dict[str, tuple[str, ...]] = {
         "algorithm.adv_estimator": tuple(ADV_ESTIMATOR_REGISTRY),
         f"{ACTOR}.policy_loss.loss_mode": tuple(POLICY_LOSS_REGISTRY),
@@ -131,7 +136,7 @@ def _words(config: DictConfig) -> Iterator[Violation]:
     if OmegaConf.select(config, f"{ACTOR}.use_kl_loss") is True:
         choices[f"{ACTOR}.kl_loss_type"] = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
     if OmegaConf.select(config, "algorithm.use_kl_in_reward") is True:
-        choices["algorithm.kl_penalty"] = KL_ESTIMATES
+        choices["algorithm.kl_penalty"] = (*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES))
         choices["algorithm.kl_ctrl.type"] = KL_CONTROLLERS
     for key, known in choices.items():
         # A default of verl's may be an enum, whose value is the word.

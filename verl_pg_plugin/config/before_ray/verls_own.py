@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import re
 from collections.abc import Collection, Iterator
 from contextlib import redirect_stdout
 
@@ -39,5 +40,6 @@ def verls_objection(config: DictConfig, said: Collection[str]) -> Iterator[Viola
         message = " ".join(str(error).split())
         if said and isinstance(error, WITHOUT_WORDS):
             return
-        if not any(key.rpartition(".")[2] in message for key in said):
+        leaves = [re.escape(key.rpartition(".")[2]) for key in said]
+        if not any(re.search(rf"\b{leaf}\b", message) for leaf in leaves):
             yield Violation("verl", (), f"verl's own validation refuses it: {message}", "change what it names")

@@ -1,4 +1,7 @@
-"""A loss that fails on one rank ends the step on every rank, and not in a collective that the others wait in."""
+"""A loss that fails on one rank ends the step on every rank, and not in a collective that the others wait in.
+
+A loss that runs collectives of its own is not covered: where it fails on one rank, the others wait in those.
+"""
 
 from __future__ import annotations
 

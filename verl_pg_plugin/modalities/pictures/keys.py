@@ -9,6 +9,7 @@ start on, positions are.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,6 @@ from verl_pg_plugin.modalities.pictures.occurrences import Picture
 
 FIRST_KEY = 1 << 31
 """Keys from here on stand for more than a token."""
-
-NUM_SAMPLED = 64
-"""Numbers of a picture that are compared before all are."""
 
 
 def build_keys(
@@ -67,7 +65,7 @@ def build_keys(
 class _Contents:
     """Numbers of contents: equal ones are the same kind, grid, dtype and pixels.
 
-    A few numbers of each picture find those that may be equal, and then all are compared: no hash decides.
+    A digest of all bytes finds those that should be equal, and then they are compared: no hash decides.
     """
 
     def __init__(self) -> None:
@@ -75,9 +73,8 @@ class _Contents:
         self._count = 0
 
     def number(self, picture: Picture, pixels: torch.Tensor) -> int:
-        flat = pixels.flatten()
-        sample = flat[:: max(len(flat) // NUM_SAMPLED, 1)].double().cpu().numpy().tobytes()
-        alike = self._known.setdefault((picture.kind.name, picture.grid, pixels.dtype, pixels.shape, sample), [])
+        digest = blake2b(pixels.contiguous().cpu().view(torch.uint8).numpy()).digest()
+        alike = self._known.setdefault((picture.kind.name, picture.grid, pixels.dtype, pixels.shape, digest), [])
         for known, number in alike:
             if torch.equal(known, pixels):
                 return number
