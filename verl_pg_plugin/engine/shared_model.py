@@ -62,7 +62,8 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
     kept = {tower: getattr(config, tower)._attn_implementation for tower in modality.towers}
     for name in count_layers(config.get_text_config()):
         MIXERS[name].prepare(config)
-    config._attn_implementation = {"": config._attn_implementation, **kept}
+    if kept:
+        config._attn_implementation = {"": config._attn_implementation, **kept}
 
 
 def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions) -> SharedModel:
