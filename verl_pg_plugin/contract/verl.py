@@ -197,7 +197,12 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts(
         "verl.utils.flops_counter", "engine/batch/plan_metrics.py", get_device_flops="(unit='T', device_name=None)"
     ),
-    *_parts("verl.utils.import_utils", "config/checkpoint_checks.py", import_external_libs="(external_libs=None)"),
+    *_parts(
+        "verl.utils.import_utils",
+        "config/before_ray/files.py config/before_ray/values.py config/checkpoint_checks.py",
+        import_external_libs="(external_libs=None)",
+        resolve_config_path="(config_path)",
+    ),
     *_parts(
         "verl.utils.model",
         "config/checkpoint_checks.py cli/doctor/sharing.py",
