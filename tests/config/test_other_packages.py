@@ -65,7 +65,7 @@ def test_a_replacement_below_a_patch_of_ours_is_found(monkeypatch: pytest.Monkey
     import verl.utils.config as config
 
     ours = config.validate_config
-    assert ours.__globals__["__name__"] == "verl_pg_plugin.upstream"
+    assert ours.__globals__["__name__"] == "verl_pg_plugin.upstream.entry_points"
     monkeypatch.setattr(ours, "__wrapped__", their_wrapper(ours.__wrapped__))
     assert [found.path for found in replacements()] == ["verl.utils.config.validate_config"]
 

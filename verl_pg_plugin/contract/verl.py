@@ -21,14 +21,14 @@ def _parts(owner: str, used_by: str, /, needs: str = "", **signatures: str) -> t
 
 
 VERL_PARTS: tuple[Part, ...] = (
-    # Module functions that upstream.py replaces.
-    *_parts("verl.trainer.main_ppo", "upstream.py", pprint=EXISTS),
-    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream.py", tqdm=EXISTS),
-    *_parts("verl.utils.logger", "upstream.py", LocalLogger="(print_to_console=True)"),
+    # Module functions that upstream/ replaces.
+    *_parts("verl.trainer.main_ppo", "upstream/entry_points.py", pprint=EXISTS),
+    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream/entry_points.py", tqdm=EXISTS),
+    *_parts("verl.utils.logger", "upstream/entry_points.py", LocalLogger="(print_to_console=True)"),
     *_parts("verl.trainer.ppo.v1.trainer_base.PPOTrainer", "trainer/v1.py", fit="(self, agent_loop_manager)"),
     *_parts(
         _ENGINE,
-        "upstream.py",
+        "upstream/cpu.py upstream/engines.py",
         prepare_micro_batches=(
             "(data, dp_group=None, num_batches_divided_by=None, same_micro_num_in_dp=True, "
             "min_num_micro_batch=None, use_dynamic_bsz_balance=True)"
@@ -44,12 +44,12 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.model",
-        "upstream.py",
+        "upstream/engines.py",
         load_valuehead_model="(local_path, torch_dtype, model_config, trust_remote_code)",
     ),
     *_parts(
         "verl.utils.distributed",
-        "upstream.py",
+        "upstream/cpu.py",
         initialize_global_process_group_ray="(timeout_second, backend, ...)",
     ),
     # Engines: methods that are overridden, or called on the engine.
@@ -127,7 +127,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     # Entry point and trainers.
     *_parts("verl.trainer.main_ppo", "main_ppo.py", TaskRunnerV1=EXISTS),
-    *_parts("verl.trainer.main_ppo", "main_ppo.py upstream.py", run_ppo="(config, task_runner_class)"),
+    *_parts("verl.trainer.main_ppo", "main_ppo.py upstream/entry_points.py", run_ppo="(config, task_runner_class)"),
     *_parts("verl.trainer.main_ppo.TaskRunnerV1.__ray_actor_class__", "main_ppo.py", run="(self, config, ...)"),
     *_parts("verl.trainer.main_ppo_v0", "main_ppo.py", TaskRunner=EXISTS),
     *_parts(
@@ -137,7 +137,7 @@ VERL_PARTS: tuple[Part, ...] = (
         need_critic="(config)",
         need_reference_policy="(config)",
     ),
-    *_parts("verl.trainer.ppo.v1", "main_ppo.py upstream.py", get_trainer_cls="(name)"),
+    *_parts("verl.trainer.ppo.v1", "main_ppo.py upstream/trainers.py", get_trainer_cls="(name)"),
     *_parts("verl.trainer.ppo.v1", "cpu/agent_loop_v1.py", AgentLoopManagerTQ=EXISTS, AgentLoopWorkerTQ=EXISTS),
     *_parts(
         "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ",
@@ -145,7 +145,7 @@ VERL_PARTS: tuple[Part, ...] = (
         __init__="(self, *args, **kwargs)",
         generate_sequences="(self, prompts)",
     ),
-    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream.py", TRAINER_REGISTRY=EXISTS),
+    *_parts("verl.trainer.ppo.v1.trainer_base", "upstream/trainers.py", TRAINER_REGISTRY=EXISTS),
     *_parts(
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer",
         "trainer/any_trainer.py trainer/keeps_groups.py trainer/v1.py",
@@ -153,10 +153,10 @@ VERL_PARTS: tuple[Part, ...] = (
         _balance_batch="(self, batch, metrics, logging_prefix='global_seqlen', keep_minibatch=False)",
         _update_actor="(self, batch, metrics)",
     ),
-    *_parts("verl.trainer.ppo.ray_trainer", "upstream.py", RayPPOTrainer=EXISTS),
+    *_parts("verl.trainer.ppo.ray_trainer", "upstream/trainers.py", RayPPOTrainer=EXISTS),
     *_parts(
         "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
-        "trainer/any_trainer.py trainer/keeps_groups.py trainer/v0.py upstream.py",
+        "trainer/any_trainer.py trainer/keeps_groups.py trainer/v0.py upstream/trainers.py",
         _balance_batch="(self, batch, metrics, logging_prefix='global_seqlen', keep_minibatch=False)",
         _update_actor="(self, batch)",
     ),
@@ -181,7 +181,7 @@ VERL_PARTS: tuple[Part, ...] = (
     # Functions that are called.
     *_parts(
         "verl.utils.config",
-        "cpu/server.py config/before_ray/verls_own.py trainer/whole_groups.py upstream.py",
+        "cpu/server.py config/before_ray/verls_own.py trainer/whole_groups.py upstream/entry_points.py",
         omega_conf_to_dataclass="(config, dataclass_type=None)",
         validate_config="(config, use_reference_policy, use_critic)",
     ),
@@ -217,7 +217,7 @@ VERL_PARTS: tuple[Part, ...] = (
         "verl.utils.tensordict_utils",
         "engine/fsdp_engine.py engine/heads/fused_head.py engine/batch/micro_batch_plan.py engine/requirements.py "
         "engine/batch/layout_field.py engine/batch/row_selection.py engine/sharing_modes.py engine/steps/verify.py "
-        "synthetic.py upstream.py",
+        "synthetic.py upstream/engines.py",
         get="(tensordict, key, default=None)",
         assign_non_tensor="(tensor_dict, **kwargs)",
         assign_non_tensor_data="(tensor_dict, key, val)",

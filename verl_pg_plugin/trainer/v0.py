@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.batching.session_order import common_prefix
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
 from verl_pg_plugin.trainer.whole_groups import (
@@ -30,12 +31,8 @@ class KeepsGroupsV0(KeepsGroups):
     def _balance_batch(
         self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> Any:
-        # verl's own balance of groups refuses a number of groups that the ranks do not divide.
-        asked, self.use_prefix_grouper = self.use_prefix_grouper, False
-        try:
+        with upstream.verls_groups_off(self):
             replaced = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
-        finally:
-            self.use_prefix_grouper = asked
         if self.model_flops is not None:
             batch = batch if replaced is None else replaced
             regroup(self, batch, metrics, logging_prefix, type(self).num_mini_batches)

@@ -1,0 +1,96 @@
+"""Which sequences meet on a rank: verl's lookup of V1 trainers, and the balance of V0."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl_pg_plugin.upstream.changed import check_parameters
+
+
+def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
+    """Let verl find, under ``prefix`` and the name of any V1 trainer, that trainer with groups kept together.
+
+    What: ``verl.trainer.ppo.v1.get_trainer_cls`` returns ``keep_groups(cls)`` for such a name, unless somebody has
+    registered a class under the whole name. The task runner imports it from there when it runs; put in once per process
+    and left there.
+    Why: the registry holds one class per name, and others register theirs at any time, also after this plugin has been
+    loaded; verl has no hook between looking a trainer up and building it.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V1 trainers take a balance, or the order of groups is verl's own.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(name)``.
+    """
+    from verl.trainer.ppo import v1
+
+    look_up = v1.get_trainer_cls
+    if getattr(look_up, "keeps_groups", False):
+        return
+    check_parameters(look_up, "verl.trainer.ppo.v1.get_trainer_cls", ["name"])
+
+    @functools.wraps(look_up)
+    def look_up_with_groups(name: str) -> type:
+        plain = name.removeprefix(prefix)
+        if plain == name or name in v1.trainer_base.TRAINER_REGISTRY:
+            return look_up(name)
+        return keep_groups(look_up(plain))
+
+    look_up_with_groups.keeps_groups = True  # type: ignore[attr-defined]
+    v1.get_trainer_cls = look_up_with_groups
+
+
+@contextmanager
+def verls_groups_off(trainer: Any) -> Iterator[None]:
+    """Within the block a V0 trainer balances as without the flag: its own balance of groups refuses a number of them
+    that the ranks do not divide.
+    """
+    asked, trainer.use_prefix_grouper = trainer.use_prefix_grouper, False
+    try:
+        yield
+    finally:
+        trainer.use_prefix_grouper = asked
+
+
+def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], None]) -> None:
+    """Let V0 trainers deal whole groups out by what they cost, whatever their number.
+
+    What: ``verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch`` of a trainer whose ``use_prefix_grouper`` is set
+    balances as without it, and then calls ``regroup(trainer, batch, metrics, logging_prefix)``. Put in once per process
+    and left there; trainers that share nothing are balanced as before.
+    Why: with the flag verl refuses a number of groups that the ranks do not divide, weighs a prompt once for each of
+    its responses, and lets mini-batches fall where they may. V0's task runners, verl's own and those of its recipes,
+    name their trainer's class, so that no other class can be handed in.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V0 looks its trainer up by config, or is gone.
+
+    Raises:
+        UpstreamChangedError: the method's parameters are not ``(self, batch, metrics, logging_prefix,
+            keep_minibatch)``.
+    """
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    balance = RayPPOTrainer._balance_batch
+    if getattr(balance, "keeps_groups", False):
+        return
+    parameters = ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]
+    check_parameters(balance, "verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch", parameters)
+
+    @functools.wraps(balance)
+    def balance_then_regroup(
+        self: Any,
+        batch: Any,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> None:
+        if not self.use_prefix_grouper:
+            return balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        with verls_groups_off(self):
+            balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        regroup(self, batch, metrics, logging_prefix)
+
+    balance_then_regroup.keeps_groups = True  # type: ignore[attr-defined]
+    RayPPOTrainer._balance_batch = balance_then_regroup
