@@ -153,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
+    parser.add_argument("--tower-heads", type=int, help="of a vision tower; flash-attn is not compiled for any width")
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", "8", 4)])
     default_paths = [EnginePath("rmpad"), EnginePath("packed")]
     parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)

@@ -1,9 +1,11 @@
 """Write a tiny Qwen3-VL checkpoint with a character tokenizer and a processor, for training on a CPU.
 
-    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 60] [--seed 0]
+    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 60] [--seed 0] [--for-vllm]
 
 The weights are random, then fitted for some seconds on pictures of ``make_picture_data.py`` (supervised, answer tokens
 only), so that the reward starts above zero and RL does the rest. ``--warm-up-steps 0`` leaves them random.
+``--for-vllm``: heads of 64, which kernels of GPUs take, and transformers' own processor with its part for videos, which
+vLLM asks for and torchvision computes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from data.whole_directory import whole_directory
 from make_picture_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
 from make_tiny_checkpoint import END, character_tokenizer
@@ -35,25 +38,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_processor() -> Qwen3VLProcessor:
+def tiny_processor(for_vllm: bool = False) -> transformers.Qwen3VLProcessor:
     """A token for each character and mark, patches of 4 pixels."""
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [VISION_START, VISION_END, IMAGE, VIDEO]})
     side = CELLS * CELL
-    images = Qwen2VLImageProcessorPil(
-        patch_size=PATCH,
-        merge_size=MERGE,
-        temporal_patch_size=FRAMES,
-        size={"shortest_edge": side**2, "longest_edge": side**2},
-    )
+    patches = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": FRAMES}
+    images = Qwen2VLImageProcessorPil(**patches, size={"shortest_edge": side**2, "longest_edge": side**2})
     tokenizer.chat_template = CHAT_TEMPLATE
+    if for_vllm:
+        videos = transformers.Qwen3VLVideoProcessor(**patches)
+        return transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
     return Qwen3VLProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
 
 
-def tiny_vision_model(tokenizer: Any) -> PreTrainedModel:
-    """Random float32 weights: 2 layers of hidden 96, a tower of 2 blocks of hidden 48."""
+def tiny_vision_model(tokenizer: Any, for_vllm: bool = False) -> PreTrainedModel:
+    """Random float32 weights: 2 layers of hidden 96, a tower of 2 blocks of hidden 48 (128 with heads of 64)."""
+    head_dim, tower_hidden, sections = (64, 128, [12, 10, 10]) if for_vllm else (24, 48, [4, 4, 4])
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _MARKS.items()}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": True}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 96,
@@ -61,7 +64,7 @@ def tiny_vision_model(tokenizer: Any) -> PreTrainedModel:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 24,
+        "head_dim": head_dim,
         "max_position_embeddings": 1024,
         "rope_parameters": rope,
         "pad_token_id": tokenizer.pad_token_id,
@@ -69,8 +72,8 @@ def tiny_vision_model(tokenizer: Any) -> PreTrainedModel:
     }
     tower = {
         "depth": 2,
-        "hidden_size": 48,
-        "intermediate_size": 96,
+        "hidden_size": tower_hidden,
+        "intermediate_size": 2 * tower_hidden,
         "num_heads": 2,
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
@@ -91,7 +94,7 @@ _MARKS = {
 }
 
 
-def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Random) -> float:
+def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rng: random.Random) -> float:
     """Fit the answers to random pictures in place: ``steps`` AdamW steps on 32 rows each.
 
     Returns:
@@ -117,27 +120,30 @@ def warm_up(model: Any, processor: Qwen3VLProcessor, steps: int, rng: random.Ran
     return value
 
 
-def _prompt(processor: Qwen3VLProcessor, question: str) -> str:
+def _prompt(processor: transformers.Qwen3VLProcessor, question: str) -> str:
     system, user = chat(question)
     user["content"] = [{"type": "image"}, {"type": "text", "text": question}]
     return processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
 
 
-def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, seed: int = 0) -> Path:
+def make_tiny_vision_checkpoint(
+    output_dir: Path, *, warm_up_steps: int = 60, seed: int = 0, for_vllm: bool = False
+) -> Path:
     """Write model, generation config, tokenizer and processor to ``output_dir`` and return it.
 
     Raises:
         FileExistsError: ``output_dir`` is not empty.
     """
     torch.manual_seed(seed)
-    processor = tiny_processor()
-    model = tiny_vision_model(processor.tokenizer)
+    processor = tiny_processor(for_vllm)
+    model = tiny_vision_model(processor.tokenizer, for_vllm)
     warm_up(model, processor, warm_up_steps, random.Random(seed))
     with whole_directory(output_dir) as scratch:
         model.save_pretrained(scratch)
         processor.save_pretrained(scratch)
-        for file in (scratch / "processor_config.json", scratch / "tokenizer_config.json"):
-            _forget_class(file)
+        if not for_vllm:
+            for file in (scratch / "processor_config.json", scratch / "tokenizer_config.json"):
+                _forget_class(file)
     return output_dir
 
 
@@ -153,6 +159,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--warm-up-steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--for-vllm", action="store_true", help="for training on a GPU")
     args = vars(parser.parse_args())
     try:
         sys.stdout.write(f"{make_tiny_vision_checkpoint(args.pop('output_dir'), **args)}\n")

@@ -1,11 +1,12 @@
 """Run what users do with the example scripts, two steps each, and say in a line each whether it did what it should.
 
-    python scripts/smoke_runs.py [--runs tools lora critic] [--timeout 600] [-- OVERRIDE ...]
+    python scripts/smoke_runs.py [--runs tools lora critic pictures] [--timeout 600] [-- OVERRIDE ...]
 
 - tools: several turns with a calculator (verl's ToolAgentLoop), validation before training, TensorBoard, a checkpoint
   after every step; killed with SIGKILL after its first checkpoint, then run again: it goes on after the checkpoint.
 - lora: adapters, merged for the plugin's rollout on a CPU, loaded by vLLM on a GPU.
 - critic: PPO with a critic.
+- pictures: a vision-language model that counts coloured squares; vLLM's part of it wants torchvision.
 
 Rollout is vLLM where torch sees a GPU and the plugin's own on a CPU. The checkpoint is tiny and made here. Logs and
 metrics stay in ``--output-dir``; the exit code is 1 when a run failed, or logged how its processes died at its end.
@@ -33,7 +34,9 @@ from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import REPOSITORY, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
+from make_picture_data import make_picture_data
 from make_tiny_checkpoint import make_tiny_checkpoint
+from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
 from rich.console import Console
 
 STEPS = 2
@@ -216,7 +219,21 @@ def run_critic(run: SmokeRun, timeout_s: float) -> str:
     return f"critic's dedup ratio {steps[-1]['critic/prefix_grouper/dedup_ratio']:.1f}"
 
 
-RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic}
+def run_pictures(run: SmokeRun, timeout_s: float) -> str:
+    """Pictures in prompts; the data set takes them as they are, else qwen-vl-utils would be wanted."""
+    pictures = (
+        "data.custom_cls.path=pkg://verl_pg_plugin.cpu.picture_dataset",
+        "data.custom_cls.name=PictureDataset",
+    )
+    run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*pictures, *run.overrides))
+    steps = finish(run, timeout_s)
+    for step in steps:
+        patches, logical = (step[f"actor/prefix_grouper/{name}"] for name in ("patches", "logical_patches"))
+        require(logical > 2 * patches > 0, f"computes {patches:.0f} patches for {logical:.0f}")
+    return f"dedup ratio {steps[-1]['actor/prefix_grouper/dedup_ratio']:.1f}, of patches {logical / patches:.1f}"
+
+
+RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic, "pictures": run_pictures}
 
 
 def parse_args() -> argparse.Namespace:
@@ -230,28 +247,32 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def prepare(args: argparse.Namespace, device: str) -> tuple[Path, dict[str, Path]]:
-    """Data, and the checkpoint of each run; both are made once."""
-    data_dir = args.output_dir / "data"
-    if not data_dir.is_dir():
-        make_arithmetic_data(data_dir)
-    models = {name: args.output_dir / f"model-{device}{'-tools' if name == 'tools' else ''}" for name in args.runs}
-    for name, path in models.items():
-        if not path.is_dir():
-            tool_calls = name == "tools"
+def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Data and checkpoint of each run; each is made once."""
+    kinds = {name: name if name in ("tools", "pictures") else "text" for name in args.runs}
+    data = {name: args.output_dir / f"data{'-pictures' if kind == 'pictures' else ''}" for name, kind in kinds.items()}
+    models = {name: args.output_dir / f"model-{device}-{kind}" for name, kind in kinds.items()}
+    for name, kind in kinds.items():
+        if not data[name].is_dir():
+            (make_picture_data if kind == "pictures" else make_arithmetic_data)(data[name])
+        if models[name].is_dir():
+            continue
+        if kind == "pictures":
+            make_tiny_vision_checkpoint(models[name], for_vllm=device == "gpu")
+        else:
             make_tiny_checkpoint(
-                path,
+                models[name],
                 head_dim=HEAD_DIM[device],
-                tool_calls=tool_calls,
-                warm_up_steps=TOOL_WARM_UP_STEPS if tool_calls else 80,
+                tool_calls=kind == "tools",
+                warm_up_steps=TOOL_WARM_UP_STEPS if kind == "tools" else 80,
             )
-    return data_dir, models
+    return data, models
 
 
 def main() -> int:
     args = parse_args()
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    data_dir, models = prepare(args, device)
+    data, models = prepare(args, device)
     failed = False
     for name in args.runs:
         run = SmokeRun(
@@ -261,7 +282,7 @@ def main() -> int:
             steps=STEPS,
             work_dir=args.output_dir / name,
             model_path=models[name],
-            data_dir=data_dir,
+            data_dir=data[name],
             overrides=tuple(args.overrides),
         )
         shutil.rmtree(run.work_dir, ignore_errors=True)

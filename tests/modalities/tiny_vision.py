@@ -64,13 +64,14 @@ QWEN3_TEXT = {
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def config_of(kind: str, **text: Any) -> Any:
+def config_of(kind: str, tower: dict[str, Any] | None = None, **text: Any) -> Any:
+    tower = {"out_hidden_size": text.get("hidden_size", TEXT["hidden_size"]), **(tower or {})}
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
     if kind == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         parts = {
             "text_config": {**TEXT, "rope_parameters": rope, **text},
-            "vision_config": {**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+            "vision_config": {**TOWER, **tower, "window_size": 16, "fullatt_block_indexes": [1]},
         }
     elif kind in HYBRID_KINDS:
         sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"][1], "vocab_size": VOCAB, **text}
@@ -78,14 +79,14 @@ def config_of(kind: str, **text: Any) -> Any:
         parts = {"text_config": {**sizes, "rope_parameters": rope}, "vision_config": QWEN35_TOWER}
     else:
         experts = EXPERTS if kind == "qwen3_vl_moe" else {}
-        parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": QWEN3_TOWER}
+        parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": {**QWEN3_TOWER, **tower}}
     return transformers.AutoConfig.for_model(kind, **parts, **ids, tie_word_embeddings=False)
 
 
-def save_vision_model(path: Path, kind: str, **text: Any) -> str:
-    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model."""
+def save_vision_model(path: Path, kind: str, tower: dict[str, Any] | None = None, **text: Any) -> str:
+    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model, ``tower`` of the other."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, **text), dtype=torch.float32)
+    model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, tower, **text), dtype=torch.float32)
     for name, weight in model.named_parameters():
         if "visual.pos_embed" in name:  # zero in transformers' initialisation
             torch.nn.init.normal_(weight, std=0.15)
