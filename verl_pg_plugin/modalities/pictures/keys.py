@@ -9,7 +9,6 @@ start on, positions are.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -65,19 +64,26 @@ def build_keys(
 class _Contents:
     """Numbers of contents: equal ones are the same kind, grid, dtype and pixels.
 
-    A digest of all bytes finds those that should be equal, and then they are compared: no hash decides.
+    The sum of all words finds those that should be equal, and then they are compared: no hash decides. Both run at the
+    speed of memory; a batch of 32 pictures of 1,024 tokens holds 0.8 GB.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, list[tuple[torch.Tensor, int]]] = {}
+        self._known: dict[Hashable, list[tuple[IntArray, int]]] = {}
         self._count = 0
 
     def number(self, picture: Picture, pixels: torch.Tensor) -> int:
-        digest = blake2b(pixels.contiguous().cpu().view(torch.uint8).numpy()).digest()
-        alike = self._known.setdefault((picture.kind.name, picture.grid, pixels.dtype, pixels.shape, digest), [])
+        words = _words(pixels)
+        alike = self._known.setdefault((picture.kind.name, picture.grid, pixels.dtype, pixels.shape, words.sum()), [])
         for known, number in alike:
-            if torch.equal(known, pixels):
+            if np.array_equal(known, words):
                 return number
-        alike.append((pixels, self._count))
+        alike.append((words, self._count))
         self._count += 1
         return self._count - 1
+
+
+def _words(pixels: torch.Tensor) -> IntArray:
+    """The bits of a tensor as integers, as wide as its size allows."""
+    raw = pixels.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return raw.view(np.int64 if raw.size % 8 == 0 else np.int16 if raw.size % 2 == 0 else np.int8)
