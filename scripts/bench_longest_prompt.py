@@ -71,7 +71,7 @@ class Updates:
     def try_prompt(self, prompt: int) -> Row:
         """One update. Out of memory is an answer; any other error is raised."""
         args = self.args
-        samples, _ = Case(prompt, str(args.response), str(args.n), 1).samples(self.vocab_size, world_size=1)
+        samples = Case(prompt, str(args.response), str(args.n), 1).rows(self.vocab_size, world_size=1).samples
         batch = make_batch(
             samples,
             max_token_len_per_gpu=prompt + args.response,
