@@ -5,8 +5,10 @@
 
 Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
 responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform) or ``2/16`` (in
-turn). P may be ``512+4x1024``: 512 tokens of text and four pictures of 1,024 each, for a model that reads them. Ours
-runs first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
+turn). P may be ``512+4x1024``: 512 tokens of text and four pictures of 1,024 each, for a model that reads them.
+``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with one row per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search
+trees with a row per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all begin with the same examples. Ours runs
+first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
 in the same run; the bound is the ratio of floating point operations, tower included, the head counted on every token
 for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
 backward passes; with ``--optimizer SGD`` there is no optimizer state beside it.
@@ -32,7 +34,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from benchmarks.actor_cases import PHASES, Case, Work, rows_of_ranks
+from benchmarks.actor_cases import PHASES, Case, Work, parse_case, rows_of_ranks
 from benchmarks.actor_engines import EnginePath, build_engine, shared_model
 from benchmarks.common import environment, write_csv
 from benchmarks.pictures import picture_flops
@@ -153,8 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
     parser.add_argument("--layers", type=int, help="use this many layers of the model")
-    parser.add_argument("--tower-heads", type=int, help="of a vision tower; flash-attn is not compiled for any width")
-    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case(512, "64", "8", 4)])
+    parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case(512, "64", "8", 4)])
     default_paths = [EnginePath("rmpad"), EnginePath("packed")]
     parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
@@ -197,26 +198,27 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         engine = build_engine(model_path, args, path)
         for case in args.cases:
             world_size = dist.get_world_size()
-            samples, group = case.samples(_num_plain_tokens(config), world_size)
+            whole = case.rows(_num_plain_tokens(config), world_size)
             if case.pictures:
-                samples = case.pictures.put_into(samples, config)
-            parts = rows_of_ranks(samples, group, path.stock, flops, world_size)
-            ranks = [[samples[row] for row in part] for part in parts]
+                whole = whole.with_samples(case.pictures.put_into(whole.samples, config))
+            parts = rows_of_ranks(whole, path.stock, flops, world_size)
+            ranks = [[whole.samples[row] for row in part] for part in parts]
             batch = make_batch(
                 ranks[dist.get_rank()],
                 max_token_len_per_gpu=path.budget or args.max_token_len,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
                 micro_batch_size_per_gpu=case.largest_group,
-                global_batch_size=len(samples),
+                global_batch_size=len(whole.samples),
             )
-            groups = [group[part].tolist() for part in parts]
+            groups = [whole.group[part].tolist() for part in parts]
             if case.pictures:
                 batch = case.pictures.add_to(batch, groups[dist.get_rank()], config)
             name = str(case)
             towers = picture_flops(case.pictures, groups, config, flops)
             works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, towers)
-            patches[name] = len(samples) * case.pictures.number * case.pictures.patches(config) if case.pictures else 0
+            of_prompt = case.pictures.number * case.pictures.patches(config) if case.pictures else 0
+            patches[name] = len(whole.samples) * of_prompt
             actor = FSDPActorConfig(
                 strategy="fsdp2",
                 rollout_n=1,

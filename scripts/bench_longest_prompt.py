@@ -71,7 +71,7 @@ class Updates:
     def try_prompt(self, prompt: int) -> Row:
         """One update. Out of memory is an answer; any other error is raised."""
         args = self.args
-        samples, _ = Case(prompt, str(args.response), str(args.n), 1).samples(self.vocab_size, world_size=1)
+        samples = Case(prompt, str(args.response), str(args.n), 1).rows(self.vocab_size, world_size=1).samples
         batch = make_batch(
             samples,
             max_token_len_per_gpu=prompt + args.response,
@@ -137,7 +137,7 @@ def main() -> int:
     total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     args.memory_gib = min(args.memory_gib or total_gib, total_gib)
     torch.cuda.set_per_process_memory_fraction(args.memory_gib / total_gib, 0)
-    args.dtype, args.no_gradient_checkpointing, args.tower_heads = "bf16", False, None
+    args.dtype, args.no_gradient_checkpointing = "bf16", False
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.actor_cases import Case, Work, rows_of_ranks
+from benchmarks.actor_cases import Work, parse_case, rows_of_ranks
 from benchmarks.shapes import SHAPES, config_of
 from rich.console import Console
 from rich.table import Table
@@ -73,10 +73,11 @@ def prices_of(model: str, case_name: str, stock: bool, world_size: int, settings
     """Price of each phase on every rank: of stock verl with its own balance, or shared with ours."""
     config = config_of(model)
     flops = ModelFlops.of_config(config)
-    samples, group = Case.parse(case_name).samples(SHAPES[model]["vocab_size"], world_size)
+    rows = parse_case(case_name).rows(SHAPES[model]["vocab_size"], world_size)
+    samples = rows.samples
     memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, not settings.recompute_attention)
     prices = []
-    for part in rows_of_ranks(samples, group, stock, flops, world_size):
+    for part in rows_of_ranks(rows, stock, flops, world_size):
         lengths = [len(samples[row].prompt) + len(samples[row].response) for row in part]
         batch = Batch(
             tokens=np.concatenate([[*samples[row].prompt, *samples[row].response] for row in part]),
@@ -114,9 +115,9 @@ def forecast_of(file: Path, row: dict[str, str]) -> float | None:
 def work_of(model: str, case_name: str, stock: bool, world_size: int) -> Work:
     """FLOPs of the case on every rank, as ``bench_actor.py`` ran it."""
     flops = ModelFlops.of_config(config_of(model))
-    samples, group = Case.parse(case_name).samples(SHAPES[model]["vocab_size"], world_size)
-    parts = rows_of_ranks(samples, group, stock, flops, world_size)
-    return Work.of([[samples[row] for row in part] for part in parts], flops, checkpointing=True)
+    rows = parse_case(case_name).rows(SHAPES[model]["vocab_size"], world_size)
+    parts = rows_of_ranks(rows, stock, flops, world_size)
+    return Work.of([[rows.samples[row] for row in part] for part in parts], flops, checkpointing=True)
 
 
 def read(path: Path) -> list[Measurement]:

@@ -2,9 +2,10 @@
 
     python scripts/plot_bench.py outputs/bench_actor.csv --out docs/images
 
-Takes any number of CSV files. Writes speedup_against_ratio and speedup_against_n, each as PNG and SVG, with one panel
-for each phase. Points are medians with a bar from the slowest to the fastest repeat; the dotted line of the same colour
-is the ratio of floating point operations.
+Takes any number of CSV files, and of their cases those without a name (``plot_turns.py`` draws agents). Writes
+speedup_against_ratio and speedup_against_n, each as PNG and SVG, with one panel for each phase. Points are medians with
+a bar from the slowest to the fastest repeat; the dotted line of the same colour is the ratio of floating point
+operations.
 """
 
 import argparse
@@ -33,9 +34,7 @@ class Point:
     model: str
     kernel: str
     phase: str
-    prompt: int
-    response: float
-    n: int
+    case: str
     speedup: float
     slowest: float
     fastest: float
@@ -46,13 +45,8 @@ class Point:
         """Model, kernel and options."""
         return f"{self.model} {self.kernel}"
 
-    @property
-    def ratio(self) -> float:
-        return self.prompt / self.response
-
     @classmethod
     def from_row(cls, row: dict[str, str]) -> "Point":
-        prompt, response, n, _groups = row["case"].split(",")
         options = row["path"].partition(":")[2].split(",")
         shown = [option for option in options if option and not option.startswith("attention_kernel=")]
         speedup, median = float(row["speedup"]), float(row["seconds_median"])
@@ -60,9 +54,7 @@ class Point:
             model=row["model"],
             kernel=" ".join([row["kernel"], *shown]),
             phase=row["phase"],
-            prompt=int(prompt),
-            response=float(response.removeprefix("ln:")),
-            n=int(n),
+            case=row["case"],
             speedup=speedup,
             slowest=speedup * median / float(row["seconds_max"]),
             fastest=speedup * median / float(row["seconds_min"]),
@@ -89,31 +81,43 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
 
 
 def draw(
-    points: list[Point], x: Callable[[Point], float], x_label: str, curve: Callable[[Point], str], path: Path
+    points: list[Point],
+    x: Callable[[str], float],
+    x_label: str,
+    curve: Callable[[str], str],
+    path: Path,
+    note: str = "",
 ) -> list[Path]:
     """One panel for each phase, one curve for each value of ``curve`` and setup; returns the files written.
 
     Colours tell cases apart, markers setups. Of each case the bound is drawn once: it is the same for every setup. A
     case with one place on the axis is no curve and is left out.
 
+    Args:
+        points: what was measured.
+        x, curve: of a case, its place on the axis and the name of its curve.
+        x_label: of the axis.
+        path: of the files, whatever its suffix.
+        note: lines below the panels.
+
     Raises:
         ValueError: no case has two places.
     """
     places: dict[str, set[float]] = defaultdict(set)
     for point in points:
-        places[curve(point)].add(x(point))
-    points = [point for point in points if len(places[curve(point)]) > 1]
+        places[curve(point.case)].add(x(point.case))
+    points = [point for point in points if len(places[curve(point.case)]) > 1]
     if not points:
         raise ValueError(f"no case was measured at two values of {x_label}, so there is no curve to draw")
     phases = [phase for phase in PHASES if any(point.phase == phase for point in points)]
-    cases, setups = sorted({curve(point) for point in points}), sorted({point.setup for point in points})
+    cases, setups = sorted({curve(point.case) for point in points}), sorted({point.setup for point in points})
     figure, panels = plt.subplots(
         1, len(phases), figsize=(3.9 * len(phases) + 2.9, 3.8), sharey=True, squeeze=False, layout="constrained"
     )
     for panel, phase in zip(panels[0], phases, strict=True):
         for color, case in enumerate(cases):
-            members = sorted((p for p in points if (p.phase, curve(p)) == (phase, case)), key=x)
-            bounds = {x(point): point.bound for point in members}
+            members = sorted((p for p in points if (p.phase, curve(p.case)) == (phase, case)), key=lambda p: x(p.case))
+            bounds = {x(point.case): point.bound for point in members}
             panel.plot(list(bounds), list(bounds.values()), ":", color=f"C{color}", label=f"FLOP bound, {case}")
             for marker, setup in enumerate(setups):
                 measured = [point for point in members if point.setup == setup]
@@ -121,7 +125,7 @@ def draw(
                     continue
                 speedups = [point.speedup for point in measured]
                 panel.errorbar(
-                    [x(point) for point in measured],
+                    [x(point.case) for point in measured],
                     speedups,
                     yerr=[[p.speedup - p.slowest for p in measured], [p.fastest - p.speedup for p in measured]],
                     fmt=f"{MARKERS[marker % len(MARKERS)]}-",
@@ -136,6 +140,8 @@ def draw(
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("speed-up over rmpad")
     figure.legend(*panels[0][-1].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
+    if note:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize="small")
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for file in written:
         figure.savefig(file, dpi=150)
@@ -143,20 +149,32 @@ def draw(
     return written
 
 
+def _sizes(case: str) -> tuple[int, float, int]:
+    """P, R and n."""
+    prompt, response, n, _groups = case.split(",")
+    return int(prompt), float(response.removeprefix("ln:")), int(n)
+
+
+def _ratio(case: str) -> float:
+    prompt, response, _ = _sizes(case)
+    return prompt / response
+
+
+def _name(case: str) -> str:
+    prompt, response, _ = _sizes(case)
+    return f"P={prompt} R={response:g}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
-    points = read_points(args.csv)
+    points = [point for point in read_points(args.csv) if point.case[0].isdigit()]
     args.out.mkdir(parents=True, exist_ok=True)
-    written = draw(points, lambda p: p.ratio, "P : R", lambda p: f"n={p.n}", args.out / "speedup_against_ratio")
+    written = draw(points, _ratio, "P : R", lambda case: f"n={_sizes(case)[2]}", args.out / "speedup_against_ratio")
     written += draw(
-        points,
-        lambda p: p.n,
-        "responses per prompt n",
-        lambda p: f"P={p.prompt} R={p.response:g}",
-        args.out / "speedup_against_n",
+        points, lambda case: _sizes(case)[2], "responses per prompt n", _name, args.out / "speedup_against_n"
     )
     for file in written:
         Console().print(str(file))

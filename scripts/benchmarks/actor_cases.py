@@ -1,16 +1,19 @@
 """Batches and their FLOPs for ``bench_actor.py``."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from benchmarks.agent_cases import NAMED_CASES, AgentCase, CaseRows, PreambleCase, TreeCase
 from benchmarks.pictures import PromptPictures
 from verl_pg_plugin.batching.balance import balance_groups
-from verl_pg_plugin.batching.session_order import order_by_sessions
+from verl_pg_plugin.batching.session_order import common_prefix, order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.synthetic import Sample, random_group
@@ -42,17 +45,15 @@ class Case:
         pictures = f"+{self.pictures}" if self.pictures else ""
         return f"{self.prompt}{pictures},{self.response},{self.n},{self.groups}"
 
-    def samples(self, vocab_size: int, world_size: int) -> tuple[list[Sample], np.ndarray]:
-        """The samples of all ranks, a multiple of ``world_size``, and the group of each."""
+    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
+        """All ranks' rows, each a session of its own."""
         rng = np.random.default_rng(0)
-        samples: list[Sample] = []
-        group: list[int] = []
+        rows: list[tuple[Sample, int, int, int]] = []
         for g in range(self.groups * world_size):
             n = self._responses_of(g, rng)
-            samples += random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
-            group += [g] * n
-        whole = len(samples) // world_size * world_size
-        return samples[:whole], np.array(group[:whole])
+            samples = random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
+            rows += [(sample, g, len(rows) + number, 0) for number, sample in enumerate(samples)]
+        return CaseRows.of(rows, world_size)
 
     @property
     def largest_group(self) -> int:
@@ -73,19 +74,37 @@ class Case:
         return int(self.response)
 
 
-def rows_of_ranks(
-    samples: list[Sample], group: np.ndarray, stock: bool, flops: ModelFlops, world_size: int
-) -> list[list[int]]:
+AnyCase: TypeAlias = Case | AgentCase | TreeCase | PreambleCase
+
+
+def parse_case(text: str) -> AnyCase:
+    """``P,R,n,groups``, or a named case such as ``agent:...``; see ``benchmarks.agent_cases``.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no case of that name, or its fields are others.
+    """
+    name, named, _ = text.partition(":")
+    # Lengths of responses have a colon too: 4096,ln:1024,4,1.
+    if not named or "," in name:
+        return Case.parse(text)
+    if name not in NAMED_CASES:
+        raise argparse.ArgumentTypeError(f"{text}: cases with a name are {', '.join(NAMED_CASES)}")
+    found: AnyCase = NAMED_CASES[name].parse(text)
+    return found
+
+
+def rows_of_ranks(rows: CaseRows, stock: bool, flops: ModelFlops, world_size: int) -> list[list[int]]:
     """What the trainer would give each rank: verl's balance for the stock paths, ours for the others."""
     if world_size == 1:
-        return [list(range(len(samples)))]
-    prompts = np.array([len(sample.prompt) for sample in samples])
-    responses = np.array([len(sample.response) for sample in samples])
+        return [list(range(len(rows.samples)))]
+    prompts = np.array([len(sample.prompt) for sample in rows.samples])
+    responses = np.array([len(sample.response) for sample in rows.samples])
     if stock:
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
         return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)
-    trie = order_by_sessions(group, np.arange(len(group)), np.zeros_like(group), prompts, responses)
-    order = balance_groups(trie, group, responses, flops.segments, world_size).order
+    firsts = [np.array(rows.samples[row].prompt) for row in np.unique(rows.group, return_index=True)[1]]
+    trie = order_by_sessions(rows.group, rows.session, rows.place, prompts, responses, common_prefix(firsts))
+    order = balance_groups(trie, rows.group, responses, flops.segments, world_size).order
     return [part.tolist() for part in np.split(order, world_size)]
 
 

@@ -73,8 +73,6 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
             text.num_hidden_layers = args.layers
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[: args.layers]
-        if args.tower_heads:
-            config.vision_config.num_heads = args.tower_heads
         torch.manual_seed(0)
         with torch.device(get_device_name()):
             model = auto_class(config).from_config(

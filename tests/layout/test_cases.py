@@ -47,6 +47,24 @@ def test_a_multi_turn_tree_shares_at_every_depth() -> None:
     }
 
 
+def test_a_session_with_a_row_per_turn_is_one_segment_however_many_turns_it_has() -> None:
+    """A segment for each turn would gather the context of every turn again, as many keys as stock verl has tokens."""
+    prompt, turns = tuple(range(100, 120)), 6
+    rows = []
+    for session in (1, 2):
+        context = prompt
+        for turn in range(turns):
+            reply = (1000 * session + turn,) * 2
+            rows.append((context, reply))
+            context = (*context, *reply, 50 + turn)
+    layout = batch_of(*rows).layout()
+    own = 1 + (turns - 1) * 3 + 2 - 1
+    assert layout.segment_parent.tolist() == [-1, 0, 0]
+    assert np.diff(layout.cu_seqlens_q).tolist() == [19, own, own]
+    assert len(layout.kv_rows) == 19 + 2 * (19 + own)
+    assert len(layout.head_rows) == 2 * turns * 2
+
+
 def test_the_same_prompt_is_shared_wherever_it_stands_in_the_batch() -> None:
     """Balancing over ranks reorders single samples; the same question may also come under two uids."""
     other = (20, 21, 22)
@@ -109,7 +127,8 @@ def test_a_response_that_another_prompt_contains_keeps_its_head_rows() -> None:
     layout = batch_of(((1, 2), (3, 4)), ((1, 2, 3, 4, 5), (6,))).layout()
     assert layout.num_rows == 5
     assert layout.head_rows.tolist() == [1, 2, 4]
-    assert layout.segment_parent.tolist() == [-1, 0]
+    assert layout.segment_parent.tolist() == [-1], "one path, and no key is copied"
+    assert not layout.shares_rows
 
 
 def test_filler_rows_are_laid_out_like_any_sequence() -> None:

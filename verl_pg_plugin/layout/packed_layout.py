@@ -121,7 +121,7 @@ def build_packed_layout(
     first_row = _exclusive_cumsum(order.num_new)
     num_rows = int(order.num_new.sum())
     paths = _paths(order, first_row)
-    segment_tail, segment_start, segment_parent = _segments(order)
+    segment_tail, segment_start, segment_parent, segment_path = _segments(order)
 
     # Rows of a tail are consecutive tokens of its sequence, so slices copy them and no index is built.
     tail_start = (offsets[order.sequences] + order.num_shared).tolist()
@@ -133,7 +133,7 @@ def build_packed_layout(
     segment_row = first_row[segment_tail] + segment_start - order.num_shared[segment_tail]
     cu_seqlens_q = np.append(segment_row, num_rows)
     segment_end = segment_start + np.diff(cu_seqlens_q)
-    kv_rows = [paths[tail][:end] for tail, end in zip(segment_tail.tolist(), segment_end.tolist(), strict=True)]
+    kv_rows = [paths[path][:end] for path, end in zip(segment_path.tolist(), segment_end.tolist(), strict=True)]
 
     prompts = prompt_lengths[order.sequences]
     response_rows = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
@@ -178,10 +178,14 @@ def _paths(order: PrefixOrder, first_row: IntArray) -> list[IntArray]:
     return paths
 
 
-def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray]:
-    """Cut each tail where later sequences branch off.
+def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut each tail where later sequences branch off, and join it to the one that it alone continues.
 
-    Returns the tail (index in sorted order), start position and parent of every segment, ordered by first row.
+    A session with one row per turn is a chain of tails, and one segment: a segment for each turn would gather all of
+    its context again.
+
+    Returns the tail it begins with (index in sorted order), start position and parent of every segment, ordered by
+    first row, and a sequence (index in sorted order) that contains all of it.
     """
     owner = _branch_owner(order.num_shared)
     branches = np.flatnonzero(owner >= 0)
@@ -199,7 +203,13 @@ def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray]:
     # A tail's first segment continues the segment of its owner's tail that ends where it branches off.
     parent[first] = np.searchsorted(keys, owner[tail[first]] * stride + start[first]) - 1
     parent[start == 0] = -1
-    return tail, start, parent
+
+    num_children = np.bincount(parent[parent >= 0], minlength=len(keys))
+    joined = (parent == np.arange(len(keys)) - 1) & (parent >= 0) & (num_children[parent] == 1)
+    begins, ends = ~joined, np.append(~joined[1:], True)
+    number = np.cumsum(begins) - 1
+    parent = np.where(parent >= 0, number[parent], -1)
+    return tail[begins], start[begins], parent[begins], tail[ends]
 
 
 def _branch_owner(num_shared: IntArray) -> IntArray:

@@ -1,0 +1,183 @@
+"""Sessions with one row per turn through verl's V1 trainer: every row trains as if it were alone.
+
+The run is the agent example's for one step, with a learning rate of 0 so that all of its mini-batches see the weights
+that the reference here has. What the trainer sent to the update is recorded.
+"""
+
+import itertools
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.test_end_to_end import REPOSITORY, train
+from tests.trainer import recorded_updates
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SESSIONS, PROMPTS, PROMPTS_OF_A_MINI_BATCH = 4, 4, 2
+ROWS_OF_A_MINI_BATCH = PROMPTS_OF_A_MINI_BATCH * SESSIONS
+FILLER_ROWS = 127
+"""Of verl's filler sequence: 127 tokens of prompt and one of response."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence as it was sent to the update."""
+
+    session: str
+    place: int
+    filler: bool
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    mask: torch.Tensor
+    reward: float
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+
+    @property
+    def uid(self) -> str:
+        return self.session.rpartition("_")[0]
+
+    @cached_property
+    def paths(self) -> set[tuple[int, ...]]:
+        """A row of the model for each: the tokens that it has seen and the one it predicts."""
+        tokens = (*self.prompt, *self.response)
+        return {tokens[:stop] for stop in range(2, len(tokens) + 1)}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's first step."""
+
+    rows: list[Row]
+    metrics: dict[str, Any]
+    model: Any
+
+    @property
+    def mini_batches(self) -> list[list[Row]]:
+        starts = range(0, len(self.rows), ROWS_OF_A_MINI_BATCH)
+        return [self.rows[start : start + ROWS_OF_A_MINI_BATCH] for start in starts]
+
+    @property
+    def real(self) -> list[Row]:
+        return [row for row in self.rows if not row.filler]
+
+    def log_probs(self, row: Row) -> torch.Tensor:
+        """Of the response, by the row alone."""
+        tokens = torch.tensor([[*row.prompt, *row.response]])
+        logits = self.model(input_ids=tokens).logits[0, len(row.prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, tokens[0, len(row.prompt) :, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    folder = tmp_path_factory.mktemp("run")
+    train(
+        folder,
+        script="run_qwen3_agent_pg.sh",
+        TRAIN_BATCH_SIZE=str(PROMPTS),
+        PPO_MINI_BATCH_SIZE=str(PROMPTS_OF_A_MINI_BATCH),
+        ROLLOUT_N=str(SESSIONS),
+        TOTAL_STEPS="1",
+        LR="0.0",
+        VERL_USE_EXTERNAL_MODULES=recorded_updates.__name__,
+        PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
+        RECORD_DIR=str(folder),
+    )
+    record = torch.load(folder / "step-1.pt", weights_only=False)
+    rows = []
+    for number, (key, tag) in enumerate(zip(record["keys"], record["tags"], strict=True)):
+        fields = {name: values[number] for name, values in record["rows"].items()}
+        session, _, place = key.rpartition("_")
+        rows.append(
+            Row(
+                session=session,
+                place=int(place),
+                filler=bool(tag.get("is_padding")),
+                prompt=tuple(fields["prompts"].tolist()),
+                response=tuple(fields["responses"].tolist()),
+                mask=fields["response_mask"],
+                reward=float(fields["rm_scores"].sum()),
+                old_log_probs=fields["old_log_probs"],
+                advantages=fields["advantages"],
+            )
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder / "model-qwen3", dtype=torch.float32)
+    return Recorded(rows, record["metrics"], model)
+
+
+def test_sessions_have_different_numbers_of_rows_and_each_row_continues_the_one_before(recorded: Recorded) -> None:
+    sessions = defaultdict(list)
+    for row in recorded.real:
+        sessions[row.session].append(row)
+    assert len(sessions) == PROMPTS * SESSIONS
+    assert len({len(rows) for rows in sessions.values()}) > 1
+    for rows in sessions.values():
+        rows.sort(key=lambda row: row.place)
+        for before, after in itertools.pairwise(rows):
+            whole = before.prompt + before.response
+            assert after.prompt[: len(whole)] == whole
+
+
+def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_prompt(recorded: Recorded) -> None:
+    """GRPO by hand: the reward of a session is that of its last row, and its rival sessions are those of its prompt."""
+    last = {}
+    for row in sorted(recorded.real, key=lambda row: row.place):
+        last[row.session] = row
+    rewards = defaultdict(list)
+    for row in last.values():
+        rewards[row.uid].append(row.reward)
+    assert all(len(group) == SESSIONS for group in rewards.values())
+    assert len({round(reward, 3) for group in rewards.values() for reward in group}) > 1
+    for row in recorded.real:
+        group = torch.tensor(rewards[row.uid])
+        expected = (last[row.session].reward - group.mean()) / (group.std() + 1e-6)
+        assert row.mask.bool().all()
+        torch.testing.assert_close(row.advantages, expected.expand(len(row.response)), rtol=1e-5, atol=1e-5)
+
+
+def test_old_log_probs_are_those_of_every_row_alone(recorded: Recorded) -> None:
+    with torch.no_grad():
+        for row in recorded.real:
+            torch.testing.assert_close(row.old_log_probs, recorded.log_probs(row), rtol=1e-5, atol=1e-5)
+
+
+def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(recorded: Recorded) -> None:
+    """At a ratio of 1, and where the reference policy is the policy, the gradient is that of advantage x log-prob."""
+    norms = []
+    for rows in recorded.mini_batches:
+        recorded.model.zero_grad()
+        tokens = sum(int(row.mask.sum()) for row in rows)
+        for row in rows:
+            if not row.filler:
+                (-(row.advantages * recorded.log_probs(row)).sum() / tokens).backward()
+        gradients = [weight.grad for weight in recorded.model.parameters()]
+        norms.append(torch.nn.utils.get_total_norm(gradients))
+    assert sum(norm > 0 for norm in norms) > 1, "sessions of a prompt may all be worth the same"
+    assert recorded.metrics["actor/grad_norm"] == pytest.approx(float(torch.stack(norms).mean()), rel=1e-4)
+
+
+def test_mini_batches_are_as_many_as_the_rows_fill_and_the_last_one_is_filled_up(recorded: Recorded) -> None:
+    missing = -len(recorded.real) % ROWS_OF_A_MINI_BATCH
+    fillers = [row for row in recorded.rows if row.filler]
+    assert len(fillers) == missing
+    assert all(len(rows) == ROWS_OF_A_MINI_BATCH for rows in recorded.mini_batches)
+    assert len(recorded.mini_batches) > PROMPTS // PROMPTS_OF_A_MINI_BATCH, "a session is more than a row"
+    for row in fillers:
+        assert not row.mask.any()
+        assert len(row.paths) == FILLER_ROWS
+
+
+def test_the_engine_computes_each_row_once_and_filler_rows_as_if_they_were_one(recorded: Recorded) -> None:
+    computed = [len(set().union(*(row.paths for row in rows))) for rows in recorded.mini_batches]
+    real = [len(set().union(*(row.paths for row in rows if not row.filler))) for rows in recorded.mini_batches]
+    with_fillers = [any(row.filler for row in rows) for rows in recorded.mini_batches]
+    assert computed == [n + FILLER_ROWS * filled for n, filled in zip(real, with_fillers, strict=True)]
+    physical = recorded.metrics["actor/prefix_grouper/physical_tokens"]
+    assert physical - recorded.metrics["actor/prefix_grouper/padding_tokens"] == sum(computed) / len(computed)
