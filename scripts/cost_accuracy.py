@@ -74,7 +74,8 @@ def prices_of(model: str, case_name: str, stock: bool, world_size: int, settings
     config = config_of(model)
     flops = ModelFlops.of_config(config)
     samples, group = Case.parse(case_name).samples(SHAPES[model]["vocab_size"], world_size)
-    memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, not settings.recompute_attention)
+    keeps = not settings.recompute_attention
+    memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, keeps, settings.kernel)
     prices = []
     for part in rows_of_ranks(samples, group, stock, flops, world_size):
         lengths = [len(samples[row].prompt) + len(samples[row].response) for row in part]
