@@ -11,6 +11,7 @@ from tests.layout.chains import limits_for, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, cut_tries
 from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -112,8 +113,9 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
     shared = np.array([0, *data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))])
     rows = [data.draw(st.integers(max(a, b, 1), max(a, b) + 3)) for a, b in pairwise([*shared.tolist(), 0])]
     order = PrefixOrder(np.arange(len(shared)), np.array(rows), shared)
+    copies = CopiedKeys(data.draw(st.sampled_from([0.0, 0.25])), data.draw(st.sampled_from([1.0, 2.0])))
     limits = MicroBatchLimits(
-        data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4))
+        data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4)), copies
     )
     weights = draw_weights(data)
     export, fixed = data.draw(st.sampled_from([0.0, 0.25, 1.0])), data.draw(st.sampled_from([0.0, 3.0]))
@@ -128,6 +130,7 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
             own = sum(rows[i] - shared[i] for i in inside) + shared[cut.first] - carried
             row = weights.recomputing if len(inside) == 1 else 1.0
             taken = row * own + weights.carried * carried + weights.owed * (read - keep)
+            taken += copies.take(maths.keys.of(cut.first, cut.stop, cut.carries), own)
             fits = limits.max_rows is None or taken <= limits.max_rows
             if not own or not (fits and len(inside) <= limits.max_sequences):
                 return np.inf

@@ -187,7 +187,7 @@ def _fill(
     rest: list[Cut] = []
     largest_first = sorted(loose, key=lambda cut: (-maths.rows(cut), cut.first))
     for left, cut in zip(range(len(loose), 0, -1), largest_first, strict=True):
-        rows = maths.rows(cut)
+        rows = maths.taken(cut, None)
         if len(rest) + left > needed and loads:
             i = loads[0][1]
             taken, count = taken_of[i] + rows, count_of[i] + cut.sequences
@@ -248,13 +248,18 @@ def _half_scores(
     above = np.minimum.accumulate(at[::-1])[::-1]  # rows common to all from the place on, and the one before it
     first, carried = int(shared[cut.first]), int(shared[cut.first]) if left_carries else 0
     handed, read = at * right_carries, maths.read_next(following)
+    places = np.arange(cut.first + 1, cut.stop)
+    left_keys = maths.keys.of_each(cut.first, places, left_carries)
+    right_keys = maths.keys.of_each(places, cut.stop, right_carries)
 
     left_keep = np.minimum(np.minimum.accumulate(at), carried) * right_carries
     left_rows = new - new_before[cut.first] + first - carried
     left_taken = left_rows + weights.carried * carried + weights.owed * (handed - left_keep)
+    left_taken = left_taken + limits.copies.take_each(left_keys, left_rows)
     right_keep = np.minimum(above, read) * right_carries
     right_rows = new_before[cut.stop] - new + at - handed
     right_taken = right_rows + weights.carried * handed + weights.owed * (read - right_keep)
+    right_taken = right_taken + limits.copies.take_each(right_keys, right_rows)
 
     largest = np.maximum(left_taken, right_taken)
     cost = first - carried + at - handed

@@ -168,7 +168,7 @@ def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Setti
     for forward_only in (True, False):
         weights = memory.weights(forward_only)
         costs = {"part_cost": PART_COST, **({"export_cost": 0.0} if forward_only else {})}
-        limits = MicroBatchLimits(max_rows=settings.budget)
+        limits = MicroBatchLimits(max_rows=settings.budget, copies=memory.copies(forward_only))
         if settings.carry:
             chains = cut_with_chains(order, limits, weights, 1, **costs).chains
         else:

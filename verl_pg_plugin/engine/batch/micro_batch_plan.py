@@ -13,6 +13,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.engine.batch.layout_field import (
     layout_of,
@@ -112,6 +113,7 @@ def plan_micro_batches(
     mode: SharingMode,
     min_dedup_ratio: float = 1.0,
     carry: CarryPolicy | None = None,
+    copies: CopiedKeys | None = None,
 ) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
 
@@ -124,6 +126,7 @@ def plan_micro_batches(
             cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
             nothing but the mini-batch counts.
         carry: how groups above the limit go on in the next micro-batch; None to compute what they share again.
+        copies: what keys that attention copies take of the token budget; None for nothing.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -131,7 +134,7 @@ def plan_micro_batches(
     """
 
     def sort() -> tuple[Sequences, PrefixOrder, MicroBatchLimits]:
-        sequences, limits = mode.read(data), _limits(data, sp_size)
+        sequences, limits = mode.read(data), replace(_limits(data, sp_size), copies=copies or CopiedKeys())
         return sequences, sequences.order(), limits
 
     sequences, order, limits = on_every_rank(sort, dp_group)
