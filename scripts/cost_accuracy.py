@@ -73,15 +73,10 @@ def prices_of(model: str, case_name: str, stock: bool, world_size: int, settings
     """Price of each phase on every rank: of stock verl with its own balance, or shared with ours."""
     config = config_of(model)
     flops = ModelFlops.of_config(config)
-<<<<<<< HEAD
     rows = parse_case(case_name).rows(SHAPES[model]["vocab_size"], world_size)
     samples = rows.samples
-    memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, not settings.recompute_attention)
-=======
-    samples, group = Case.parse(case_name).samples(SHAPES[model]["vocab_size"], world_size)
     keeps = not settings.recompute_attention
     memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, keeps, settings.kernel)
->>>>>>> hardening
     prices = []
     for part in rows_of_ranks(rows, stock, flops, world_size):
         lengths = [len(samples[row].prompt) + len(samples[row].response) for row in part]

@@ -127,10 +127,6 @@ def test_a_response_that_another_prompt_contains_keeps_its_head_rows() -> None:
     layout = batch_of(((1, 2), (3, 4)), ((1, 2, 3, 4, 5), (6,))).layout()
     assert layout.num_rows == 5
     assert layout.head_rows.tolist() == [1, 2, 4]
-<<<<<<< HEAD
-    assert layout.segment_parent.tolist() == [-1], "one path, and no key is copied"
-    assert not layout.shares_rows
-=======
     assert layout.segment_parent.tolist() == [-1]
 
 
@@ -155,7 +151,6 @@ def test_a_branch_in_the_middle_of_the_turns_cuts_them_there_alone() -> None:
     # two turns and the third prompt less its last token | the rest | the other response
     assert layout.segment_parent.tolist() == [-1, 0, 0]
     assert layout.segment_start.tolist() == [0, 8, 8]
->>>>>>> hardening
 
 
 def test_filler_rows_are_laid_out_like_any_sequence() -> None:
