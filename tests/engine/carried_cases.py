@@ -44,6 +44,11 @@ TURNS = [
 ]
 TOOL_TOKENS = [replace(s, mask=[i % 3 > 0 for i in range(len(s.response))]) for s in trie()]
 
+TEMPLATE = [  # two tokens: a short prefix of a budget of 130, which groups and a short prompt share
+    Sample([1, 2, *s.prompt], s.response)
+    for s in (*group(40, [30, 25, 28, 21], 1), *group(35, [33, 27, 30, 24], 2), *group(3, [5, 4], 3))
+]
+
 CASES: dict[str, tuple[list[Sample], int]] = {
     "one_group_of_8": (ONE_GROUP, 36),
     "a_trie_of_three_levels": (trie(), 56),
@@ -52,6 +57,7 @@ CASES: dict[str, tuple[list[Sample], int]] = {
     "equal_and_nested_responses": (NESTED, 36),
     "turns_of_two_sessions_that_part": (TURNS, 56),
     "tool_tokens": (TOOL_TOKENS, 60),
+    "groups_behind_a_chat_template": (TEMPLATE, 130),
 }
 """Samples, and the token budget of a micro-batch."""
 

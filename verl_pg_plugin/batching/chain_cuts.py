@@ -161,6 +161,7 @@ class _Tries:
             # The trie's first sequence shares no row with the one before, or none that this trie may use.
             self.shared[g, 1 : stop - first] = maths.order.num_shared[first + 1 : stop]
             new[g, : stop - first] = num_new[first:stop]
+            new[g, 0] = maths.order.num_rows[first]
             self.keys_alone[g, : stop - first] = maths.order.num_rows[first:stop]
             self.keys_before[g, 1 : stop - first + 1] = np.cumsum(added[first:stop])
         self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)

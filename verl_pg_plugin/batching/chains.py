@@ -20,6 +20,11 @@ from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_ba
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
 
+SHORT_PREFIX = 64
+"""A prefix of at most one in this many rows of a micro-batch binds no groups together: each micro-batch computes it
+again. What all prompts share, a chat template or a short system prompt, would make one chain of a whole mini-batch, in
+which parts wait for each other, none has room for other groups, and one short prompt decides for all where heads begin.
+"""
 LAST_RESORT = 1e12
 """Cost, in rows, of a part that exceeds the budget: more than any other, and still finite."""
 
@@ -92,8 +97,9 @@ def cut_with_chains(
 ) -> ChainPlan:
     """Partition the sequences of a mini-batch; groups above the limits become chains where that is cheaper.
 
-    A group that fits stays whole. One that does not is cut at the places that cost least (``chain_cuts``). What then
-    belongs to no chain fills the room that parts have left, and ``cut_micro_batches`` spreads the rest.
+    A group that fits stays whole; a short prefix alone makes no group. One that does not fit is cut at the places that
+    cost least (``chain_cuts``). What then belongs to no chain fills the room that parts have left, and
+    ``cut_micro_batches`` spreads the rest.
 
     Args:
         order: the B sequences and what they share.
@@ -115,8 +121,7 @@ def cut_with_chains(
         cut_micro_batches(_select(order, np.array([too_long])), limits)  # says which one and what to do
 
     maths = CutMaths(order, limits, weights, CarryCosts(export_cost, part_cost))
-    starts = np.flatnonzero(order.num_shared == 0).tolist()
-    groups = [Cut(a, b, carries=False) for a, b in pairwise([*starts, num_sequences])]
+    groups = _groups(maths)
     oversized = [(group.first, group.stop) for group in groups if not maths.admit_whole(group)]
     whole = [group for group in groups if maths.admit_whole(group)]
     cuts = [*whole, *(cut for cuts in cut_tries(maths, oversized) for cut in cuts)]
@@ -151,6 +156,21 @@ def cut_with_chains(
         exported_rows=sum(part.num_carried - part.keep for part in parts) if export_cost else 0,
         recomputed_rows=sum(part.num_rows for part in parts) - int(order.num_new.sum()),
     )
+
+
+def _groups(maths: CutMaths) -> list[Cut]:
+    """Neighbours that share rows; where they exceed the limits, those that share more than a short prefix."""
+    shared, max_rows = maths.order.num_shared, maths.limits.max_rows
+    short = 0 if max_rows is None else max_rows // SHORT_PREFIX
+    groups: list[Cut] = []
+    for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
+        group = Cut(first, stop, carries=False)
+        if maths.admit_whole(group):
+            groups.append(group)
+        else:
+            starts = first + 1 + np.flatnonzero(shared[first + 1 : stop] <= short)
+            groups += [Cut(a, b, carries=False) for a, b in pairwise([first, *starts.tolist(), stop])]
+    return groups
 
 
 def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers: dict[Cut, list[Cut]]) -> Part:

@@ -203,9 +203,7 @@ VERL_PARTS: tuple[Part, ...] = (
         import_external_libs="(external_libs=None)",
     ),
     # 0.9.1 has it in verl.utils.import_utils too.
-    *_parts(
-        "verl.experimental.agent_loop.utils", "config/before_ray/files.py", resolve_config_path="(config_path)"
-    ),
+    *_parts("verl.experimental.agent_loop.utils", "config/before_ray/files.py", resolve_config_path="(config_path)"),
     *_parts(
         "verl.utils.model",
         "config/checkpoint_checks.py cli/doctor/sharing.py",
