@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,8 +114,12 @@ def plan_micro_batches(
     mode: SharingMode,
     min_dedup_ratio: float = 1.0,
     carry: CarryPolicy | None = None,
+    price: Callable[[Layout], float] = lambda layout: layout.num_rows,
 ) -> MicroBatchPlan:
-    """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
+    """Cut ``data`` into micro-batches by the rows they compute, with groups whole, and lay each one out.
+
+    Rows limit them, since rows are what fills memory. Their cost decides when they run: ranks wait for each other in
+    every layer, so a chain or micro-batch that is dear for its parts comes first on every rank, and meets dear ones.
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
@@ -124,6 +130,7 @@ def plan_micro_batches(
             cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
             nothing but the mini-batch counts.
         carry: how groups above the limit go on in the next micro-batch; None to compute what they share again.
+        price: of a micro-batch, in any unit.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -144,8 +151,9 @@ def plan_micro_batches(
 
     def lay_out() -> tuple[list[Part], list[Layout]]:
         backward = carry is not None and not carry.forward_only
-        parts = [part for cut in cuts for part in (cut.parts[::-1] if backward else cut.parts)]
-        return parts, [layout for cut in cuts for layout in _lay_out(sequences, cut, mode, backward)]
+        pairs = [(cut.parts[::-1] if backward else cut.parts, _lay_out(sequences, cut, mode, backward)) for cut in cuts]
+        pairs.sort(key=lambda pair: -fmean(map(price, pair[1])))
+        return [part for parts, _ in pairs for part in parts], [layout for _, layouts in pairs for layout in layouts]
 
     parts, layouts = on_every_rank(lay_out, dp_group)
     exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
@@ -217,7 +225,7 @@ def _cut(
     carry: CarryPolicy | None,
     at_least: int = 1,
 ) -> list[_Cut]:
-    """Chains, then micro-batches with most rows first, with a gate behind them."""
+    """Chains and micro-batches, with a gate behind them."""
     lengths = np.diff(sequences.offsets)
     cuts: list[_Cut] = []
     gated: list[int] = []
@@ -236,7 +244,7 @@ def _cut(
             members = [gated[k] for k in part]
             rows = int(lengths[members].sum()) - len(members)
             cuts.append(_Cut([Part(members, num_chain=0, chain=-1, num_rows=rows)], shared=False))
-    return sorted(cuts, key=lambda cut: (len(cut.parts) == 1, -cut.parts[0].num_rows))
+    return cuts
 
 
 def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | None, at_least: int) -> list[list[Part]]:
