@@ -3,10 +3,11 @@
     python scripts/bench_lockstep.py [--output FILE.csv]
 
 Under FSDP ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the
-dearest of them. "waiting" is the sum of those over what the slowest rank computes: 1 where nobody waits inside. The
-first order is most rows first, chains in front; the second is by cost, a chain by the mean of its parts, which is what
-the engine does; "free" is the second for parts that could be moved one by one, which those of a chain cannot. Costs are
-FLOPs of an update with gradient checkpointing, exports included, of Qwen3-4B's shape.
+dearest of them. What is shown is the sum of those over what the slowest rank computes: 1 where nobody waits inside.
+The first order is most rows first, chains in front; "by cost" the dearest first, a chain by the mean of its parts;
+"aligned" what the engine does (``verl_pg_plugin/batching/lockstep.py``); "free" is by cost for parts that could be
+moved one by one, which those of a chain cannot. Costs are FLOPs of an update with gradient checkpointing, exports
+included, of Qwen3-4B's shape.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import argparse
 import csv
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -32,6 +30,7 @@ from benchmarks.shapes import SHAPES, config_of
 
 from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.batching.chains import cut_with_chains
+from verl_pg_plugin.batching.lockstep import align
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, lay_out_chain
@@ -41,27 +40,11 @@ from verl_pg_plugin.layout.carried import CarriedLayout
 
 MODEL = "qwen3-4b"
 NUM_RANKS = 4
-COLUMNS = ("batch", "budget", "micro-batches", "most rows first", "by cost", "free")
+COLUMNS = ("batch", "budget", "micro-batches", "most rows first", "by cost", "aligned", "free")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of a micro-batch: rows, FLOPs of its forward and backward, and of the export in front of it."""
-
-    rows: int
-    update: float
-    export: float
-
-
-Chains = list[list[Cost]]
-
-
-def most_rows_first(chain: list[Cost]) -> Any:
-    return len(chain) == 1, -chain[0].rows
-
-
-def by_cost(chain: list[Cost]) -> Any:
-    return -fmean(part.update for part in chain)
+Chains = list[np.ndarray]
+"""(n, 3) of each chain of n parts: rows, FLOPs of the update, FLOPs of the export in front of it."""
 
 
 def chains_of(batch: Batch, budget: int, at_least: int) -> Chains:
@@ -74,33 +57,40 @@ def chains_of(batch: Batch, budget: int, at_least: int) -> Chains:
     for parts in plan.chains:
         layouts = lay_out_chain(batch, parts, forward_only=False)
         exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
-        chains.append(
-            [
-                Cost(
-                    layout.num_rows,
-                    4 * flops.trunk(layout) + 3 * flops.per_head_row * len(layout.head_rows),
-                    flops.trunk(export) if export is not None else 0.0,
-                )
-                for layout, export in zip(layouts, exports, strict=True)
-            ]
-        )
+        update = [4 * flops.trunk(layout) + 3 * flops.per_head_row * len(layout.head_rows) for layout in layouts]
+        rows, export = [layout.num_rows for layout in layouts], [flops.trunk(e) if e else 0.0 for e in exports]
+        chains.append(np.array([rows, update, export]).T[::-1])
     return chains
 
 
-def waiting(ranks: list[Chains], key: Callable[[list[Cost]], Any]) -> float:
+def most_rows_first(chains: Chains) -> list[int]:
+    return sorted(range(len(chains)), key=lambda i: (len(chains[i]) == 1, -chains[i][-1, 0]))
+
+
+def by_cost(chains: Chains) -> list[int]:
+    return sorted(range(len(chains)), key=lambda i: -chains[i][:, 1].mean())
+
+
+def waiting(ranks: list[Chains], orders: list[list[int]]) -> float:
     """Time of all over the work of the slowest."""
-    parts = [[part for chain in sorted(chains, key=key) for part in chain] for chains in ranks]
-    update, export = (np.array([[getattr(p, name) for p in rank] for rank in parts]) for name in ("update", "export"))
-    return float((update.max(axis=0).sum() + export.max(axis=0).sum()) / (update + export).sum(axis=1).max())
+    lines = np.stack([np.concatenate([chains[i] for i in order]) for chains, order in zip(ranks, orders, strict=True)])
+    return round(float(lines[..., 1:].max(axis=0).sum() / lines[..., 1:].sum(axis=(1, 2)).max()), 3)
 
 
 def measure(name: str, ranks: list[Batch], budget: int) -> tuple[Any, ...]:
     """A line of the table; ranks agree on a number of micro-batches as the engine does."""
     number = max(sum(map(len, chains_of(batch, budget, 1))) for batch in ranks)
     chains = [chains_of(batch, budget, number) for batch in ranks]
-    apart = [[[part] for chain in rank for part in chain] for rank in chains]
-    orders = ((chains, most_rows_first), (chains, by_cost), (apart, by_cost))
-    return name, budget, number, *(round(waiting(parts, key), 3) for parts, key in orders)
+    apart = [[part[None] for chain in rank for part in chain] for rank in chains]
+    return (
+        name,
+        budget,
+        number,
+        waiting(chains, [most_rows_first(rank) for rank in chains]),
+        waiting(chains, [by_cost(rank) for rank in chains]),
+        waiting(chains, align([[chain[:, 1:] for chain in rank] for rank in chains])),
+        waiting(apart, [by_cost(rank) for rank in apart]),
+    )
 
 
 def agents(seed: int) -> list[Batch]:
