@@ -80,6 +80,14 @@ def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
 
 
+def test_a_session_that_needs_more_tries_is_worth_less_by_what_each_takes_off() -> None:
+    from data.arithmetic_reward import TRY_WEIGHT, compute_score_of_tries
+
+    scores = [compute_score_of_tries("arithmetic", "12", "12", extra_info={"num_turns": 2 * n}) for n in (1, 2, 4)]
+    assert scores == pytest.approx([1, TRY_WEIGHT, TRY_WEIGHT**3])
+    assert compute_score_of_tries("arithmetic", "x", "12", extra_info={"num_turns": 2}) == 0
+
+
 def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
     from make_tiny_checkpoint import answer_by_tool, character_tokenizer
     from verl.experimental.agent_loop.tool_parser import ToolParser
