@@ -38,6 +38,7 @@ from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, Sh
 from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.loss_guard import LossGuard
 from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality, modality_of
@@ -200,7 +201,10 @@ class SharedPrefixMixin:
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
             carry, copies = self._carry_policy(forward_only), self._row_memory.copies(forward_only)
-            plans.append(plan_micro_batches(data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies))
+            plan = plan_micro_batches(
+                data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
+            )
+            plans.append(plan)
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
@@ -254,6 +258,9 @@ class SharedPrefixMixin:
             keeps_attention=not (options.recompute_attention or self.model_config.enable_activation_offload),
             kernel=self.sharing.kernel.name,
         )
+
+    def _price(self, layout: Layout) -> float:
+        return self.shared_model.flops.forward([layout])
 
     def _tell_of_rmpad(self, plan: MicroBatchPlan) -> None:
         if 1 < self.min_dedup_ratio < math.inf and plan.num_rmpad:
