@@ -243,7 +243,8 @@ def _pytest(copy: Path, tests: tuple[str, ...], results: Path, output: Path) -> 
     import pytest
 
     options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--timeout=120", f"--junitxml={results}")
-    sys.exit(int(pytest.main([*options, *tests])))
+    warnings = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of what was loaded before
+    sys.exit(int(pytest.main([*options, *warnings, *tests])))
 
 
 def _exists(test: str, root: Path) -> bool:

@@ -116,3 +116,12 @@ def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
     tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=8, seed=7, dtype=torch.float64)
     packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(1.0))
     assert told == [11, 11 + 7], "the prompt's rows but its last; that one and all of the longest response but its end"
+
+
+def test_a_scale_of_the_models_own_is_used() -> None:
+    layout = GROUP.layout()
+    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=16, seed=8, dtype=torch.float64)
+    scaled = packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(0.1))
+    by_hand = packed.attend_packed(tensors.q * 0.4, tensors.k, tensors.v, AttentionOptions(0.25))
+    torch.testing.assert_close(scaled, by_hand, rtol=1e-10, atol=1e-10)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.layout.chains import limits_for, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, cut_tries
-from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -240,3 +240,11 @@ def test_a_sequence_that_no_micro_batch_holds_is_named() -> None:
 def test_more_micro_batches_than_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="8 sequences cannot fill 9 micro-batches"):
         plan_group(None, at_least=9)
+
+
+@given(st.data(), ANY_BATCH)
+def test_sequences_that_are_no_neighbours_share_what_all_between_them_do(data: st.DataObject, batch: Batch) -> None:
+    order = batch.order()
+    places = sorted(data.draw(st.sets(st.integers(0, len(batch.sequences) - 1), min_size=1)))
+    sequences = order.sequences[places].tolist()
+    assert num_rows(order, np.array(places)) == len(batch.take(sequences).rows())

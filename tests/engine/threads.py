@@ -10,8 +10,10 @@ import pytest
 from verl_pg_plugin.engine import ranks
 from verl_pg_plugin.engine.batch import micro_batch_plan
 
-SECONDS = 5.0
+SECONDS = 10.0
 """A rank that waits so long for the others waits for ever."""
+MOST_QUESTIONS = 100
+"""Ranks that ask each other more often than this never agree."""
 
 
 def on_threads(world_size: int, function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -22,6 +24,8 @@ def on_threads(world_size: int, function: Callable[..., Any], monkeypatch: pytes
     barrier, values, this = threading.Barrier(world_size, timeout=SECONDS), [None] * world_size, threading.local()
 
     def over_ranks(value: Any, group: Any) -> list[Any]:
+        this.questions += 1
+        assert this.questions < MOST_QUESTIONS, "the ranks never agree"
         values[this.rank] = value
         barrier.wait()
         everyones = list(values)
@@ -32,11 +36,10 @@ def on_threads(world_size: int, function: Callable[..., Any], monkeypatch: pytes
         monkeypatch.setattr(module, "over_ranks", over_ranks)
 
     def run(rank: int) -> Any:
-        this.rank = rank
+        this.rank, this.questions = rank, 0
         try:
             return function(rank)
         except Exception as error:
-            barrier.abort()
             return error
 
     with ThreadPoolExecutor(world_size) as threads:
