@@ -248,3 +248,12 @@ def test_sequences_that_are_no_neighbours_share_what_all_between_them_do(data: s
     places = sorted(data.draw(st.sets(st.integers(0, len(batch.sequences) - 1), min_size=1)))
     sequences = order.sequences[places].tolist()
     assert num_rows(order, np.array(places)) == len(batch.take(sequences).rows())
+
+
+def test_a_part_keeps_what_all_of_its_sequences_share_with_the_next_one() -> None:
+    """It carries 5 rows and the next one 4, but a sequence in between branches off after 2."""
+    order = PrefixOrder(np.arange(4), np.full(4, 9), np.array([0, 5, 2, 4]))
+    maths = CutMaths(order, MicroBatchLimits(), FREE, CarryCosts(0.25, 4.0))
+    assert maths.keep(Cut(1, 3, carries=True), Cut(3, 4, carries=True)) == 2
+    assert maths.keep(Cut(1, 2, carries=True), Cut(2, 4, carries=True)) == 2
+    assert maths.keep(Cut(1, 3, carries=True), None) == 0

@@ -52,6 +52,8 @@ def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_con
     assert metrics["own/balanced"] == 1
     assert metrics["prefix_grouper/balance/cut_groups"] == 2, "two groups of four rows in mini-batches of two a rank"
     assert sorted(balanced.batch["row"].tolist()) == list(range(8))
+    for rank in ranks(balanced):
+        assert all(len(set(part)) == 1 for part in (rank[:2], rank[2:]))
 
 
 def test_a_v1_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_config: Callable[..., DictConfig]) -> None:
