@@ -242,9 +242,10 @@ def _pytest(copy: Path, tests: tuple[str, ...], results: Path, output: Path) -> 
         raise RuntimeError(f"the tests would not see the change: {found}, imported {ours}")
     import pytest
 
-    options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--timeout=120", f"--junitxml={results}")
+    options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--timeout=120")
+    told = ("-o", "junit_family=xunit1", f"--junitxml={results}")  # the one that names files
     warnings = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of what was loaded before
-    sys.exit(int(pytest.main([*options, *warnings, *tests])))
+    sys.exit(int(pytest.main([*options, *told, *warnings, *tests])))
 
 
 def _exists(test: str, root: Path) -> bool:
@@ -276,10 +277,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--all", action="store_true", help="also what the record has")
     what.add_argument("--only", nargs="+", metavar="WORD", help="a word of the name or the file; records nothing")
     what.add_argument("--check", action="store_true", help="compare record and lists")
+    parser.add_argument("--record", type=Path, default=REPOSITORY / RECORD, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args(arguments)
 
-    mutations, outcomes = read_mutations(), read_record(REPOSITORY / RECORD)
+    mutations, outcomes = read_mutations(), read_record(args.record)
     if args.check:
         found = stale(mutations, outcomes)
         sys.stderr.writelines(f"{line}\n" for line in found)
@@ -297,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         outcomes[outcome.digest] = outcome
         if not args.only:
-            write_record(REPOSITORY / RECORD, mutations, outcomes)
+            write_record(args.record, mutations, outcomes)
     sys.stdout.write(f"{len(chosen)} changes, {survived} that no test notices\n")
     return 1 if survived else 0
 

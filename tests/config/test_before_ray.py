@@ -157,3 +157,9 @@ def test_every_row_ends_a_process_in_time(typed, tmp_path, number: int, row: Wro
 
 def test_a_batch_may_be_all_of_the_data(config_of):
     assert everything(config_of(Wrong(("data.train_batch_size=8",), "", ""))) == []
+
+
+def test_a_setting_that_two_checks_object_to_is_listed_once(config_of):
+    """Three ranks neither divide the heads of the model nor are there."""
+    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    assert [found.settings[0].key for found in everything(config_of(Wrong((f"{key}=3",), "", "")))] == [key]
