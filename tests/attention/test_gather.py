@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.layout.chains import lay_out, plans, tries
@@ -80,6 +80,7 @@ def test_float64_gradients_are_not_squeezed_through_float32() -> None:
 
 
 @given(st.data(), tries())
+@settings(max_examples=30)
 def test_every_copy_of_a_carried_row_is_found_too(data: st.DataObject, batch: Batch) -> None:
     plan = data.draw(plans(batch))
     for part in (part for chain in plan.chains if len(chain) > 1 for part in lay_out(batch, chain, forward_only=True)):

@@ -54,7 +54,7 @@ def test_a_change_is_noticed_or_survives_and_the_tree_stays_as_it_is(tree: Path)
 
 
 def test_a_change_with_which_tests_do_not_run_is_an_error(tree: Path) -> None:
-    with pytest.raises(RuntimeError, match="a sum is a product: the tests did not run, exit code 2"):
+    with pytest.raises(RuntimeError, match=r"a sum is a product: the tests did not run, exit code [24]"):
         list(mutate.run([replace(DOUBLED, new="x +")], workers=1, root=tree))
 
 
