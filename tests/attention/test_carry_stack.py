@@ -1,4 +1,4 @@
-"""What a chain hands on takes the memory that it says, and no more once its owner has taken it."""
+"""The stack of carried rows keeps their order, their places and a record of its size."""
 
 import pytest
 import torch
@@ -6,6 +6,46 @@ import torch
 from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
 
 ROWS, BYTES_PER_ROW = 100, 2 * 8 * 4 + 2 * 4  # keys and values of one layer, 8 numbers each, and two columns
+
+
+def block(start: int, stop: int) -> CarryBlock:
+    """Rows that hold their positions."""
+    rows = torch.arange(start, stop, dtype=torch.float32)
+    return CarryBlock(start, stop, {(0, 0): rows}, {(0, 0): -rows}, columns=rows[:, None], column_sums=-rows[:, None])
+
+
+def test_rows_come_off_in_the_order_of_the_path_and_others_stay() -> None:
+    stack = CarryStack()
+    for start, stop in ((0, 3), (3, 7), (7, 9)):
+        stack.push(block(start, stop))
+    popped = stack.pop(5)
+    assert [(part.start, part.stop) for part in popped] == [(5, 7), (7, 9)]
+    for part in [*popped, *stack]:
+        rows = torch.arange(part.start, part.stop)
+        assert torch.equal(part.key_values[0, 0], rows.float())
+        assert torch.equal(part.key_value_sums[0, 0], -rows.float())
+        assert part.columns is not None
+        assert part.column_sums is not None
+        assert torch.equal(part.columns.squeeze(1), rows.float())
+        assert torch.equal(part.column_sums.squeeze(1), -rows.float())
+    assert stack.num_rows == 5
+    assert stack.pop(5) == []
+
+
+@pytest.mark.parametrize(("start", "stop"), [(5, 6), (2, 6)], ids=["a gap", "an overlap"])
+def test_rows_that_do_not_continue_the_path_are_an_error(start: int, stop: int) -> None:
+    stack = CarryStack()
+    stack.push(block(0, 3))
+    with pytest.raises(RuntimeError, match=f"rows {start} .. 6 do not continue 3 carried rows"):
+        stack.push(block(start, stop))
+
+
+def test_the_peak_is_the_most_that_ever_lay_there() -> None:
+    stack = CarryStack()
+    stack.push(block(0, 100))
+    stack.pop(10)
+    stack.push(block(10, 20))
+    assert stack.peak_bytes == 100 * 4 * 4, "four float32 a row"
 
 
 def pushed() -> CarryStack:
@@ -18,17 +58,6 @@ def pushed() -> CarryStack:
     stack = CarryStack()
     stack.push(block)
     return stack
-
-
-@pytest.mark.parametrize("keep", [0, 4, 50, 97, ROWS])
-def test_rows_are_handed_to_their_owner_and_the_others_stay(keep: int) -> None:
-    stack = pushed()
-    (whole,) = stack
-    values, columns = whole.key_values[0, 1].clone(), whole.columns.clone()
-    popped = stack.pop(keep)
-    for blocks, rows in ((list(stack), slice(0, keep)), (popped, slice(keep, ROWS))):
-        assert torch.equal(torch.cat([values[:0], *(block.key_values[0, 1] for block in blocks)]), values[rows])
-        assert torch.equal(torch.cat([columns[:0], *(block.columns for block in blocks)]), columns[rows])
 
 
 @pytest.mark.parametrize("keep", [0, 4, 50, 97])

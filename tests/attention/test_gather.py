@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.layout.chains import lay_out, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
 
@@ -75,3 +77,16 @@ def test_float64_gradients_are_not_squeezed_through_float32() -> None:
     gather_rows(x, index).backward(grad)
     assert x.grad is not None
     assert x.grad[0].item() == 1.0 + 1e-12
+
+
+@given(st.data(), tries())
+@settings(max_examples=30)
+def test_every_copy_of_a_carried_row_is_found_too(data: st.DataObject, batch: Batch) -> None:
+    plan = data.draw(plans(batch))
+    for part in (part for chain in plan.chains if len(chain) > 1 for part in lay_out(batch, chain, forward_only=True)):
+        layout = part.layout
+        index = GatherIndex.from_layout(layout, "cpu", layout.num_carried)
+        bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
+        for row, (segment, place) in enumerate(zip(index.row_segment.tolist(), index.key_place.tolist(), strict=True)):
+            copies = [start + place for start in starts[bounds[segment] : bounds[segment + 1]]]
+            assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()

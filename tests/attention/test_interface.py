@@ -9,7 +9,13 @@ from transformers import AttentionInterface
 
 from tests.attention.dense import random_tensors
 from tests.layout.tries import batch_of
-from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention, shared_rows_attention
+from verl_pg_plugin.attention.interface import (
+    ATTENTION,
+    ATTENTION_NAME,
+    attention_options,
+    register_attention,
+    shared_rows_attention,
+)
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
@@ -98,3 +104,9 @@ def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:
 
 def test_moe_decoders_hand_on_output_router_logits() -> None:
     assert torch.equal(call(output_router_logits=True), expected())
+
+
+def test_softcap_and_number_of_the_layer_are_handed_on() -> None:
+    """Rows that are carried lie on the stack by the number of their layer."""
+    query = torch.zeros(1, 4, 5, 16)
+    assert attention_options(Layer(), query, None, softcap=30.0) == AttentionOptions(0.25, softcap=30.0, layer_idx=7)

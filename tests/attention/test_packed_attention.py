@@ -1,5 +1,7 @@
 """The packed op equals attention of every sequence alone, in float64 to 1e-10."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.attention.dense import Outcome, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, batches, segment_paths, sequence_rows
-from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
 
@@ -88,3 +90,38 @@ def test_where_nothing_is_shared_no_key_is_copied() -> None:
     packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
     assert packed.kv_index is None
     assert PackedRows.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").kv_index is not None
+
+
+def test_padding_rows_follow_the_others_and_attend_to_nothing() -> None:
+    layout = GROUP.layout()
+    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    tensors = random_tensors(layout.num_rows + 3, heads=4, kv_heads=2, head_dim=8, seed=6, dtype=torch.float64)
+    options = AttentionOptions(8**-0.5)
+    padded = packed.attend_packed(tensors.q, tensors.k, tensors.v, options)
+    alone = packed.attend_packed(*(x[: layout.num_rows] for x in (tensors.q, tensors.k, tensors.v)), options)
+    assert torch.equal(padded[: layout.num_rows], alone)
+    assert padded.shape == tensors.q.shape
+    assert not padded[layout.num_rows :].any()
+
+
+def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
+    """sdpa does not look at it; flash-attn leaves out what lies behind."""
+    layout, told = GROUP.layout(), []
+
+    def attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        told.extend(args[4:6])
+        return q
+
+    packed = PackedRows.from_layout(layout, VarlenKernel("sdpa", "", attend), "cpu")
+    tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=8, seed=7, dtype=torch.float64)
+    packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(1.0))
+    assert told == [11, 11 + 7], "the prompt's rows but its last; that one and all of the longest response but its end"
+
+
+def test_a_scale_of_the_models_own_is_used() -> None:
+    layout = GROUP.layout()
+    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=16, seed=8, dtype=torch.float64)
+    scaled = packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(0.1))
+    by_hand = packed.attend_packed(tensors.q * 0.4, tensors.k, tensors.v, AttentionOptions(0.25))
+    torch.testing.assert_close(scaled, by_hand, rtol=1e-10, atol=1e-10)

@@ -196,3 +196,54 @@ def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
     ones = np.ones(7, dtype=np.int64)
     with pytest.raises(ValueError, match=r"7 sequences do not divide into 2 ranks x 2 mini-batches"):
         Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()
+
+
+def singles(*responses: int, num_ranks: int) -> Problem:
+    """Sequences that share nothing, of so many tokens."""
+    ones = np.ones(len(responses), dtype=np.int64)
+    return Problem(np.arange(len(responses)), ones, np.array(responses), num_ranks, num_mini_batches=1)
+
+
+def loads(problem: Problem, balance: Balance) -> list[int]:
+    return sorted(int(problem.response_lengths[cell].sum()) for cell in problem.cells(balance.order))
+
+
+def test_an_exchange_never_makes_the_cheap_rank_the_slowest() -> None:
+    problem = singles(6000, 3000, 4000, 1000, 1000, 1000, 2000, 9000, 8000, num_ranks=3)
+    assert loads(problem, problem.solve(may_cut=False)) == [11000, 12000, 12000]
+
+
+def test_the_exchange_that_leaves_both_ranks_most_level_is_made() -> None:
+    group = np.array([0, 0, 1, 1, 2, 3, 3, 4, 4, 5, 6, 6, 7, 7, 8, 9, 10, 11])
+    responses = np.array([3, 3, 9, 11, 6, 4, 1, 5, 8, 11, 3, 10, 11, 2, 1, 9, 10, 6]) * 1000
+    problem = Problem(group, np.ones(18, dtype=np.int64), responses, num_ranks=3, num_mini_batches=1)
+    assert max(loads(problem, problem.solve(may_cut=False))) == 38000
+
+
+def test_large_groups_are_dealt_while_there_is_room_for_them() -> None:
+    """Behind the four small ones, two a rank, it would have to be cut."""
+    group = np.array([0, 1, 2, 3, *[4] * 4])
+    problem = Problem(group, np.full(8, 10), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    assert problem.solve(may_cut=False).num_cut_groups == 0
+
+
+def test_a_batch_that_divides_into_ranks_alone_is_refused() -> None:
+    ones = np.ones(6, dtype=np.int64)
+    with pytest.raises(ValueError, match="6 sequences do not divide into 2 ranks x 2 mini-batches"):
+        Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()
+
+
+@given(problems())
+def test_no_mini_batch_is_put_off_for_being_long(problem: Problem) -> None:
+    cells = problem.cells(problem.solve().order)
+    by_mini_batch = [cells[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
+    firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
+    assert firsts == sorted(firsts)
+
+
+def test_no_rank_gets_the_costliest_cell_of_every_mini_batch() -> None:
+    """Passes without gradient wait at the end of the batch: 10 and 8 beside 9 and 7, and not 10 and 9 or 10 and 7."""
+    problem = Problem(np.arange(4), np.ones(4, dtype=np.int64), np.array([10, 9, 8, 7]) * 1000, 2, 2)
+    balance = problem.solve()
+    totals = [int(problem.response_lengths[rank].sum()) for rank in np.split(balance.order, 2)]
+    assert sorted(totals) == [17000, 17000]

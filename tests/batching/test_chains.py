@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.layout.chains import limits_for, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, cut_tries
-from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
@@ -270,3 +270,20 @@ def test_a_long_preamble_is_carried_from_group_to_group() -> None:
     limits = MicroBatchLimits(max_rows=256)
     plan = cut_with_chains(behind(tuple(range(60))).order(), limits, FREE, part_cost=4.0)
     assert any(len({s // 8 for part in chain for s in part.sequences[: part.num_chain]}) > 1 for chain in plan.chains)
+
+
+@given(st.data(), ANY_BATCH)
+def test_sequences_that_are_no_neighbours_share_what_all_between_them_do(data: st.DataObject, batch: Batch) -> None:
+    order = batch.order()
+    places = sorted(data.draw(st.sets(st.integers(0, len(batch.sequences) - 1), min_size=1)))
+    sequences = order.sequences[places].tolist()
+    assert num_rows(order, np.array(places)) == len(batch.take(sequences).rows())
+
+
+def test_a_part_keeps_what_all_of_its_sequences_share_with_the_next_one() -> None:
+    """It carries 5 rows and the next one 4, but a sequence in between branches off after 2."""
+    order = PrefixOrder(np.arange(4), np.full(4, 9), np.array([0, 5, 2, 4]))
+    maths = CutMaths(order, MicroBatchLimits(), FREE, CarryCosts(0.25, 4.0))
+    assert maths.keep(Cut(1, 3, carries=True), Cut(3, 4, carries=True)) == 2
+    assert maths.keep(Cut(1, 2, carries=True), Cut(2, 4, carries=True)) == 2
+    assert maths.keep(Cut(1, 3, carries=True), None) == 0

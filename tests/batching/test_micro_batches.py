@@ -197,3 +197,16 @@ def test_a_large_batch_is_cut_in_seconds(order: PrefixOrder, limits: MicroBatchL
     assert time.process_time() - start < 5
     assert sorted(s for micro_batch in cut for s in micro_batch) == list(range(8192))
     assert len(cut) >= at_least
+
+
+def test_the_run_with_most_rows_is_halved() -> None:
+    small = [((7, 8), (i,)) for i in range(2)]
+    cut = cut_micro_batches(batch_of(*small, *[(PROMPT, (i, i)) for i in range(4)]).order(), MicroBatchLimits(), 3)
+    assert sorted(map(sorted, cut)) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_runs_are_packed_largest_first() -> None:
+    """Two of one length and one of twice that: the long one is alone, whatever comes first in the batch."""
+    unique = batch_of(((1,), (1, 1, 1, 1)), ((2,), (2, 2, 2, 2)), ((3,), [3] * 8))
+    cut = cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)
+    assert sorted(map(sorted, cut)) == [[0, 1], [2]]

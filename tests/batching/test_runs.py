@@ -46,3 +46,14 @@ def test_a_session_is_cut_off_where_least_is_computed_again() -> None:
     assert [prices.cheapest_cut(prices.run(0, 6), at_most) for at_most in (5, 4, 3)] == [3, 3, 3]
     assert [run.size for run in prices.branches(prices.run(0, 6))] == [3, 3]
     assert prices.cheapest_cut(prices.run(0, 6), 2) == 1, "within a session the earliest fork costs least"
+
+
+def test_no_head_runs_for_rows_that_an_equal_sequence_has_computed() -> None:
+    order = order_of([[1, 2, 3, 4]] * 3)
+    prices = RunPrices(order, np.full(3, 2), lambda start, rows, heads: rows + 100.0 * heads)
+    assert prices.new.tolist() == [203.0, 0.0, 0.0]
+
+
+def test_of_cuts_that_cost_the_same_the_one_that_fills_the_room_is_taken() -> None:
+    prices = RunPrices(order_of([[9] * 5 + [k, k] for k in range(8)]), np.ones(8, dtype=np.int64), price)
+    assert [prices.cheapest_cut(prices.run(0, 8), room) for room in (5, 3, 1)] == [5, 3, 1]

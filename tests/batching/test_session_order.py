@@ -120,3 +120,10 @@ def test_prompts_begin_alike_up_to_their_first_difference() -> None:
     assert common_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5]), np.array([1, 2])]) == 2
     assert common_prefix([np.array([1, 2]), np.array([2, 2])]) == 0
     assert common_prefix([np.array([1, 2])]) == common_prefix([]) == 0
+
+
+def test_a_turn_that_follows_at_once_continues_its_session() -> None:
+    """No tool output in between: the prompt is exactly all of the row before."""
+    rollouts = Rollouts()
+    rollouts.session(0, 0, rollouts.draw(300), [(20, 0)] * 3)
+    assert rollouts.estimated().num_shared.tolist() == rollouts.real().num_shared.tolist() == [0, 319, 339]

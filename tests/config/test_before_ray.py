@@ -153,3 +153,13 @@ def test_both_entry_points_end_with_the_list_before_ray_starts(typed, tmp_path):
 def test_every_row_ends_a_process_in_time(typed, tmp_path, number: int, row: Wrong):
     module = ("verl_pg_plugin.main_ppo", "verl.trainer.main_ppo")[number % 2]
     assert_ends_before_ray(module, row, typed(row), tmp_path)
+
+
+def test_a_batch_may_be_all_of_the_data(config_of):
+    assert everything(config_of(Wrong(("data.train_batch_size=8",), "", ""))) == []
+
+
+def test_a_setting_that_two_checks_object_to_is_listed_once(config_of):
+    """Three ranks neither divide the heads of the model nor are there."""
+    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    assert [found.settings[0].key for found in everything(config_of(Wrong((f"{key}=3",), "", "")))] == [key]

@@ -11,10 +11,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
 from verl_pg_plugin.config.facts import Role
 from verl_pg_plugin.config.validate import validate
+from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -135,3 +138,21 @@ def test_a_stock_engine_in_our_place_is_noticed(monkeypatch):
         PrefixGrouperEngineConfig(use_prefix_grouper=True)
     with pytest.raises(InstantiationException, match="VERL_ENGINE_VENDOR"):
         omega_conf_to_dataclass(OmegaConf.create({"_target_": TARGET, "use_prefix_grouper": True}))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_foreign_engine_of_either_strategy_is_noticed_and_one_derived_from_ours_is_not(monkeypatch, strategy):
+    """verl writes the strategy that its worker looks up into the config after it was made."""
+    look_up = EngineRegistry.get_engine_cls
+    for base, taken in ((PrefixGrouperFSDPEngineWithLMHead, True), (FSDPEngineWithLMHead, False)):
+        foreign = type("Foreign", (base,), {"__module__": "somebody.elses"})
+        monkeypatch.setattr(
+            EngineRegistry,
+            "get_engine_cls",
+            lambda kind, asked, foreign=foreign: foreign if asked == strategy else look_up(kind, asked),
+        )
+        if taken:
+            PrefixGrouperEngineConfig(use_prefix_grouper=True)
+        else:
+            with pytest.raises(RuntimeError, match=rf"somebody\.elses\.Foreign for strategy {strategy} "):
+                PrefixGrouperEngineConfig(use_prefix_grouper=True)

@@ -32,8 +32,10 @@ WRONG = [
     ("verify", True, "is unknown"),
     ("verify_every", 0, "is below 1"),
     ("verify_rows", 0, "is below 1"),
-    ("verify_tolerance", 0.0, "is not a number above 0"),
-    ("verify_tolerance", "tight", "is not a number above 0"),
+    ("verify_tolerance", 0.0, "is not a finite number above 0"),
+    ("verify_tolerance", float("inf"), "is not a finite number above 0"),
+    ("verify_tolerance", float("nan"), "is not a finite number above 0"),
+    ("verify_tolerance", "tight", "is not a finite number above 0"),
     ("carry", "always", "is unknown; the values are auto, never"),
     ("console", "quiet", "is unknown; the values are short, full"),
     ("on_mismatch", "ignore", "is unknown; the values are raise, rmpad"),
@@ -79,3 +81,10 @@ def test_a_mode_flag_that_is_no_boolean_is_refused(make_config, key, value):
     found = {violation.rule: violation for violation in validate(make_config(Mode.PACKED, {key: value}))}
     assert str(found["flag_value"].settings[0]) == f"{key}={value}"
     assert found["flag_value"].fix == f"{key}=True or False"
+
+
+def test_defaults_let_everything_share_and_verify_nothing():
+    """What a user gets who sets two flags; docs/options.md tells the same."""
+    options = PrefixGrouperOptions()
+    assert (options.min_dedup_ratio, options.verify, options.carry) == (1.0, "off", "auto")
+    assert [options.recompute_attention, options.static_rows, options.compile_layers] == [False] * 3

@@ -187,3 +187,8 @@ def test_micro_batch_fix_names_the_next_size_that_holds_whole_groups(make_config
 )
 def test_packed_mode_takes_what_it_supports(make_config, settings):
     assert validate(make_config(Mode.PACKED, settings)) == []
+
+
+def test_a_critics_size_that_its_engine_is_told_too_is_taken(make_config):
+    sizes = {"critic.ulysses_sequence_parallel_size": 2, "critic.fsdp.ulysses_sequence_parallel_size": 2}
+    assert "critic_ulysses" not in names(validate(make_config(Mode.PACKED, {**WITH_CRITIC, **sizes})))

@@ -248,3 +248,11 @@ def test_a_row_that_is_prompt_here_and_label_elsewhere_hands_over_its_head_outpu
     layout = build_carried_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **(NUMBERS | {"first_head": 17}))
     assert layout.handover[layout.handover_heads].tolist() == [17, 18]
     assert {17, 18} <= set(layout.head_rows.tolist())
+
+
+def test_a_part_without_a_row_of_its_own_is_refused() -> None:
+    chain = {"num_chain": 1, "keep": 0, "read_next": 0, "first_head": 1, "forward_only": True}
+    tokens, offsets, prompts = np.array([1, 2, 3, 4]), np.array([0, 4]), np.array([2])
+    assert build_carried_layout(tokens, offsets, prompts, num_carried=2, **chain).num_rows == 1
+    with pytest.raises(ValueError, match="own at least one row"):
+        build_carried_layout(tokens, offsets, prompts, num_carried=3, **chain)

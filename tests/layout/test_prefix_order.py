@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from tests.layout.tries import Batch, batches
+from tests.layout.tries import Batch, batch_of, batches
 
 
 @given(batches(with_classes=True))
@@ -23,3 +23,9 @@ def test_every_sequence_appears_once_sorted_by_its_tokens(batch: Batch) -> None:
     assert sorted(order.sequences.tolist()) == list(range(len(batch.sequences)))
     keys = [(batch.class_of(s), batch.sequences[s]) for s in order.sequences.tolist()]
     assert keys == sorted(keys)
+
+
+def test_tokens_that_take_several_bytes_are_sorted_as_numbers() -> None:
+    """Ranks of another byte order would cut the same batch otherwise."""
+    order = batch_of(((256, 1), (0,)), ((1, 1), (0,)), ((65536, 1), (0,)), ((255, 1), (0,))).order()
+    assert order.sequences.tolist() == [1, 3, 0, 2]

@@ -48,10 +48,12 @@ class OwnBalanceV1(StockTrainer):
 def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_config: Callable[..., DictConfig]) -> None:
     trainer = keep_groups(OwnBalanceV0)(make_config())
     metrics: dict[str, Any] = {}
-    balanced = trainer._balance_batch(make_batch("abababab", [3, 30, 4, 20, 5, 10, 6, 40]), metrics)
+    balanced = trainer._balance_batch(make_batch("abababab", [3, 30, 40, 4, 20, 5, 6, 10]), metrics)
     assert metrics["own/balanced"] == 1
     assert metrics["prefix_grouper/balance/cut_groups"] == 2, "two groups of four rows in mini-batches of two a rank"
     assert sorted(balanced.batch["row"].tolist()) == list(range(8))
+    for rank in ranks(balanced):
+        assert all(len(set(part)) == 1 for part in (rank[:2], rank[2:]))
 
 
 def test_a_v1_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_config: Callable[..., DictConfig]) -> None:

@@ -145,8 +145,10 @@ def test_a_system_prompt_that_all_prompts_begin_with_is_counted_once_a_rank(
     assert metrics["prefix_grouper/balance/estimated_rows"] == whole - 2 * 5, "two groups in each of two cells"
 
 
-def test_filler_rows_say_nothing_about_prompts(trainer: Any) -> None:
+def test_filler_rows_say_nothing_about_prompts(trainer: Any, stored_prompts: dict[str, list[int]]) -> None:
+    stored_prompts.update(a=list(range(8)), pad0=list(range(8)))
     batch = Batch(["a_0_0", "a_1_0", "pad0_0_0", "pad0_1_0"], responses=[3] * 4)
+    assert trainer._common_tokens(batch, ["a", "a", "pad0", "pad0"]) == 8
     for tag in batch.tags[2:]:
         tag["is_padding"] = True
     assert trainer._common_tokens(batch, ["a", "a", "pad0", "pad0"]) == 0
@@ -162,3 +164,33 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
     trainer._balance_batch(batch, metrics)
     trainer._update_actor(batch, metrics)
     assert metrics["prefix_grouper/balance/estimated_over_real_rows"] == (2 * (7 + 2 * 3)) / 26
+
+
+def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trainer: Any) -> None:
+    """The second row of each session has all of the first as its prompt: two rows more, for its response."""
+    batch, metrics = Batch(["a_0_1", "a_0_0", "b_7_1", "b_7_0"], responses=[2, 3, 2, 3]), {}
+    for tag in batch.tags[::2]:
+        tag["prompt_len"] = 11
+    trainer._balance_batch(batch, metrics)
+    assert metrics["prefix_grouper/balance/estimated_rows"] == 2 * (10 + 2)
+
+
+def test_a_balanced_batch_is_updated_without_a_word_and_another_is_warned_about(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PPOTrainer, "_update_actor", lambda self, batch, metrics: batch)
+    batch = Batch(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], responses=[3] * 4)
+    trainer._balance_batch(batch, {})
+    trainer._update_actor(batch, {})
+    assert not caplog.records
+    trainer._update_actor(batch, {})
+    (record,) = caplog.records
+    assert "never went through _balance_batch" in record.getMessage()
+
+
+def test_a_v1_run_that_shares_nothing_keeps_its_order(make_config: Callable[..., DictConfig]) -> None:
+    trainer = keep_groups(StockTrainer)(make_config(actor_rollout_ref__actor__use_prefix_grouper=False))
+    batch, metrics = Batch(["a_0_0", "b_0_0", "a_1_0", "b_1_0"], responses=[9, 2, 9, 2]), {}
+    assert trainer._balance_batch(batch, metrics) is batch
+    assert batch.order == [0, 1, 2, 3]
+    assert metrics == {}

@@ -16,6 +16,7 @@ from verl_pg_plugin.trainer.whole_groups import (
     deal_groups,
     mini_batches_of_config,
     num_ranks_of,
+    some_prompts,
 )
 
 
@@ -41,7 +42,7 @@ def test_two_runs_whose_uids_are_drawn_anew_deal_alike(make_config: Callable[...
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1)])
+@pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])
 def test_mini_batches_are_those_of_the_actor_where_it_trains(
     make_config: Callable[..., DictConfig], batch_size: int, expected: int
 ) -> None:
@@ -52,3 +53,10 @@ def test_workers_that_nobody_asked_yet_are_asked_how_many_ranks_they_are() -> No
     workers = Workers()
     assert num_ranks_of(workers) == num_ranks_of(workers) == 2
     assert workers._dispatch_info == {"actor": [0, 0, 1, 1]}
+
+
+def test_prompts_that_are_compared_are_spread_over_the_batch() -> None:
+    """The first few may be of one data source, and begin alike."""
+    uids = [f"{row % 64}" for row in range(256)]
+    assert some_prompts(uids) == list(range(0, 64, 4))
+    assert some_prompts(["b", "a", "b", "c"]) == [0, 1, 3]

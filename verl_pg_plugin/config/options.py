@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -94,9 +95,9 @@ def _at_least(least: int, *types: type[int] | type[float]) -> Callable[[Any], Ob
 
 
 def _above_zero_or_none(value: Any) -> Objection | None:
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
         return None
-    return "is not a number above 0, and no other lets anything pass", "null or <number above 0>"
+    return "is not a finite number above 0: one lets nothing pass, the other everything", "null or <number above 0>"
 
 
 _OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {

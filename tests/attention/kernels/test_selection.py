@@ -8,7 +8,7 @@ import torch
 
 from verl_pg_plugin.attention.kernels import specs
 from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa
-from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -132,3 +132,40 @@ def test_queries_are_aligned_with_the_last_keys() -> None:
     torch.testing.assert_close(out, torch.full((1, 1, 2), 3.0))
     out = attend_sdpa(q_THD, k_KGD, v_KGD, bounds_q, bounds_k, 1, 3, softmax_scale=1.0, window_size=1)
     torch.testing.assert_close(out, torch.full((1, 1, 2), 4.0))
+
+
+def test_a_gpu_of_exactly_the_lowest_capability_runs_a_kernel(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, (8, 0))
+    assert select_kernel("auto", "cuda").name == "torch_varlen"
+
+
+def test_narrow_values_are_padded_for_a_kernel_that_takes_none_and_cut_again() -> None:
+    """Multi-head latent attention: keys of 6 numbers, values of 4."""
+    widths = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        widths.append(v.shape[-1])
+        return v
+
+    values = torch.arange(8.0).reshape(2, 1, 4)
+    keys = torch.zeros(2, 1, 6)
+    for name, width in (("flash_attn_2", 6), ("sdpa", 4)):
+        assert torch.equal(VarlenKernel(name, "", attend)(keys, keys, values), values)
+        assert widths.pop() == width
+
+
+@pytest.mark.parametrize(
+    ("dims", "misfit"),
+    [
+        ((256, 256), ""),
+        ((264, 264), "takes heads of up to 256 numbers, the model's have 264"),
+        ((264, 128), "takes heads of up to 256 numbers, the model's have 264"),
+        ((128, 100), ""),
+        ((100, 96), "takes heads of a multiple of 8 numbers, the model's have 100"),
+    ],
+)
+def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], misfit: str) -> None:
+    needs = specs.AttentionNeeds(head_dims=frozenset({dims}))
+    assert specs.KERNELS["flash_attn_2"].misfit(needs) == misfit

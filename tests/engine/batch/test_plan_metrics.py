@@ -79,3 +79,18 @@ def test_groups_are_prompts_and_not_roots_of_tries(indices: list[list[int]], gro
 def test_prompts_of_another_class_are_another_group() -> None:
     classes = replace(SEQUENCES, classes=np.array([0, 1, 0, 0]))
     assert classes.prompt_groups.tolist() == [0, 1, 2, 2]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank_and_as_much_memory_as_its_fullest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "get_device_flops", lambda unit: 1e-9)
+    plan = MicroBatchPlan([], [[0, 1], [2, 3]], chains=[], exported_rows=0, sequences=SEQUENCES)
+    monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT])
+    ranks = [
+        module.figures_of_rank(plan, 0, carried_bytes, FLOPS, seconds, forward_only=True)
+        for seconds, carried_bytes in ((1.0, 2**31), (4.0, 2**30))
+    ]
+    told = module.plan_metrics(ranks, sp_size=1)
+    assert told["prefix_grouper/peak_carried_gib"] == [2.0]
+    assert told["prefix_grouper/mfu_physical"] == [pytest.approx(sum(rank["flops"] for rank in ranks) / (2000 * 4.0))]

@@ -1,5 +1,6 @@
 """The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,3 +82,43 @@ def test_it_steps_aside_with_a_warning_where_logits_are_capped_behind_the_head(
     assert ChunkedHead.install(skeleton(tiny_config("gemma2")), 4) is None
     assert "Gemma2ForCausalLM changes what its head puts out" in caplog.text
     assert ChunkedHead.install(skeleton(tiny_config("gemma2", final_logit_softcapping=None)), 4) is not None
+
+
+def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
+    """Added in bf16, the parts of 512 chunks would leave an error of several roundings, and not of one."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(8, 16).to(torch.bfloat16)
+    hidden = torch.rand(1, 512, 8, generator=generator).to(torch.bfloat16)
+    job = HeadJob(torch.zeros(512, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
+    parameters = [head.weight, head.bias]
+    whole = job.outputs(torch.nn.functional.linear(hidden, *parameters).squeeze(0))
+    expected = torch.autograd.grad(whole.sum(), parameters)
+    assert ChunkedHead(head, 1).takes(job)
+    found = torch.autograd.grad(head(hidden).sum(), parameters)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+        assert error <= 2**-7, "one step of bf16"
+
+
+def test_up_to_two_chunks_are_left_whole() -> None:
+    head = ChunkedHead(torch.nn.Linear(2, 3), 4)
+    job = HeadJob(torch.zeros(8, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
+    assert not head.takes(job)
+    assert head.takes(replace(job, labels=torch.zeros(9, dtype=torch.int64)))
+
+
+def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
+    seen = []
+
+    def entropy(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return verl_F.entropy_from_logits(logits)
+
+    head = torch.nn.Linear(4, 11)
+    job = HeadJob(torch.arange(6), 1.0, True, False, entropy)
+    assert ChunkedHead(head, 2).takes(job)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = head(torch.randn(1, 6, 4))
+    outputs.sum().backward()
+    assert seen == [torch.bfloat16] * 6, "three chunks, there and back"

@@ -1,6 +1,7 @@
 """With on_mismatch=rmpad, a run that verify mode catches goes on, with the numbers of rows alone."""
 
 import logging
+import math
 
 import pytest
 from verl.utils import tensordict_utils as tu
@@ -8,7 +9,8 @@ from verl.utils import tensordict_utils as tu
 from tests.engine.ranks import on_ranks
 from tests.engine.steps.broken_layouts import wrong_kv_row
 from tests.engine.steps.verifying import NUM_LOGICAL, SAMPLES, break_layouts, infer, update
-from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
+from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine, run_reference
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.steps.verify import MismatchError
 from verl_pg_plugin.synthetic import make_batch
 
@@ -22,10 +24,13 @@ def test_rmpad_on_mismatch_goes_on_with_the_right_numbers(qwen3: str, caplog: py
     with caplog.at_level(logging.WARNING):
         assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
     assert caplog.text.count("From here on nothing is shared (prefix_grouper.on_mismatch=rmpad)") == 1
-    metrics = update(engine, batch)
-    assert metrics["prefix_grouper/verify_fallback"] == [1.0]
-    assert metrics["prefix_grouper/rmpad_micro_batches"][0] >= 2
-    assert metrics["prefix_grouper/physical_tokens"] == [NUM_LOGICAL - len(SAMPLES)]
+    unshared = plan_micro_batches(clone(batch), None, 1, engine.sharing, math.inf)
+    assert max(layout.num_rows for layout in unshared.layouts) <= 120
+    for step in (infer, update, update):
+        metrics = step(engine, batch)
+        assert metrics["prefix_grouper/verify_fallback"] == [1.0]
+        assert metrics["prefix_grouper/rmpad_micro_batches"] == [len(unshared.layouts)], "cut anew, within the budget"
+        assert metrics["prefix_grouper/physical_tokens"] == [NUM_LOGICAL - len(SAMPLES)]
 
 
 def test_an_update_that_falls_back_midway_counts_what_it_ran(qwen3: str) -> None:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -19,6 +20,7 @@ from tests.engine.steps.verifying import ALWAYS, SAMPLES, break_layouts, infer, 
 from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.requirements import OFF
+from verl_pg_plugin.engine.steps import verify
 from verl_pg_plugin.engine.steps.verify import MismatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -152,12 +154,30 @@ def test_dropout_is_refused_whether_verified_or_not(qwen3: str, tmp_path: Path) 
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
-    for verify in ("first", "off"):
+    for when in ("first", "off"):
         with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*use_prefix_grouper=False"):
-            make_engine(qwen3, packed=True, engine={"verify": verify}, model=lora)
+            make_engine(qwen3, packed=True, engine={"verify": when}, model=lora)
 
 
 def test_the_padded_mode_is_refused(qwen3: str) -> None:
     padded = {"engine": {"verify": "first", "use_dynamic_bsz": False}, "model": {"use_remove_padding": False}}
     with pytest.raises(ValueError, match=r"use_remove_padding=True.*verify=off"):
         make_engine(qwen3, packed=True, **padded)
+
+
+def test_a_rank_that_shares_nothing_verifies_where_another_does(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is a collective: all enter it, or none."""
+    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
+    monkeypatch.setattr(verify, "over_ranks", lambda value, group: [value, True])
+    assert infer(engine, make_batch(SAMPLES[6:]))["prefix_grouper/verified_rows"] == [1.0]
+
+
+def test_a_mismatch_on_another_rank_stops_this_one(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(step: Any, group: Any) -> list[Any]:
+        comparison, _, alone = mine = step()
+        return [mine, (comparison, "sample 1 is off", alone)]
+
+    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
+    monkeypatch.setattr(verify, "gather_on_every_rank", gather)
+    with pytest.raises(MismatchError, match=r"^rank 1: sample 1 is off"):
+        infer(engine, make_batch(SAMPLES))

@@ -95,7 +95,8 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
             f"row {row}: input_ids has {int(np.diff(offsets)[row])} tokens, prompts and responses together "
             f"{int((prompt_lengths + response_lengths)[row])}; they must be the same sequence"
         )
-    temperature = data.get("temperature", None)
+    # Not get(), which hands a tensor out in the wrapper of what is no field.
+    temperature = data["temperature"] if "temperature" in data.keys() else None  # noqa: SIM118
     classes = None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
