@@ -95,8 +95,8 @@ class Update:
 
 HELD = ("resident_mib", "tensors", "tensor_mib", "descriptors", "threads")
 ALLOWED = {"resident_mib": 8.0, "tensors": 8, "tensor_mib": 0.02, "descriptors": 0, "threads": 0}
-"""What of each may be more at the end than after the warm-up. Resident memory is the allocator's: a leak of 64 KiB an
-update, a thousandth of what one allocates, would make 16 MiB."""
+"""What of each may be more at the end than after the warm-up. Resident memory is the allocator's: a leak of 64 KiB in
+every update would make 15 MiB."""
 
 
 def grown(updates: Sequence[Update], warm_up: int = WARM_UP) -> dict[str, float]:
