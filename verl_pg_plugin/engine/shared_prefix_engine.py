@@ -24,6 +24,7 @@ from verl.utils.device import get_device_name, get_torch_device
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.layout_field import layout_of
@@ -200,7 +201,7 @@ class SharedPrefixMixin:
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
-            carry, copies = self._carry_policy(forward_only), self._row_memory.copies(forward_only)
+            carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
             plan = plan_micro_batches(
                 data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
             )
@@ -245,6 +246,9 @@ class SharedPrefixMixin:
         if options.carry == "never" or not (self.sharing.carries and self.shared_model.carries):
             return None
         return CarryPolicy(self._row_memory.weights(forward_only), forward_only)
+
+    def _copied_keys(self, forward_only: bool) -> CopiedKeys:
+        return self._row_memory.copies(forward_only)
 
     @property
     def _row_memory(self) -> RowMemory:
