@@ -119,7 +119,7 @@ def draw(
     common = " ".join(word[0] for word in itertools.takewhile(lambda word: len(set(word)) == 1, words))
     places_drawn = sorted({x(point.case) for point in points})
     figure, panels = plt.subplots(
-        1, len(phases), figsize=(3.9 * len(phases) + 2.4, 4.1), sharey=True, squeeze=False, layout="constrained"
+        1, len(phases), figsize=(3.1 * len(phases) + 2.5, 3.6), sharey=True, squeeze=False, layout="constrained"
     )
     figure.suptitle(common, x=0.01, ha="left", fontsize="medium")
     for panel, phase in zip(panels[0], phases, strict=True):
