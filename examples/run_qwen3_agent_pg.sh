@@ -16,9 +16,9 @@ export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_agent_pg}
 export PYTHONPATH=$repository/scripts/data${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     export TOTAL_STEPS=${TOTAL_STEPS:-30} MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-512}
-    # A weaker start than the other examples have, since a session has several tries; and a step here is several
-    # optimizer steps, because a session is several rows.
-    export WARM_UP_STEPS=${WARM_UP_STEPS:-40} LR=${LR:-1e-4}
+    # A session is several rows, so a step is several optimizer steps.
+    export LR=${LR:-1e-4}
+    set -- reward.custom_reward_function.name=compute_score_of_tries "$@"
 fi
 exec bash "$repository/examples/run_qwen3_pg.sh" \
     trainer.experiment_name=run_qwen3_agent_pg \

@@ -23,7 +23,6 @@
 # Variables, with their values on the CPU default and on GPUs:
 #   MODEL_PATH, TRAIN_FILES, VAL_FILES   generated               all three or none
 #   ARCHITECTURE                         qwen3                   - ; of the generated model; also qwen3_moe, qwen3_5_text
-#   WARM_UP_STEPS                        80                      - ; supervised steps of the generated model
 #   ENTRY_POINT                          verl_pg_plugin.main_ppo; verl.trainer.main_ppo does the same with the plugin there
 #   DEVICE                               cpu                     gpu; cpu takes MODEL_PATH and the files as well
 #   PYTHON                               .venv                   .venv if there is one, else python3
@@ -76,7 +75,7 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
         "$PYTHON" "$repository/scripts/make_arithmetic_data.py" --output-dir "$WORK_DIR/data"
     [ -d "$MODEL_PATH" ] ||
         "$PYTHON" "$repository/scripts/make_tiny_checkpoint.py" --output-dir "$MODEL_PATH" \
-            --architecture "$ARCHITECTURE" --warm-up-steps "${WARM_UP_STEPS:-80}"
+            --architecture "$ARCHITECTURE"
 else
     DEVICE=${DEVICE:-gpu}
     PYTHON=${PYTHON:-$([ -x "$repository/.venv/bin/python" ] && echo "$repository/.venv/bin/python" || echo python3)}

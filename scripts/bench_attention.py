@@ -2,8 +2,11 @@
 
     python scripts/bench_attention.py --csv outputs/bench_attention.csv
     python scripts/bench_attention.py --cases 8192,1024,8 --paths replicated:flash_attn_2 packed:flash_attn_4
+    python scripts/bench_attention.py --cases 8192,64,256 30000,32,64 turns:200,100,64 --paths packed:flash_attn_2
 
-A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts. Paths are ``replicated:KERNEL``
+A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts; or turns:N,READ,WRITTEN: a session
+of N turns, each a sequence that continues the one before it. The third line has those where most keys are copied per
+row; every sequence by itself would need more memory than a GPU has. Paths are ``replicated:KERNEL``
 (each sequence with its own copy of the prompt, as remove-padding runs it) and ``packed:KERNEL`` (rows of shared
 prefixes gathered). Speed-up is against replicated:flash_attn_2 in the same run, or the first replicated path; the bound
 is the ratio of (query, key) pairs. Errors are norms against float32, divided by that baseline's own; the worst of out,
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.attention_cases import Case, Problem, float32_outcome, relative_errors
+from benchmarks.attention_cases import Case, Problem, Turns, float32_outcome, parse_case, relative_errors
 from benchmarks.attention_paths import BASELINE, PATHS, build_path, path_obstacle
 from benchmarks.common import environment, write_csv
 from rich.console import Console
@@ -48,6 +51,7 @@ class Row:
     speedup: float
     bound: float
     tflops_per_s: float
+    copied_keys_per_row: float
     peak_gib: float
     error_ratio: float
     error_out: float
@@ -74,7 +78,7 @@ class Measurement:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(case) for case in DEFAULT_CASES])
+    parser.add_argument("--cases", nargs="+", type=parse_case, default=list(map(parse_case, DEFAULT_CASES)))
     parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a GPU without sdpa")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -100,7 +104,7 @@ def main() -> int:
     return 0
 
 
-def run_case(case: Case, args: argparse.Namespace, about: dict[str, Any], console: Console) -> list[Row]:
+def run_case(case: Case | Turns, args: argparse.Namespace, about: dict[str, Any], console: Console) -> list[Row]:
     problem = Problem.random(case, args.heads, args.kv_heads, args.head_dim, getattr(torch, args.dtype), args.device)
     exact = None if args.no_check else float32_outcome(problem)
     measured: dict[str, Measurement] = {}
@@ -146,6 +150,7 @@ def run_case(case: Case, args: argparse.Namespace, about: dict[str, Any], consol
                 bound=base.pairs / found.pairs if found and base else nan,
                 # 4 operations per pair, head and dim forward, 10 backward.
                 tflops_per_s=14 * found.pairs * args.heads * args.head_dim / both / 1e9 if found else nan,
+                copied_keys_per_row=problem.layout.num_copied_keys / problem.layout.num_rows,
                 peak_gib=found.peak_gib if found else nan,
                 error_ratio=max((errors[k] / base.errors[k] for k in errors), default=nan) if base else nan,
                 **named_errors,

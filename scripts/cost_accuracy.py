@@ -75,7 +75,8 @@ def prices_of(model: str, case_name: str, stock: bool, world_size: int, settings
     flops = ModelFlops.of_config(config)
     rows = parse_case(case_name).rows(SHAPES[model]["vocab_size"], world_size)
     samples = rows.samples
-    memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, not settings.recompute_attention)
+    keeps = not settings.recompute_attention
+    memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, keeps, settings.kernel)
     prices = []
     for part in rows_of_ranks(rows, stock, flops, world_size):
         lengths = [len(samples[row].prompt) + len(samples[row].response) for row in part]

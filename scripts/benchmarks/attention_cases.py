@@ -1,4 +1,4 @@
-"""Random attention problems of GRPO groups, and their answer in float32, for ``bench_attention.py``.
+"""Random attention problems of groups and of turns, and their answer in float32, for ``bench_attention.py``.
 
 Shape legend: T packed rows, H query heads, G key/value heads, D head dim, L rows of one sequence.
 """
@@ -57,6 +57,38 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """One session whose turns are sequences, each continuing the one before it; tokens read and written in a turn."""
+
+    turns: int
+    read: int
+    written: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Turns":
+        return cls(*(int(number) for number in text.split(",")))
+
+    def __str__(self) -> str:
+        return f"turns:{self.turns},{self.read},{self.written}"
+
+    def _lengths(self) -> np.ndarray:
+        return (self.read + self.written) * np.arange(1, self.turns + 1)
+
+    def layout(self) -> PackedLayout:
+        lengths = self._lengths()
+        tokens = np.concatenate([np.arange(length) for length in lengths])
+        return build_packed_layout(tokens, np.append(0, np.cumsum(lengths)), lengths - self.written)
+
+    def sequence_rows(self) -> list[list[tuple[int, int]]]:
+        """As ``Case.sequence_rows``: every sequence begins with the first row."""
+        return [[(0, length - 1)] for length in self._lengths().tolist()]
+
+
+def parse_case(text: str) -> Case | Turns:
+    return Turns.parse(text.removeprefix("turns:")) if text.startswith("turns:") else Case.parse(text)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Output (T, H, D) of attention and the gradients of q, k and v."""
 
@@ -70,7 +102,7 @@ class Outcome:
 class Problem:
     """q and grad_out (T, H, D), k and v (T, G, D) of the packed rows of a case."""
 
-    case: Case
+    case: Case | Turns
     layout: PackedLayout
     q: torch.Tensor
     k: torch.Tensor
@@ -86,7 +118,9 @@ class Problem:
         return self.q.shape[-1] ** -0.5
 
     @classmethod
-    def random(cls, case: Case, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> "Problem":
+    def random(
+        cls, case: Case | Turns, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str
+    ) -> "Problem":
         layout = case.layout()
         generator = torch.Generator(device).manual_seed(0)
         drawn = [

@@ -11,6 +11,7 @@ from typing import Any
 DIGIT_WEIGHT = 0.2
 PLACE_WEIGHT = 0.3
 EXACT_WEIGHT = 0.5
+TRY_WEIGHT = 0.7
 # What the chat template writes in front of the model's turns, without special tokens.
 TURN = "assistant\n"
 
@@ -37,3 +38,20 @@ def compute_score(
     places = agreeing / max(len(solution_str), len(ground_truth))
     exact = solution_str == ground_truth
     return DIGIT_WEIGHT * digits + PLACE_WEIGHT * places + EXACT_WEIGHT * exact
+
+
+def compute_score_of_tries(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **_: Any
+) -> float:
+    """Score a session that may try again, by its last answer: every further try takes 30% off.
+
+    Without that a session that is right at last would reward its wrong answers like right ones.
+
+    Args:
+        data_source: unused, part of verl's interface.
+        solution_str: the last answer.
+        ground_truth: the answer, decimal digits.
+        extra_info: of verl's reward manager; ``num_turns`` counts questions and answers.
+    """
+    tries = int(extra_info["num_turns"]) // 2
+    return TRY_WEIGHT ** (tries - 1) * compute_score(data_source, solution_str, ground_truth)

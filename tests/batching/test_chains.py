@@ -11,6 +11,7 @@ from tests.layout.chains import limits_for, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, cut_tries
 from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -112,8 +113,9 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
     shared = np.array([0, *data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))])
     rows = [data.draw(st.integers(max(a, b, 1), max(a, b) + 3)) for a, b in pairwise([*shared.tolist(), 0])]
     order = PrefixOrder(np.arange(len(shared)), np.array(rows), shared)
+    copies = CopiedKeys(data.draw(st.sampled_from([0.0, 0.25])), data.draw(st.sampled_from([1.0, 2.0])))
     limits = MicroBatchLimits(
-        data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4))
+        data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4)), copies
     )
     weights = draw_weights(data)
     export, fixed = data.draw(st.sampled_from([0.0, 0.25, 1.0])), data.draw(st.sampled_from([0.0, 3.0]))
@@ -128,6 +130,7 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
             own = sum(rows[i] - shared[i] for i in inside) + shared[cut.first] - carried
             row = weights.recomputing if len(inside) == 1 else 1.0
             taken = row * own + weights.carried * carried + weights.owed * (read - keep)
+            taken += copies.take(maths.keys.of(cut.first, cut.stop, cut.carries), own)
             fits = limits.max_rows is None or taken <= limits.max_rows
             if not own or not (fits and len(inside) <= limits.max_sequences):
                 return np.inf
@@ -175,10 +178,10 @@ def test_a_forward_only_phase_carries_without_exporting() -> None:
 
 
 def test_a_tiny_prefix_is_computed_again_rather_than_exported() -> None:
-    tiny = batch_of(*[(range(4), [i] * 50) for i in range(8)])
+    tiny = batch_of(*[(range(9), [i] * 50) for i in range(8)])
     update = cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE)
     assert (update.num_chains, update.exported_rows) == (0, 0)
-    assert update.recomputed_rows == 3 * (len(update.parts) - 1)
+    assert update.recomputed_rows == 8 * (len(update.parts) - 1)
     assert cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE, export_cost=0.0).num_chains == 1
 
 
@@ -240,3 +243,30 @@ def test_a_sequence_that_no_micro_batch_holds_is_named() -> None:
 def test_more_micro_batches_than_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="8 sequences cannot fill 9 micro-batches"):
         plan_group(None, at_least=9)
+
+
+def behind(preamble: tuple[int, ...], num_groups: int = 4) -> Batch:
+    """Groups of 8, each with a prompt of 100 tokens of its own, and one short prompt; all begin with ``preamble``."""
+    prompts = [preamble + tuple(range(1000 * (g + 1), 1000 * (g + 1) + 100)) for g in range(num_groups)]
+    return batch_of(*[(prompt, (i,) * 30) for prompt in prompts for i in range(8)], ((*preamble, 7), (1, 2, 3)))
+
+
+def test_a_chat_template_that_all_prompts_share_does_not_make_one_chain_of_them() -> None:
+    """Else parts of other prompts would wait for each other, and their rows would begin where the shortest does."""
+    limits = MicroBatchLimits(max_rows=256)
+    alone, together = (
+        cut_with_chains(batch.order(), limits, FREE, part_cost=4.0) for batch in (behind(()), behind((1, 2, 3)))
+    )
+    assert together.num_chains == alone.num_chains == 4
+    for chain in together.chains:
+        of_the_chain = {s // 8 for part in chain for s in part.sequences[: part.num_chain]}
+        assert len(of_the_chain) <= 1
+    lengths = np.array(behind((1, 2, 3)).prompt_lengths)
+    assert [first_head(chain, lengths) for chain in together.chains[:4]] == [102] * 4
+    assert max(part.num_rows for part in together.parts) <= 256
+
+
+def test_a_long_preamble_is_carried_from_group_to_group() -> None:
+    limits = MicroBatchLimits(max_rows=256)
+    plan = cut_with_chains(behind(tuple(range(60))).order(), limits, FREE, part_cost=4.0)
+    assert any(len({s // 8 for part in chain for s in part.sequences[: part.num_chain]}) > 1 for chain in plan.chains)

@@ -56,3 +56,39 @@ def test_latent_attention_carries_its_wide_keys_and_narrow_values() -> None:
         v_head_dim=16,
     )
     assert RowMemory.of(config, torch.bfloat16, True, True).key_value == 2 * 4 * (24 + 16) * 2
+
+
+def copying(kernel: str = "flash_attn_2", checkpointing: bool = True) -> RowMemory:
+    return RowMemory.of(SHAPE_8B, torch.bfloat16, checkpointing, keeps_attention=True, kernel=kernel)
+
+
+@pytest.mark.parametrize(("kernel", "gradients"), [("flash_attn_2", 4 + 16), ("flash_attn_4", 4 + 8)])
+def test_a_copied_key_takes_its_value_and_gradients_of_all_query_heads_or_float32_sums(
+    kernel: str, gradients: int
+) -> None:
+    """KiB of 8 key/value heads of 128 and 32 query heads."""
+    assert (copying(kernel).copy / 1024, copying(kernel).copy_gradients / 1024) == (4, gradients)
+    copies = copying(kernel).copies(forward_only=False)
+    assert copies.weight == pytest.approx((4 + gradients) / 580.5)
+    assert copies.free == 1 + 6 * 24 / (4 + gradients), "what the MLP's three of 12288 and their gradients take"
+
+
+def test_copies_of_log_probs_have_no_gradients() -> None:
+    copies = copying().copies(forward_only=True)
+    assert (copies.weight, copies.free) == (pytest.approx(4 / 580.5), 1 + 3 * 24 / 4)
+
+
+def test_without_checkpointing_every_layer_keeps_its_copies() -> None:
+    memory = copying(checkpointing=False)
+    assert memory.copies(forward_only=False).weight == (36 * 4 + 20) * 1024 / memory.activations
+
+
+def test_where_every_query_head_has_a_key_gradients_have_nowhere_to_widen() -> None:
+    config = transformers.LlamaConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=2)
+    memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True)
+    assert memory.copy == memory.copy_gradients == 2 * 512 * 2
+
+
+def test_a_config_that_names_no_sizes_counts_no_copies() -> None:
+    memory = RowMemory.of(transformers.PretrainedConfig(), torch.bfloat16, True, True)
+    assert memory.copies(forward_only=False).take(10**6, rows=1) == 0

@@ -37,7 +37,17 @@ NESTED = [
     for response in ([1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2], [7, 8], [7, 8], [7, 8], [7], [9, 1, 2, 3])
 ]
 MIXED = [*group(6, [7, 1], 3), *ONE_GROUP, *group(9, [4, 4], 2), *trie(), *group(5, [3], 9)]
+TURNS = [
+    Sample(whole[: 6 * k + 3], whole[6 * k + 3 : 6 * k + 6])
+    for whole in (list(range(54)), [*range(30), *range(60, 84)])
+    for k in range(9)
+]
 TOOL_TOKENS = [replace(s, mask=[i % 3 > 0 for i in range(len(s.response))]) for s in trie()]
+
+TEMPLATE = [  # two tokens: a short prefix of a budget of 130, which groups and a short prompt share
+    Sample([1, 2, *s.prompt], s.response)
+    for s in (*group(40, [30, 25, 28, 21], 1), *group(35, [33, 27, 30, 24], 2), *group(3, [5, 4], 3))
+]
 
 CASES: dict[str, tuple[list[Sample], int]] = {
     "one_group_of_8": (ONE_GROUP, 36),
@@ -45,7 +55,9 @@ CASES: dict[str, tuple[list[Sample], int]] = {
     "small_groups_beside_large_ones": (MIXED, 56),
     "a_prompt_that_nearly_fills_the_budget": (group(33, [3, 4, 2, 4], 7), 38),
     "equal_and_nested_responses": (NESTED, 36),
+    "turns_of_two_sessions_that_part": (TURNS, 56),
     "tool_tokens": (TOOL_TOKENS, 60),
+    "groups_behind_a_chat_template": (TEMPLATE, 130),
 }
 """Samples, and the token budget of a micro-batch."""
 

@@ -54,6 +54,7 @@ CASES: dict[str, list[Sample]] = {
         Sample(range(6), range(10, 16)),
         Sample([*range(6), 10, 11, 12], [13, 14, 50]),
     ],
+    "turns_that_only_continue_one_another": [Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(9)],
     "multi_turn_branches_three_deep": [
         Sample(range(8), [*TURN, 60, 61]),
         Sample(range(8), [*TURN, 60, 62, 63]),
@@ -170,6 +171,14 @@ def test_a_forward_without_a_plan_lays_itself_out(packed: Any, qwen3: str) -> No
     log_probs = response_values(output["model_output"]["log_probs"], batch)
     for got, want in zip(log_probs, reference.outputs["log_probs"], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> None:
+    batch = make_batch(CASES["turns_that_only_continue_one_another"])
+    with packed.eval_mode():
+        metrics = packed.infer_batch(batch)["metrics"]
+    assert metrics["prefix_grouper/rmpad_micro_batches"] == [0.0]
+    assert metrics["prefix_grouper/physical_tokens"] == [4 * 8 + 3 + 2 - 1]
 
 
 def test_metrics_count_rows_that_were_computed(packed: Any) -> None:

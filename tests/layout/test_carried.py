@@ -68,6 +68,26 @@ def test_a_query_sees_its_ancestors_in_order_and_nothing_else(data: st.DataObjec
 
 
 @given(st.data(), ANY_BATCH)
+def test_a_part_copies_no_key_only_where_it_reads_every_row_once(data: st.DataObject, batch: Batch) -> None:
+    for chain in data.draw(plans(batch)).chains:
+        for p in lay_out(batch, chain, forward_only=False):
+            for layout in (p.layout, p.layout.export):
+                if layout is not None:
+                    as_they_are = layout.kv_rows.tolist() == list(range(layout.num_carried + layout.num_rows))
+                    assert layout.num_copied_keys == (0 if as_they_are else len(layout.kv_rows))
+            assert p.layout.export is None or not p.layout.export.num_copied_keys
+
+
+def test_a_part_that_begins_with_a_duplicate_picks_the_carried_rows_that_it_reads() -> None:
+    batch = batch_of(*[(range(20), (1, 2, 3))] * 2, (range(20), (4, 5)))
+    numbers = {"num_chain": 2, "num_carried": 22, "keep": 19, "read_next": 0, "first_head": 19, "forward_only": True}
+    mine = batch.take([1, 2])
+    layout = build_carried_layout(mine.tokens, mine.offsets, np.full(2, 20), **numbers)
+    assert layout.kv_rows.tolist() == [*range(19), 22, 23]
+    assert layout.num_copied_keys == 21
+
+
+@given(st.data(), ANY_BATCH)
 def test_a_segment_follows_its_parent_unless_that_is_carried(data: st.DataObject, batch: Batch) -> None:
     for chain in data.draw(plans(batch)).chains:
         for p in lay_out(batch, chain, forward_only=True):

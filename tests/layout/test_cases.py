@@ -127,8 +127,30 @@ def test_a_response_that_another_prompt_contains_keeps_its_head_rows() -> None:
     layout = batch_of(((1, 2), (3, 4)), ((1, 2, 3, 4, 5), (6,))).layout()
     assert layout.num_rows == 5
     assert layout.head_rows.tolist() == [1, 2, 4]
-    assert layout.segment_parent.tolist() == [-1], "one path, and no key is copied"
-    assert not layout.shares_rows
+    assert layout.segment_parent.tolist() == [-1]
+
+
+def turns(count: int, length: int = 3) -> list[tuple[range, range]]:
+    """Prompts of ever more turns, and the response to each."""
+    return [
+        (range(2 * length * k + length), range(2 * length * k + length, 2 * length * (k + 1))) for k in range(count)
+    ]
+
+
+def test_turns_that_only_continue_one_another_are_one_segment_and_copy_no_key() -> None:
+    """Each turn a sequence of its own, as agent loops hand them in: gathered, 200 turns would copy 101 keys per row."""
+    layout = batch_of(*turns(200)).layout()
+    assert layout.segment_parent.tolist() == [-1]
+    assert layout.kv_rows.tolist() == list(range(layout.num_rows)) == layout.position_ids.tolist()
+    assert (layout.num_rows, layout.num_copied_keys) == (200 * 6 - 1, 0)
+    assert layout.shares_rows
+
+
+def test_a_branch_in_the_middle_of_the_turns_cuts_them_there_alone() -> None:
+    layout = batch_of(*turns(4), (range(9), (99, 98))).layout()
+    # two turns and the third prompt less its last token | the rest | the other response
+    assert layout.segment_parent.tolist() == [-1, 0, 0]
+    assert layout.segment_start.tolist() == [0, 8, 8]
 
 
 def test_filler_rows_are_laid_out_like_any_sequence() -> None:

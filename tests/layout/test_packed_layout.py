@@ -56,11 +56,21 @@ def test_segments_tile_the_rows_with_parents_before_children(batch: Batch) -> No
 
 @given(batches(with_classes=True))
 def test_segments_end_only_where_sequences_part(batch: Batch) -> None:
-    """A needless cut, such as one for each turn of a session, would copy keys and values for nothing."""
+    """A needless cut would copy keys and values for nothing."""
     layout = batch.layout()
     children = Counter(layout.segment_parent.tolist())
     assert layout.num_roots == len({(c, key) for c, key in batch.rows() if len(key) == 2}) == children.pop(-1)
     assert all(count > 1 for count in children.values())
+
+
+@given(batches(with_classes=True))
+def test_keys_are_copied_only_where_two_segments_read_a_row(batch: Batch) -> None:
+    layout = batch.layout()
+    read_twice = max(Counter(layout.kv_rows.tolist()).values()) > 1
+    assert layout.num_copied_keys == (len(layout.kv_rows) if read_twice else 0)
+    assert read_twice or layout.kv_rows.tolist() == list(range(layout.num_rows))
+    rows_alone = sum(len(sequence) - 1 for sequence in batch.sequences)
+    assert layout.shares_rows == (len(batch.rows()) < rows_alone)
 
 
 @given(batches(with_classes=True))

@@ -26,6 +26,8 @@ BESIDE_TOTALS = (
     "forward_alone",
     "seconds",
     "carried_bytes",
+    "copied_keys",
+    "copied_bytes",
 )
 SCRIPT = ROOT / "scripts" / "upkeep" / "make_options_page.py"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import subprocess
 import sys
@@ -79,6 +80,14 @@ def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
 
 
+def test_a_session_that_needs_more_tries_is_worth_less_by_what_each_takes_off() -> None:
+    from data.arithmetic_reward import TRY_WEIGHT, compute_score_of_tries
+
+    scores = [compute_score_of_tries("arithmetic", "12", "12", extra_info={"num_turns": 2 * n}) for n in (1, 2, 4)]
+    assert scores == pytest.approx([1, TRY_WEIGHT, TRY_WEIGHT**3])
+    assert compute_score_of_tries("arithmetic", "x", "12", extra_info={"num_turns": 2}) == 0
+
+
 def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
     from make_tiny_checkpoint import answer_by_tool, character_tokenizer
     from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -125,8 +134,8 @@ def test_two_runs_that_make_one_directory_at_once_both_succeed(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def run_summary(metrics: Path, config: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPTS / "run_summary.py", metrics, "--config", config]
+def run_summary(metrics: Path, config: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPTS / "run_summary.py", metrics, "--config", config, *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -153,6 +162,18 @@ def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) 
     assert (summary["rows_saved"], summary["rows_saved_share"]) == (52839, 0.9796)
     assert summary["time_old_log_prob"] > 0
     assert summary["time_update_actor"] > 0
+
+
+def test_every_step_of_a_run_can_be_kept_as_a_line(packed_config: Path, tmp_path: Path) -> None:
+    done = run_summary(Path(__file__).parent / "packed_run.jsonl", packed_config, "--csv", tmp_path / "steps.csv")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "steps.csv").open() as file:
+        steps = list(csv.DictReader(file))
+    assert [step["step"] for step in steps] == ["1", "2", "3", "4"]
+    summary = json.loads(done.stdout.splitlines()[-1].removeprefix("run summary: "))
+    assert float(steps[0]["reward"]) == pytest.approx(summary["reward_first"], abs=1e-4)
+    saved = [float(step["logical_tokens"]) - float(step["physical_tokens"]) for step in steps]
+    assert sum(saved) / len(saved) == pytest.approx(summary["rows_saved"], rel=1e-4)
 
 
 def test_figures_that_a_mode_does_not_log_are_null(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def run(*command: str) -> str:
         "bench_balance.py",
         "bench_chains.py",
         "bench_layout.py",
+        "bench_lockstep.py",
         "bench_actor.py",
         "bench_longest_prompt.py",
         "upkeep/draw_chain.py",

@@ -148,19 +148,28 @@ def test_old_log_probs_are_those_of_every_row_alone(recorded: Recorded) -> None:
             torch.testing.assert_close(row.old_log_probs, recorded.log_probs(row), rtol=1e-5, atol=1e-5)
 
 
-def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(recorded: Recorded) -> None:
-    """At a ratio of 1, and where the reference policy is the policy, the gradient is that of advantage x log-prob."""
+def mean_norm(recorded: Recorded, advantages: list[torch.Tensor]) -> float:
+    """Of the gradients of all mini-batches, every row computed alone."""
     norms = []
+    of_row = iter(advantages)
     for rows in recorded.mini_batches:
         recorded.model.zero_grad()
         tokens = sum(int(row.mask.sum()) for row in rows)
         for row in rows:
-            if not row.filler:
-                (-(row.advantages * recorded.log_probs(row)).sum() / tokens).backward()
+            loss = -(next(of_row) * row.mask * recorded.log_probs(row)).sum() / tokens
+            loss.backward()
         gradients = [weight.grad for weight in recorded.model.parameters()]
         norms.append(torch.nn.utils.get_total_norm(gradients))
-    assert sum(norm > 0 for norm in norms) > 1, "sessions of a prompt may all be worth the same"
-    assert recorded.metrics["actor/grad_norm"] == pytest.approx(float(torch.stack(norms).mean()), rel=1e-4)
+    return float(torch.stack(norms).mean())
+
+
+def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(recorded: Recorded) -> None:
+    """At a ratio of 1, and where the reference policy is the policy, the gradient is that of advantage x log-prob."""
+    expected = mean_norm(recorded, [row.advantages for row in recorded.rows])
+    without_groups = mean_norm(recorded, [torch.full_like(row.advantages, row.reward) for row in recorded.rows])
+    assert expected > 0
+    assert without_groups != pytest.approx(expected, rel=1e-2), "rewards would train something else"
+    assert recorded.metrics["actor/grad_norm"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_mini_batches_are_as_many_as_the_rows_fill_and_the_last_one_is_filled_up(recorded: Recorded) -> None:

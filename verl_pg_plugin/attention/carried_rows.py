@@ -90,7 +90,7 @@ class CarriedRows(PackedRows):
             cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
             max_seqlen_q=layout.max_seqlen_q,
             max_seqlen_k=layout.max_seqlen_k,
-            kv_index=GatherIndex.from_layout(layout, device, layout.num_carried),
+            kv_index=GatherIndex.from_layout(layout, device, layout.num_carried) if layout.num_copied_keys else None,
             layout=layout,
         )
 
@@ -118,8 +118,8 @@ class _ReadRows(torch.autograd.Function):
     def forward(ctx: Any, own_TGD: torch.Tensor, rows: CarriedRows, layer: int, which: int) -> torch.Tensor:
         ctx.rows, ctx.layer, ctx.which = rows, layer, which
         carried = [block.key_values[layer, which] for block in rows.carrying.read]
-        assert rows.kv_index is not None
-        return torch.cat([*carried, own_TGD]).index_select(0, rows.kv_index.rows)
+        joined = torch.cat([*carried, own_TGD])
+        return joined if rows.kv_index is None else joined.index_select(0, rows.kv_index.rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -127,8 +127,8 @@ class _ReadRows(torch.autograd.Function):
         rows: CarriedRows = ctx.rows
         carrying, num_carried = rows.carrying, rows.carrying.layout.num_carried
         wide = torch.promote_types(grad.dtype, torch.float32)
-        assert rows.kv_index is not None
-        total = sum_over_readers(grad, rows.kv_index, wide)
+        # A copy in either case: what is owed is added in place.
+        total = grad.to(wide, copy=True) if rows.kv_index is None else sum_over_readers(grad, rows.kv_index, wide)
         for block in carrying.read:
             block.key_value_sums[ctx.layer, ctx.which].add_(total[block.start : block.stop])
         own = total[num_carried:]

@@ -30,22 +30,33 @@ class CarryBlock:
     columns: torch.Tensor | None = None
     column_sums: torch.Tensor | None = None
 
-    def cut(self, start: int, stop: int) -> CarryBlock:
-        """Views of some of the rows; they keep the memory of all."""
-        rows = slice(start - self.start, stop - self.start)
+    def split(self, at: int) -> tuple[CarryBlock, CarryBlock]:
+        """The rows before and from ``at`` on: a copy of the fewer, and a view of the others, which holds all memory.
+
+        Neither keeps more than twice what it has, once the other is gone.
+        """
+        copies = at - self.start <= self.stop - at, self.stop - at < at - self.start
+        return self._rows(self.start, at, copies[0]), self._rows(at, self.stop, copies[1])
+
+    def _rows(self, start: int, stop: int, copy: bool) -> CarryBlock:
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            rows = tensor[start - self.start : stop - self.start]
+            return rows.clone() if copy else rows
+
         return CarryBlock(
             start,
             stop,
-            {place: tensor[rows] for place, tensor in self.key_values.items()},
-            {place: tensor[rows] for place, tensor in self.key_value_sums.items()},
-            None if self.columns is None else self.columns[rows],
-            None if self.column_sums is None else self.column_sums[rows],
+            {place: part(tensor) for place, tensor in self.key_values.items()},
+            {place: part(tensor) for place, tensor in self.key_value_sums.items()},
+            None if self.columns is None else part(self.columns),
+            None if self.column_sums is None else part(self.column_sums),
         )
 
     @property
     def num_bytes(self) -> int:
+        """What the block holds, rows that it no longer has included."""
         tensors = (*self.key_values.values(), *self.key_value_sums.values(), self.columns, self.column_sums)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
 
 
 class CarryStack:
@@ -85,6 +96,7 @@ class CarryStack:
             if block.start >= keep:
                 popped.append(block)  # itself: what is cleared in it is cleared for whoever else still holds it
                 continue
-            popped.append(block.cut(keep, block.stop))
-            self.blocks.append(block.cut(block.start, keep))
+            kept, taken = block.split(keep)
+            popped.append(taken)
+            self.blocks.append(kept)
         return popped[::-1]

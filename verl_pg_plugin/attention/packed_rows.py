@@ -17,8 +17,8 @@ class PackedRows(SharedRows):
     Attributes:
         kernel: the varlen kernel to call.
         num_rows: T; rows after them are padding, which attends to nothing.
-        kv_index: gathers the keys and values of every segment; None where nothing is shared, so each row is a key
-            of its own segment alone and copying would change nothing.
+        kv_index: gathers the keys and values of every segment; None where each row is a key of its own segment alone,
+            so that copying would change nothing.
         cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
         max_seqlen_q, max_seqlen_k: in rows.
     """
@@ -51,7 +51,7 @@ class PackedRows(SharedRows):
             cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
             max_seqlen_q=layout.max_seqlen_q,
             max_seqlen_k=layout.max_seqlen_k,
-            kv_index=GatherIndex.from_layout(layout, device) if layout.shares_rows else None,
+            kv_index=GatherIndex.from_layout(layout, device) if layout.num_copied_keys else None,
             layout=layout,
         )
 

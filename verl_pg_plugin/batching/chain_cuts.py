@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_pg_plugin.batching.copied_keys import KeysOfNeighbours
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
@@ -78,6 +79,7 @@ class CutMaths:
     def __init__(self, order: PrefixOrder, limits: MicroBatchLimits, weights: CarryWeights, costs: CarryCosts) -> None:
         self.order, self.limits, self.weights, self.costs = order, limits, weights, costs
         self.new_before = np.concatenate([[0], np.cumsum(order.num_new)])
+        self.keys = KeysOfNeighbours(order)
         # Scalars out of lists: out of arrays they take longer than what is done with them.
         self._new, self._shared = self.new_before.tolist(), order.num_shared.tolist()
 
@@ -100,7 +102,9 @@ class CutMaths:
     def taken(self, cut: Cut, following: Cut | None, row: float = 1.0) -> float:
         """Of the row budget, where a computed row takes ``row``."""
         owed = self.read_next(following) - self.keep(cut, following)
-        return row * self.rows(cut) + self.weights.carried * self.carried(cut) + self.weights.owed * owed
+        rows = self.rows(cut)
+        copies = self.limits.copies.take(self.keys.of(cut.first, cut.stop, cut.carries), rows)
+        return row * rows + copies + self.weights.carried * self.carried(cut) + self.weights.owed * owed
 
     def exceeds(self, cut: Cut, following: Cut | None) -> bool:
         """Whether the part takes more than the row budget as it is, with attention kept for its backward."""
@@ -151,11 +155,15 @@ class _Tries:
         shape = len(tries), int(self.sizes.max()) + 1
         self.shared = np.zeros(shape)
         new = np.full(shape, 1e15)  # nothing fits behind the end of a trie
-        num_new = np.diff(maths.new_before)
+        num_new, added = np.diff(maths.new_before), np.diff(maths.keys.before)
+        self.keys_before, self.keys_alone = np.zeros(shape), np.zeros(shape)
         for g, (first, stop) in enumerate(tries):
             # The trie's first sequence shares no row with the one before, or none that this trie may use.
             self.shared[g, 1 : stop - first] = maths.order.num_shared[first + 1 : stop]
             new[g, : stop - first] = num_new[first:stop]
+            new[g, 0] = maths.order.num_rows[first]
+            self.keys_alone[g, : stop - first] = maths.order.num_rows[first:stop]
+            self.keys_before[g, 1 : stop - first + 1] = np.cumsum(added[first:stop])
         self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)
 
     def cheapest_equal(self) -> list[list[Cut]]:
@@ -163,6 +171,7 @@ class _Tries:
         limit, weights = self.maths.limits.max_rows, self.maths.weights
         total = self.new_before[np.arange(len(self.sizes)), self.sizes]
         most = total + (weights.carried + weights.owed) * self.shared.max(axis=1)
+        most += self.maths.limits.copies.weight * (self.keys_before.max(axis=1) + self.shared.max(axis=1))
         high = np.minimum(most, np.inf if limit is None else limit)
         cheapest, choices = self._solve(high)
         cuts = self._trace(choices)
@@ -182,7 +191,7 @@ class _Tries:
         """Cost (G,) of all sequences, and the choices (2, G, n+1): 2 * first of the last part + whether it carries."""
         weights, costs, shared, new_before = self.maths.weights, self.maths.costs, self.shared, self.new_before
         num_tries, num_places = shared.shape
-        max_sequences = self.maths.limits.max_sequences or num_places
+        max_sequences, copies = self.maths.limits.max_sequences or num_places, self.maths.limits.copies
         # Rows before the end of a part that starts here, at most: computing its prefix, carrying it.
         room = np.stack(
             [budget[:, None] + new_before - shared, budget[:, None] + new_before - weights.carried * shared]
@@ -205,6 +214,8 @@ class _Tries:
             kept = np.minimum(common[:, w], read)
             missing = shared[:, w] - kept
             spare = room[:, :, w] - rows
+            if copies.weight:
+                spare -= copies.take_each(*self._copied(w, b))
             spare[:, :, -1] += (1 - weights.recomputing) * (rows - new_before[:, w])[
                 :, -1
             ]  # a single sequence may keep less
@@ -228,6 +239,15 @@ class _Tries:
             total = np.where(self.sizes == b, until[0, :, b] - costs.part, total)
             until[0, :, b] += shared[:, b]
         return total, choices
+
+    def _copied(self, starts: slice, b: int) -> tuple[FloatArray, FloatArray]:
+        """Keys (2, G, w) that parts which end before b copy, and their rows: computing their prefix, carrying it."""
+        shared, after = self.shared[:, starts], slice(starts.start + 1, starts.stop + 1)
+        keys = self.keys_alone[:, starts] + self.keys_before[:, b, None] - self.keys_before[:, after]
+        rows = self.new_before[:, b, None] - self.new_before[:, starts]
+        both = np.stack([keys + shared, keys])
+        both[0, :, -1] = 0.0  # a sequence by itself
+        return both, np.stack([rows + shared, rows])
 
     def _trace(self, choices: IntArray) -> list[list[Cut]]:
         """Parts of every trie, from its last to its first and turned round."""

@@ -20,6 +20,11 @@ from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_ba
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
 
+SHORT_PREFIX = 64
+"""A prefix of at most one in this many rows of a micro-batch binds no groups together: each micro-batch computes it
+again. What all prompts share, a chat template or a short system prompt, would make one chain of a whole mini-batch, in
+which parts wait for each other, none has room for other groups, and one short prompt decides for all where heads begin.
+"""
 LAST_RESORT = 1e12
 """Cost, in rows, of a part that exceeds the budget: more than any other, and still finite."""
 
@@ -92,8 +97,9 @@ def cut_with_chains(
 ) -> ChainPlan:
     """Partition the sequences of a mini-batch; groups above the limits become chains where that is cheaper.
 
-    A group that fits stays whole. One that does not is cut at the places that cost least (``chain_cuts``). What then
-    belongs to no chain fills the room that parts have left, and ``cut_micro_batches`` spreads the rest.
+    A group that fits stays whole; a short prefix alone makes no group. One that does not fit is cut at the places that
+    cost least (``chain_cuts``). What then belongs to no chain fills the room that parts have left, and
+    ``cut_micro_batches`` spreads the rest.
 
     Args:
         order: the B sequences and what they share.
@@ -115,8 +121,7 @@ def cut_with_chains(
         cut_micro_batches(_select(order, np.array([too_long])), limits)  # says which one and what to do
 
     maths = CutMaths(order, limits, weights, CarryCosts(export_cost, part_cost))
-    starts = np.flatnonzero(order.num_shared == 0).tolist()
-    groups = [Cut(a, b, carries=False) for a, b in pairwise([*starts, num_sequences])]
+    groups = _groups(maths)
     oversized = [(group.first, group.stop) for group in groups if not maths.admit_whole(group)]
     whole = [group for group in groups if maths.admit_whole(group)]
     cuts = [*whole, *(cut for cuts in cut_tries(maths, oversized) for cut in cuts)]
@@ -153,6 +158,21 @@ def cut_with_chains(
     )
 
 
+def _groups(maths: CutMaths) -> list[Cut]:
+    """Neighbours that share rows; where they exceed the limits, those that share more than a short prefix."""
+    shared, max_rows = maths.order.num_shared, maths.limits.max_rows
+    short = 0 if max_rows is None else max_rows // SHORT_PREFIX
+    groups: list[Cut] = []
+    for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
+        group = Cut(first, stop, carries=False)
+        if maths.admit_whole(group):
+            groups.append(group)
+        else:
+            starts = first + 1 + np.flatnonzero(shared[first + 1 : stop] <= short)
+            groups += [Cut(a, b, carries=False) for a, b in pairwise([first, *starts.tolist(), stop])]
+    return groups
+
+
 def _part(maths: CutMaths, number: int, cut: Cut, following: Cut | None, fillers: dict[Cut, list[Cut]]) -> Part:
     sequences, filled = maths.order.sequences[cut.first : cut.stop].tolist(), 0
     if cut in fillers:
@@ -187,7 +207,7 @@ def _fill(
     rest: list[Cut] = []
     largest_first = sorted(loose, key=lambda cut: (-maths.rows(cut), cut.first))
     for left, cut in zip(range(len(loose), 0, -1), largest_first, strict=True):
-        rows = maths.rows(cut)
+        rows = maths.taken(cut, None)
         if len(rest) + left > needed and loads:
             i = loads[0][1]
             taken, count = taken_of[i] + rows, count_of[i] + cut.sequences
@@ -248,13 +268,18 @@ def _half_scores(
     above = np.minimum.accumulate(at[::-1])[::-1]  # rows common to all from the place on, and the one before it
     first, carried = int(shared[cut.first]), int(shared[cut.first]) if left_carries else 0
     handed, read = at * right_carries, maths.read_next(following)
+    places = np.arange(cut.first + 1, cut.stop)
+    left_keys = maths.keys.of_each(cut.first, places, left_carries)
+    right_keys = maths.keys.of_each(places, cut.stop, right_carries)
 
     left_keep = np.minimum(np.minimum.accumulate(at), carried) * right_carries
     left_rows = new - new_before[cut.first] + first - carried
     left_taken = left_rows + weights.carried * carried + weights.owed * (handed - left_keep)
+    left_taken = left_taken + limits.copies.take_each(left_keys, left_rows)
     right_keep = np.minimum(above, read) * right_carries
     right_rows = new_before[cut.stop] - new + at - handed
     right_taken = right_rows + weights.carried * handed + weights.owed * (read - right_keep)
+    right_taken = right_taken + limits.copies.take_each(right_keys, right_rows)
 
     largest = np.maximum(left_taken, right_taken)
     cost = first - carried + at - handed

@@ -1,12 +1,14 @@
 """Cut a mini-batch into micro-batches that keep groups whole, by the rows they really compute."""
 
 import heapq
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
+from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours
 from verl_pg_plugin.batching.forks import Forks
 from verl_pg_plugin.batching.least_loaded import LeastLoaded
 from verl_pg_plugin.layout import PrefixOrder
@@ -19,10 +21,12 @@ class MicroBatchLimits:
     Attributes:
         max_rows: physical tokens (``*_max_token_len_per_gpu`` with ``use_dynamic_bsz``).
         max_sequences: sequences (``*_micro_batch_size_per_gpu`` without).
+        copies: what keys and values that attention copies take of ``max_rows``.
     """
 
     max_rows: int | None = None
     max_sequences: int | None = None
+    copies: CopiedKeys = field(default_factory=CopiedKeys)
 
     def admit(self, rows: int, sequences: int) -> bool:
         return (self.max_rows is None or rows <= self.max_rows) and (
@@ -38,7 +42,7 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbours ``first <= k < stop`` in sorted order, computed together in ``rows`` rows."""
+    """Neighbours ``first <= k < stop`` in sorted order, computed together; ``rows`` of the budget, copies included."""
 
     first: int
     stop: int
@@ -69,7 +73,7 @@ def cut_micro_batches(order: PrefixOrder, limits: MicroBatchLimits, at_least: in
     num_sequences = len(order.sequences)
     if at_least > num_sequences:
         raise ValueError(f"{num_sequences} sequences cannot fill {at_least} micro-batches")
-    run_of, forks = _run_maker(order), Forks(order.num_shared)
+    run_of, forks = _run_maker(order, limits), Forks(order.num_shared)
     group_starts = np.flatnonzero(order.num_shared == 0).tolist()
     groups = [run_of(a, b) for a, b in zip(group_starts, [*group_starts[1:], num_sequences], strict=True)]
     runs = [run for group in groups for run in _split(group, order, forks, limits, run_of)]
@@ -83,11 +87,15 @@ def cut_micro_batches(order: PrefixOrder, limits: MicroBatchLimits, at_least: in
     return [[s for run in runs for s in sequences[run.first : run.stop]] for runs in bins]
 
 
-def _run_maker(order: PrefixOrder) -> Callable[[int, int], _Run]:
+def _run_maker(order: PrefixOrder, limits: MicroBatchLimits) -> Callable[[int, int], _Run]:
     num_shared, rows_before = order.num_shared.tolist(), [0, *np.cumsum(order.num_new).tolist()]
+    keys = KeysOfNeighbours(order) if limits.max_rows is not None and limits.copies.weight else None
 
     def run_of(first: int, stop: int) -> _Run:
-        return _Run(first=first, stop=stop, rows=num_shared[first] + rows_before[stop] - rows_before[first])
+        rows = num_shared[first] + rows_before[stop] - rows_before[first]
+        if keys is not None:
+            rows += math.ceil(limits.copies.take(keys.of(first, stop, carries=False), rows))
+        return _Run(first, stop, rows)
 
     return run_of
 

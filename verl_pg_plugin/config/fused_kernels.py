@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
+
+from packaging.version import Version
 
 
 def fused_backend_problem(backend: str | None, device_name: str) -> str | None:
@@ -16,6 +19,8 @@ def fused_backend_problem(backend: str | None, device_name: str) -> str | None:
         return "is unknown; the back ends are torch, triton and liger"
     if backend != "torch" and device_name != "cuda":
         return f"needs a GPU, this machine's device is {device_name!r}"
+    if backend == "liger" and Version(version("verl")) < Version("0.9.1"):
+        return "needs verl 0.9.1 or later"
     if backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
         return "needs the package liger-kernel, which is not installed, and verl would take torch instead"
     return None

@@ -199,10 +199,11 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.import_utils",
-        "config/before_ray/files.py config/before_ray/values.py config/checkpoint_checks.py",
+        "config/before_ray/values.py config/checkpoint_checks.py",
         import_external_libs="(external_libs=None)",
-        resolve_config_path="(config_path)",
     ),
+    # 0.9.1 has it in verl.utils.import_utils too.
+    *_parts("verl.experimental.agent_loop.utils", "config/before_ray/files.py", resolve_config_path="(config_path)"),
     *_parts(
         "verl.utils.model",
         "config/checkpoint_checks.py cli/doctor/sharing.py",
@@ -236,7 +237,7 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts(
         "verl.utils.experimental.torch_functional",
         "engine/heads/fused_head.py",
-        FusedLinearForPPO="(chunk_size=512, impl_backend='torch')",
+        FusedLinearForPPO=EXISTS,  # 0.9.0 takes no impl_backend
     ),
     *_parts(
         "verl.utils.experimental.torch_functional.FusedLinearForPPO",

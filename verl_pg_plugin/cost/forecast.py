@@ -23,7 +23,7 @@ from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefi
 from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-__all__ = ["Batch", "Forecast", "Settings", "forecast"]
+__all__ = ["Batch", "Forecast", "Settings", "forecast", "lay_out_chain"]
 
 BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
@@ -168,7 +168,7 @@ def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Setti
     for forward_only in (True, False):
         weights = memory.weights(forward_only)
         costs = {"part_cost": PART_COST, **({"export_cost": 0.0} if forward_only else {})}
-        limits = MicroBatchLimits(max_rows=settings.budget)
+        limits = MicroBatchLimits(max_rows=settings.budget, copies=memory.copies(forward_only))
         if settings.carry:
             chains = cut_with_chains(order, limits, weights, 1, **costs).chains
         else:
@@ -207,9 +207,7 @@ def _alone(batch: Batch, flops: ModelFlops, settings: Settings) -> _Work:
 def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings: Settings, forward_only: bool) -> _Work:
     rows = pairs = heads = again = exported = 0.0
     for chain in chains:
-        head = first_head(chain, batch.prompt_lengths) if len(chain) > 1 else 0
-        for part in chain:
-            layout = _lay_out(batch.select(part.sequences), part, len(chain) > 1, head, forward_only)
+        for part, layout in zip(chain, lay_out_chain(batch, chain, forward_only), strict=True):
             of_pairs = flops.trunk(layout) - flops.per_row * layout.num_rows
             rows, pairs = rows + layout.num_rows, pairs + of_pairs
             heads += flops.per_head_row * len(layout.head_rows)
@@ -219,20 +217,32 @@ def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings:
     return _Work(rows, pairs, heads, again, exported, sum(map(len, chains)))
 
 
-def _lay_out(batch: Batch, part: Part, in_chain: bool, head: int, forward_only: bool) -> PackedLayout:
-    if not in_chain:
-        return build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
-    return build_carried_layout(
-        batch.tokens,
-        batch.offsets,
-        batch.prompt_lengths,
-        num_chain=part.num_chain,
-        num_carried=part.num_carried,
-        keep=part.keep,
-        read_next=part.read_next,
-        first_head=head,
-        forward_only=forward_only,
-    )
+def lay_out_chain(batch: Batch, chain: list[Part], forward_only: bool) -> list[PackedLayout]:
+    """The rows of each part of a chain, or of one ordinary micro-batch, as the engine lays them out.
+
+    Args:
+        batch: of which the parts are.
+        chain: parts in forward order.
+        forward_only: nothing is exported.
+    """
+    parts = [batch.select(part.sequences) for part in chain]
+    if len(chain) == 1:
+        return [build_packed_layout(rows.tokens, rows.offsets, rows.prompt_lengths) for rows in parts]
+    head = first_head(chain, batch.prompt_lengths)
+    return [
+        build_carried_layout(
+            rows.tokens,
+            rows.offsets,
+            rows.prompt_lengths,
+            num_chain=part.num_chain,
+            num_carried=part.num_carried,
+            keep=part.keep,
+            read_next=part.read_next,
+            first_head=head,
+            forward_only=forward_only,
+        )
+        for part, rows in zip(chain, parts, strict=True)
+    ]
 
 
 def _price(work: _Work, flops: ModelFlops, settings: Settings, forward_only: bool, stock_verl: bool) -> float:

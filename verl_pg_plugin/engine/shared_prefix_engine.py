@@ -38,6 +38,7 @@ from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, Sh
 from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.loss_guard import LossGuard
 from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality, modality_of
@@ -199,8 +200,11 @@ class SharedPrefixMixin:
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
-            carry = self._carry_policy(forward_only)
-            plans.append(plan_micro_batches(data, dp_group, sp_size, mode, self.min_dedup_ratio, carry))
+            carry, copies = self._carry_policy(forward_only), self._row_memory.copies(forward_only)
+            plan = plan_micro_batches(
+                data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
+            )
+            plans.append(plan)
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
@@ -216,7 +220,8 @@ class SharedPrefixMixin:
             seconds = time.perf_counter() - start
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
-            return figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches)
+            copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
+            return figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
 
         try:
             with upstream.micro_batches_cut_by(cut, data):
@@ -239,14 +244,23 @@ class SharedPrefixMixin:
         options = self.engine_config.prefix_grouper
         if options.carry == "never" or not (self.sharing.carries and self.shared_model.carries):
             return None
-        memory = RowMemory.of(
+        return CarryPolicy(self._row_memory.weights(forward_only), forward_only)
+
+    @property
+    def _row_memory(self) -> RowMemory:
+        assert self.sharing is not None
+        options = self.engine_config.prefix_grouper
+        return RowMemory.of(
             self.model_config.hf_config.get_text_config(),
             self._autocast_dtype,
             checkpointing=self.model_config.enable_gradient_checkpointing,
             # Offloaded activations keep nothing here; what is carried then has the room of layer inputs.
             keeps_attention=not (options.recompute_attention or self.model_config.enable_activation_offload),
+            kernel=self.sharing.kernel.name,
         )
-        return CarryPolicy(memory.weights(forward_only), forward_only)
+
+    def _price(self, layout: Layout) -> float:
+        return self.shared_model.flops.forward([layout])
 
     def _tell_of_rmpad(self, plan: MicroBatchPlan) -> None:
         if 1 < self.min_dedup_ratio < math.inf and plan.num_rmpad:

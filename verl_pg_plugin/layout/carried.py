@@ -52,6 +52,12 @@ class CarriedLayout(PackedLayout):
         return True
 
     @property
+    def num_copied_keys(self) -> int:
+        """0 where the keys are [carried | own] rows, each once and in that order."""
+        whole = np.arange(self.num_carried + self.num_rows)
+        return 0 if np.array_equal(self.kv_rows, whole) else len(self.kv_rows)
+
+    @property
     def stands_alone(self) -> bool:
         return False
 

@@ -5,7 +5,8 @@ For a GRPO group with prompt p_0 .. p_{P-1} and responses r^i the rows are
     [p_0 .. p_{P-2}] [p_{P-1} r^1_0 .. r^1_{R_1-2}] [p_{P-1} r^2_0 .. r^2_{R_2-2}] ...
 
 that is, one segment for the shared prefix and one for each response. In general the segments form a trie: each
-has a chain of ancestors, and its queries attend to the rows of those ancestors followed by its own.
+has a chain of ancestors, and its queries attend to the rows of those ancestors followed by its own. A segment ends only
+where sequences part: of turns that continue one another, each a sequence of its own, the longest is one segment.
 """
 
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class PackedLayout:
         response_index: (M,) logical index of the row in front of each response token, where verl reads it.
         response_head: (M,) index into ``head_rows`` of that row.
         head_sequence: (N,) a sequence that contains the head row.
+        num_sequences: B.
         num_logical_tokens: tokens that computing every sequence alone without padding would run.
     """
 
@@ -56,6 +58,7 @@ class PackedLayout:
     response_index: IntArray
     response_head: IntArray
     head_sequence: IntArray
+    num_sequences: int
     num_logical_tokens: int
 
     @property
@@ -70,8 +73,13 @@ class PackedLayout:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a row is read by more than one segment, so that attention differs from plain rmpad."""
-        return len(self.kv_rows) > self.num_rows
+        """Whether a row belongs to more than one sequence; plain rmpad has ``L - 1`` rows for each of L tokens."""
+        return self.num_rows < self.num_logical_tokens - self.num_sequences
+
+    @property
+    def num_copied_keys(self) -> int:
+        """Keys, each with its value, that attention copies: all K where a row is a key of several segments, else 0."""
+        return len(self.kv_rows) if len(self.kv_rows) > self.num_rows else 0
 
     @property
     def max_seqlen_q(self) -> int:
@@ -121,7 +129,7 @@ def build_packed_layout(
     first_row = _exclusive_cumsum(order.num_new)
     num_rows = int(order.num_new.sum())
     paths = _paths(order, first_row)
-    segment_tail, segment_start, segment_parent, segment_path = _segments(order)
+    segment_tail, segment_start, segment_parent, last_tail = _segments(order)
 
     # Rows of a tail are consecutive tokens of its sequence, so slices copy them and no index is built.
     tail_start = (offsets[order.sequences] + order.num_shared).tolist()
@@ -133,7 +141,7 @@ def build_packed_layout(
     segment_row = first_row[segment_tail] + segment_start - order.num_shared[segment_tail]
     cu_seqlens_q = np.append(segment_row, num_rows)
     segment_end = segment_start + np.diff(cu_seqlens_q)
-    kv_rows = [paths[path][:end] for path, end in zip(segment_path.tolist(), segment_end.tolist(), strict=True)]
+    kv_rows = [paths[tail][:end] for tail, end in zip(last_tail.tolist(), segment_end.tolist(), strict=True)]
 
     prompts = prompt_lengths[order.sequences]
     response_rows = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
@@ -161,6 +169,7 @@ def build_packed_layout(
         response_index=response_index,
         response_head=head_of_row[response_rows],
         head_sequence=order.sequences[np.searchsorted(first_row, head_rows, side="right") - 1],
+        num_sequences=len(lengths),
         num_logical_tokens=int(lengths.sum()),
     )
 
@@ -179,13 +188,10 @@ def _paths(order: PrefixOrder, first_row: IntArray) -> list[IntArray]:
 
 
 def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cut each tail where later sequences branch off, and join it to the one that it alone continues.
+    """Cut each tail where later sequences branch off, and join it to one that alone goes on where it ends.
 
-    A session with one row per turn is a chain of tails, and one segment: a segment for each turn would gather all of
-    its context again.
-
-    Returns the tail it begins with (index in sorted order), start position and parent of every segment, ordered by
-    first row, and a sequence (index in sorted order) that contains all of it.
+    Returns the tail (index in sorted order) that a segment begins in, its start position, its parent and the tail it
+    ends in, for every segment, ordered by first row.
     """
     owner = _branch_owner(order.num_shared)
     branches = np.flatnonzero(owner >= 0)
@@ -203,13 +209,13 @@ def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArra
     # A tail's first segment continues the segment of its owner's tail that ends where it branches off.
     parent[first] = np.searchsorted(keys, owner[tail[first]] * stride + start[first]) - 1
     parent[start == 0] = -1
-
-    num_children = np.bincount(parent[parent >= 0], minlength=len(keys))
-    joined = (parent == np.arange(len(keys)) - 1) & (parent >= 0) & (num_children[parent] == 1)
-    begins, ends = ~joined, np.append(~joined[1:], True)
-    number = np.cumsum(begins) - 1
-    parent = np.where(parent >= 0, number[parent], -1)
-    return tail[begins], start[begins], parent[begins], tail[ends]
+    # An only child's rows follow its parent's, and whoever reads the child reads both.
+    joined = (parent >= 0) & (np.bincount(parent + 1, minlength=len(keys) + 1)[parent + 1] == 1)
+    begins = np.flatnonzero(~joined)
+    number = np.cumsum(~joined) - 1
+    parents = parent[begins]
+    last = tail[np.append(begins[1:], len(keys)) - 1]
+    return tail[begins], start[begins], np.where(parents >= 0, number[parents], -1), last
 
 
 def _branch_owner(num_shared: IntArray) -> IntArray:

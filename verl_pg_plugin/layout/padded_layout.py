@@ -59,6 +59,11 @@ class PaddedLayout:
         return True
 
     @property
+    def num_copied_keys(self) -> int:
+        """None that we copy: upstream's library has its own way."""
+        return 0
+
+    @property
     def stands_alone(self) -> bool:
         """No row of another micro-batch is read, see ``layout.carried``."""
         return True

@@ -32,6 +32,10 @@ class Layout(Protocol):
         """Whether attention differs from that of every sequence alone."""
 
     @property
+    def num_copied_keys(self) -> int:
+        """Keys, each with its value, that our attention copies in every layer."""
+
+    @property
     def stands_alone(self) -> bool:
         """Whether no row of another micro-batch is read; False for parts of a chain."""
 

@@ -47,6 +47,20 @@ def test_padding_is_physical_and_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert padded["prefix_grouper/mfu_physical"] == plain["prefix_grouper/mfu_physical"]
 
 
+def test_copies_are_told_per_computed_row_and_by_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = build_packed_layout(np.array([1, 2, 3]), np.array([0, 3]), np.array([1]))
+    plan = MicroBatchPlan([], [[0, 1], [2, 3], [0]], chains=[], exported_rows=0, sequences=SEQUENCES)
+    monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT, alone])
+    figures = [
+        module.figures_of_rank(plan, 0, 0, FLOPS, 1.0, forward_only=True, bytes_of_a_copy=size)
+        for size in (2**29, 2**30)
+    ]
+    told = module.plan_metrics(figures, sp_size=1)
+    # a prompt of two rows, copied once for itself and twice for a row of response each
+    assert told["prefix_grouper/copied_keys_per_row"] == [2 * (2 + 3 + 3) / (2 * 4 + 2)]
+    assert told["prefix_grouper/peak_copied_gib"] == [8.0]
+
+
 def test_the_gain_is_told_in_flops_and_beside_what_whole_prompts_give(monkeypatch: pytest.MonkeyPatch) -> None:
     told = metrics(True, monkeypatch)
     shared = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3))

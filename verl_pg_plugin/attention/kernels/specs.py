@@ -39,6 +39,8 @@ class KernelSpec:
         max_head_dim: the largest width that it takes; None for no largest.
         softcap: whether it caps scores.
         narrow_values: whether values may be narrower than keys; where not, ``VarlenKernel`` pads them.
+        widens_gradients: where several query heads share a key/value head, the backward holds gradients of keys and
+            values for each query head and then sums them; else it sums them in float32 as it goes.
     """
 
     module: str
@@ -51,6 +53,7 @@ class KernelSpec:
     max_head_dim: int | None = None
     softcap: bool = False
     narrow_values: bool = False
+    widens_gradients: bool = False
 
     @property
     def installed(self) -> bool:
@@ -101,6 +104,7 @@ KERNELS: dict[str, KernelSpec] = {
         head_dim_multiple=8,
         max_head_dim=256,
         softcap=True,
+        widens_gradients=True,
     ),
     "torch_varlen": KernelSpec(
         "verl_pg_plugin.attention.kernels.torch_varlen",
@@ -109,6 +113,7 @@ KERNELS: dict[str, KernelSpec] = {
         min_capability=(8, 0),
         head_dim_multiple=8,
         max_head_dim=256,
+        widens_gradients=True,
     ),
     "sdpa": KernelSpec(
         "verl_pg_plugin.attention.kernels.sdpa",

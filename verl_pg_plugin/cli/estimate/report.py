@@ -32,7 +32,8 @@ def by_budget(batch: Batch, model: Model, args: argparse.Namespace) -> list[Fore
     """
     longest = int(batch.lengths.max())
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
-    memory = RowMemory.of(model.config.get_text_config(), torch.bfloat16, checkpointing=True, keeps_attention=True)
+    config = model.config.get_text_config()
+    memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel=args.kernel)
     found: list[Forecast] = []
     for budget in sorted(args.budget or usual):
         if budget < longest:

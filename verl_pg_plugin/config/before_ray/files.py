@@ -7,7 +7,6 @@ from pathlib import Path
 from symtable import symtable
 
 from omegaconf import DictConfig, OmegaConf
-from verl.utils.import_utils import resolve_config_path
 
 from verl_pg_plugin.config.before_ray.reading import is_remote, wrong
 from verl_pg_plugin.config.keys import ROLLOUT
@@ -51,6 +50,8 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
 
 def _found(path: str) -> bool:
     """Whether verl finds the file, which it looks for beside its own package as well."""
+    from verl.experimental.agent_loop.utils import resolve_config_path  # seconds of imports, for the runs that need it
+
     try:
         return Path(resolve_config_path(path)).is_file()
     except FileNotFoundError:

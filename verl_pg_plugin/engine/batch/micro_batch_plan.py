@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,11 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
+from verl_pg_plugin.batching.lockstep import align
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.batching.runs import FloatArray
+from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE
 from verl_pg_plugin.engine.batch.layout_field import (
     layout_of,
     set_export,
@@ -112,8 +117,12 @@ def plan_micro_batches(
     mode: SharingMode,
     min_dedup_ratio: float = 1.0,
     carry: CarryPolicy | None = None,
+    copies: CopiedKeys | None = None,
+    price: Callable[[Layout], float] = lambda layout: layout.num_rows,
 ) -> MicroBatchPlan:
-    """Cut ``data`` into micro-batches by deduplicated cost, with groups whole, and lay each one out.
+    """Cut ``data`` into micro-batches by the rows they compute, with groups whole, and lay each one out.
+
+    Rows limit them, since rows are what fills memory. Their cost decides when they run, see ``batching.lockstep``.
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
@@ -124,6 +133,8 @@ def plan_micro_batches(
             cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
             nothing but the mini-batch counts.
         carry: how groups above the limit go on in the next micro-batch; None to compute what they share again.
+        copies: what keys that attention copies take of the token budget; None for nothing.
+        price: of a forward of a micro-batch, in any unit.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -131,7 +142,7 @@ def plan_micro_batches(
     """
 
     def sort() -> tuple[Sequences, PrefixOrder, MicroBatchLimits]:
-        sequences, limits = mode.read(data), _limits(data, sp_size)
+        sequences, limits = mode.read(data), replace(_limits(data, sp_size), copies=copies or CopiedKeys())
         return sequences, sequences.order(), limits
 
     sequences, order, limits = on_every_rank(sort, dp_group)
@@ -142,13 +153,17 @@ def plan_micro_batches(
         on_every_rank(partial(_check_can_fill, order, wanted), dp_group)
         cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)
 
-    def lay_out() -> tuple[list[Part], list[Layout]]:
-        backward = carry is not None and not carry.forward_only
-        parts = [part for cut in cuts for part in (cut.parts[::-1] if backward else cut.parts)]
-        return parts, [layout for cut in cuts for layout in _lay_out(sequences, cut, mode, backward)]
+    backward = carry is not None and not carry.forward_only
 
-    parts, layouts = on_every_rank(lay_out, dp_group)
-    exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
+    def lay_out() -> tuple[list[list[Layout]], list[FloatArray]]:
+        layouts = [_lay_out(sequences, cut, mode, backward) for cut in cuts]
+        return layouts, [_costs(of_cut, price) for of_cut in layouts]
+
+    laid_out, costs = on_every_rank(lay_out, dp_group)
+    running = align(over_ranks(costs, dp_group))[0 if dp_group is None else dist.get_rank(dp_group)]
+    parts = [part for i in running for part in (cuts[i].parts[::-1] if backward else cuts[i].parts)]
+    layouts = [layout for i in running for layout in laid_out[i]]
+    exports = list(map(_export_of, layouts))
     # FSDP gathers weights on all ranks or on none, so all export where one does.
     exporting = np.any(over_ranks([export is not None for export in exports], dp_group), axis=0)
     # The same holds for a tower, and for the last micro-batch, which reduces the gradients of all.
@@ -204,6 +219,20 @@ def _lay_out(sequences: Sequences, cut: _Cut, mode: SharingMode, backward: bool)
     return layouts[::-1] if backward else layouts
 
 
+def _export_of(layout: Layout) -> CarriedLayout | None:
+    return layout.export if isinstance(layout, CarriedLayout) else None
+
+
+def _costs(layouts: list[Layout], price: Callable[[Layout], float]) -> FloatArray:
+    """(n, 2) of a cut's micro-batches and of the exports in front of them, in the order in which they run."""
+    exports = map(_export_of, layouts)
+    forwards = [
+        [price(layout), price(export) if export else 0.0] for layout, export in zip(layouts, exports, strict=True)
+    ]
+    # Where something is exported there is a backward, and an export has none.
+    return np.array(forwards) * (FORWARDS_OF_AN_UPDATE, 1.0)
+
+
 def unshared(sequences: Sequences) -> Sequences:
     """The same sequences, none of which may share a row with another: packed mode lays them out as plain rmpad."""
     return replace(sequences, classes=np.arange(len(sequences.prompt_lengths)))
@@ -217,7 +246,7 @@ def _cut(
     carry: CarryPolicy | None,
     at_least: int = 1,
 ) -> list[_Cut]:
-    """Chains, then micro-batches with most rows first, with a gate behind them."""
+    """Chains and micro-batches, with a gate behind them."""
     lengths = np.diff(sequences.offsets)
     cuts: list[_Cut] = []
     gated: list[int] = []
@@ -236,7 +265,7 @@ def _cut(
             members = [gated[k] for k in part]
             rows = int(lengths[members].sum()) - len(members)
             cuts.append(_Cut([Part(members, num_chain=0, chain=-1, num_rows=rows)], shared=False))
-    return sorted(cuts, key=lambda cut: (len(cut.parts) == 1, -cut.parts[0].num_rows))
+    return cuts
 
 
 def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | None, at_least: int) -> list[list[Part]]:

@@ -18,6 +18,7 @@ def figures_of_rank(
     seconds: float,
     forward_only: bool,
     patches: Sequence[tuple[IntArray, IntArray]] = (),
+    bytes_of_a_copy: int = 0,
 ) -> dict[str, float]:
     """What the mini-batch was on this rank.
 
@@ -29,11 +30,13 @@ def figures_of_rank(
         seconds: this rank took for the mini-batch.
         forward_only: there was no backward.
         patches: of the pictures of each micro-batch, those that the tower computed and those of all its sequences.
+        bytes_of_a_copy: of a key and its value that attention copies, in one layer of this rank.
     """
     forward = flops.forward(plan.layouts) + sum(flops.pictures(computed) for computed, _ in patches)
     alone = float(flops.alone(np.diff(plan.sequences.offsets)).sum()) + sum(
         flops.pictures(shown) for _, shown in patches
     )
+    copied = [layout.num_copied_keys for layout in plan.layouts]
     figures: dict[str, float] = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
         "physical_tokens": sum(layout.num_rows for layout in plan.layouts) + num_padding_rows,
@@ -50,6 +53,8 @@ def figures_of_rank(
         "forward_alone": alone,
         "seconds": seconds,
         "carried_bytes": carried_bytes,
+        "copied_keys": sum(copied),
+        "copied_bytes": max(copied) * bytes_of_a_copy,
     }
     if flops.tower is None:
         return figures
@@ -81,7 +86,7 @@ def plan_metrics(ranks: list[dict[str, float]], sp_size: int) -> dict[str, list[
         sp_size: devices that share one sequence, and report the same of it.
     """
     total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
-    most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "carried_bytes")}
+    most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "carried_bytes", "copied_bytes")}
     peak = get_device_flops("T") * 1e12 * len(ranks) * most["seconds"]
     metrics = {name: total[name] for name in TOTALS if name in total} | {
         "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
@@ -92,5 +97,7 @@ def plan_metrics(ranks: list[dict[str, float]], sp_size: int) -> dict[str, list[
         "flop_ratio": total["forward_alone"] / total["forward"],
         "mfu_physical": total["flops"] / peak,
         "peak_carried_gib": most["carried_bytes"] / 2**30,
+        "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
+        "peak_copied_gib": most["copied_bytes"] / 2**30,
     }
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}

@@ -101,7 +101,9 @@ class Carrier:
         (samples,) = select_rows(micro_batch, [[0]])  # a chain's first sequence stands first
         set_layout(samples, layout)
         block = _empty_block(layout)
-        self._carrying = Carrying(layout, read=list(self.stack), leave=block, is_export=True)
+        # One that only keeps other ranks company reads nothing, whatever lies on the stack.
+        read = list(self.stack) if layout.num_carried else []
+        self._carrying = Carrying(layout, read=read, leave=block, is_export=True)
         compiled = torch.compiler.set_stance("force_eager") if self.eager_exports else nullcontext()
         with torch.no_grad(), _evaluating(self.module), compiled:
             step(samples, None, True)

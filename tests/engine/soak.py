@@ -1,0 +1,260 @@
+"""Hundreds of updates of ragged random batches on two processes, every mode in turn, and what they leave behind.
+
+    python -m tests.engine.soak --updates 300 --csv docs/data/soak_cpu.csv
+
+Each process holds an engine of every mode. Before the last round all of them are saved; two fresh processes load what
+was saved and repeat that round, to the bit.
+"""
+
+import argparse
+import csv
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from tests.engine.carried_cases import carry_always
+from tests.engine.ranks import on_ranks
+from tests.support import actor_loss, make_engine, response_values, save_tiny_model
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+VOCAB = 97
+NUM_SEQUENCES = 20
+"""Of a rank's mini-batch; both have as many, since both must fill the same number of micro-batches."""
+WARM_UP = 30
+"""Updates after which nothing may grow: by then every mode has run a few batches, and what is cached is."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """An engine, and how its micro-batches are bounded.
+
+    Attributes:
+        settings: of ``make_engine``.
+        sequences: bound micro-batches by sequences and not by tokens.
+        one_batch: the ranks share each sequence (Ulysses).
+        carries: groups that exceed a micro-batch go on in the next, however short their prompts.
+    """
+
+    settings: dict[str, Any]
+    sequences: bool = False
+    one_batch: bool = False
+    carries: bool = True
+
+
+MODES: dict[str, Mode] = {
+    "packed": Mode({"packed": True}),
+    "packed, verified": Mode({"packed": True, "engine": {"verify": "every_n", "verify_every": 1, "verify_rows": 2}}),
+    "packed, static rows": Mode({"packed": True, "engine": {"static_rows": True, "logits_chunk_size": 64}}),
+    "packed, gated": Mode({"packed": True, "engine": {"min_dedup_ratio": 2.0, "carry": "never"}}, carries=False),
+    "packed, by sequences": Mode({"packed": True, "engine": {"recompute_attention": True}}, sequences=True),
+    "packed, Ulysses": Mode({"packed": True, "engine": {"ulysses_sequence_parallel_size": 2}}, one_batch=True),
+    "packed, fused kernels": Mode(
+        {
+            "packed": True,
+            "engine": {"verify": "first"},
+            "model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}},
+        }
+    ),
+    "padded groups": Mode(
+        {"packed": True, "engine": {"use_dynamic_bsz": False}, "model": {"use_remove_padding": False}},
+        sequences=True,
+        carries=False,
+    ),
+    "stock": Mode({"packed": False}, carries=False),
+}
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update; of what the two processes hold, the larger."""
+
+    update: int
+    mode: str
+    seconds: float
+    tokens: int
+    chains: int
+    resident_mib: float
+    tensors: int
+    tensor_mib: float
+    descriptors: int
+    threads: int
+
+
+HELD = ("resident_mib", "tensors", "tensor_mib", "descriptors", "threads")
+ALLOWED = {"resident_mib": 8.0, "tensors": 8, "tensor_mib": 0.02, "descriptors": 0, "threads": 0}
+"""What of each may be more at the end than after the warm-up. Resident memory is the allocator's: a leak of 64 KiB an
+update, a thousandth of what one allocates, would make 16 MiB."""
+
+
+def grown(updates: Sequence[Update], warm_up: int = WARM_UP) -> dict[str, float]:
+    """How much more of each measure is held at the end than after the warm-up: medians of as many updates."""
+    after = updates[warm_up:]
+    half = min(len(after) // 2, 3 * len(MODES))
+    return {
+        name: statistics.median(getattr(update, name) for update in after[-half:])
+        - statistics.median(getattr(update, name) for update in after[:half])
+        for name in HELD
+    }
+
+
+def leaks(updates: Sequence[Update], warm_up: int = WARM_UP) -> dict[str, float]:
+    """The measures that grow by more than is allowed."""
+    return {name: more for name, more in grown(updates, warm_up).items() if more > ALLOWED[name]}
+
+
+def random_samples(rng: np.random.Generator) -> list[Sample]:
+    """Groups, a trie of turns, equal responses and sequences by themselves, all ragged; some tokens without loss."""
+
+    def tokens(low: int, high: int) -> list[int]:
+        return rng.integers(VOCAB, size=int(rng.integers(low, high))).tolist()
+
+    samples = []
+    for _ in range(int(rng.integers(1, 3))):
+        prompt = tokens(1, 120)
+        samples += [Sample(prompt, tokens(1, 24)) for _ in range(int(rng.integers(1, 7)))]
+    stem = tokens(2, 60)
+    for _ in range(int(rng.integers(2, 6))):
+        response = tokens(1, 20)
+        samples.append(Sample(stem, response, mask=[int(i % 4 > 0) or int(i == 0) for i in range(len(response))]))
+        if rng.random() < 0.6:
+            stem = [*stem, *response, *tokens(1, 9)]
+    samples += [samples[int(rng.integers(len(samples)))]] * int(rng.integers(1, 3))
+    samples += [Sample(tokens(1, 30), tokens(1, 9)) for _ in range(NUM_SEQUENCES - len(samples))]
+    return [samples[i] for i in rng.permutation(NUM_SEQUENCES)]
+
+
+def batch_of(update: int, rank: int, mode: Mode) -> TensorDict:
+    """What a rank trains on; a micro-batch has room for the longest sequence, or a third of all tokens."""
+    by_rank = [random_samples(np.random.default_rng((update, r))) for r in range(2)]
+    samples = by_rank[0 if mode.one_batch else rank]
+    if mode.sequences:
+        packed = mode.settings.get("model", {}).get("use_remove_padding", True)
+        size = 6 + update % 4
+        return make_batch(
+            samples, update, use_remove_padding=packed, use_dynamic_bsz=False, micro_batch_size_per_gpu=size
+        )
+    lengths = [[len(sample.prompt) + len(sample.response) for sample in mine] for mine in by_rank]
+    longest = max(map(max, lengths))
+    budget = longest if update % 2 else max(longest, max(map(sum, lengths)) // 3)
+    return make_batch(samples, update, max_token_len_per_gpu=-(-budget // 2) if mode.one_batch else budget)
+
+
+def build(path: str) -> dict[str, Any]:
+    engines = {}
+    for name, mode in MODES.items():
+        engines[name] = make_engine(path, **mode.settings)
+        for group in engines[name].optimizer.param_groups:
+            group["lr"] = 1e-4
+        if mode.carries:
+            carry_always(engines[name])
+    return engines
+
+
+def run(engine: Any, batch: TensorDict) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Log-probs of the responses, and what an update reports; both phases of a training step."""
+    with engine.eval_mode():
+        output = engine.infer_batch(batch.clone())["model_output"]
+        log_probs = response_values(output["log_probs"], batch)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch.clone(), actor_loss())["metrics"]
+    return log_probs, metrics
+
+
+def outcome(engine: Any, batch: TensorDict) -> list[torch.Tensor]:
+    """Everything that one more step gives: log-probs, then the weights."""
+    log_probs, _ = run(engine, batch)
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in engine.module.parameters()]
+    return [*log_probs, *(weight.detach().clone() for weight in weights)]
+
+
+def held() -> dict[str, float]:
+    """What this process holds, garbage collected."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors if x.layout == torch.strided}
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "tensors": len(tensors),
+        "tensor_mib": sum(storages.values()) / 2**20,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
+
+
+def soak(rank: int, path: str, folder: str, updates: int) -> tuple[list[Update], list[list[torch.Tensor]]]:
+    """All updates, and the outcome of the last round, before which every engine is saved."""
+    engines, history, last = build(path), [], []
+    for update in range(updates):
+        name = list(MODES)[update % len(MODES)]
+        start = time.perf_counter()
+        _, metrics = run(engines[name], batch_of(update, rank, MODES[name]))
+        seconds, most = time.perf_counter() - start, [None, None]
+        dist.all_gather_object(most, held())
+        figures = {key: max(of_rank[key] for of_rank in most) for key in HELD}
+        chains, tokens = (metrics.get(f"prefix_grouper/{key}", [0])[0] for key in ("chains", "physical_tokens"))
+        history.append(Update(update, name, round(seconds, 3), int(tokens), int(chains), **figures))
+        if rank == 0 and update % 10 == 0:
+            sys.stderr.write(f"{history[-1]}\n")
+    for number, (name, engine) in enumerate(engines.items()):
+        engine.save_checkpoint(f"{folder}/{number}", global_step=1)
+        last.append(outcome(engine, batch_of(updates + number, rank, MODES[name])))
+    return history, last
+
+
+def fresh(rank: int, path: str, folder: str, updates: int) -> list[list[torch.Tensor]]:
+    """The last round once more, in a process that has done nothing else."""
+    outcomes = []
+    for number, (name, engine) in enumerate(build(path).items()):
+        engine.load_checkpoint(f"{folder}/{number}")
+        outcomes.append(outcome(engine, batch_of(updates + number, rank, MODES[name])))
+    return outcomes
+
+
+def differences(soaked: list[list[torch.Tensor]], repeated: list[list[torch.Tensor]]) -> list[str]:
+    """The modes whose last step is not the same to the bit."""
+    return [
+        name
+        for name, mine, other in zip(MODES, soaked, repeated, strict=True)
+        if len(mine) != len(other) or not all(map(torch.equal, mine, other))
+    ]
+
+
+def soak_and_repeat(updates: int, folder: str) -> tuple[list[Update], list[str]]:
+    """What every update left, and the modes whose last step a fresh process does otherwise, on either rank."""
+    path = save_tiny_model(Path(folder) / "model")
+    (history, soaked), (_, soaked_of_second) = on_ranks(2, soak, path, folder, updates)
+    repeated = on_ranks(2, fresh, path, folder, updates)
+    return history, differences(soaked, repeated[0]) + differences(soaked_of_second, repeated[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--csv", type=Path, required=True)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        history, other = soak_and_repeat(args.updates, folder)
+    with args.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Update)])
+        writer.writeheader()
+        writer.writerows(asdict(update) for update in history)
+    sys.stderr.write(f"grown {grown(history)}, of which too much {leaks(history)}; not bit-equal: {other}\n")
+    return 1 if leaks(history) or other else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
