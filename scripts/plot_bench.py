@@ -5,11 +5,12 @@
 Takes any number of CSV files, and of their cases those without a name (``plot_turns.py`` draws agents). Writes
 speedup_against_ratio and speedup_against_n, each as PNG and SVG, with one panel for each phase. Points are medians with
 a bar from the slowest to the fastest repeat; the dotted line of the same colour is the ratio of floating point
-operations.
+operations, which a setup that compiles layers can pass: stock verl cannot compile them.
 """
 
 import argparse
 import csv
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,9 +22,11 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.container import ErrorbarContainer
 from rich.console import Console
 
 MARKERS = "osD^v<>"
+LINES = ("-", "--", "-.")
 PHASES = ("old_log_prob", "ref", "update_actor")
 
 
@@ -90,8 +93,9 @@ def draw(
 ) -> list[Path]:
     """One panel for each phase, one curve for each value of ``curve`` and setup; returns the files written.
 
-    Colours tell cases apart, markers setups. Of each case the bound is drawn once: it is the same for every setup. A
-    case with one place on the axis is no curve and is left out.
+    Colours tell cases apart, markers and kinds of line setups. Of each case the bound is drawn once, dotted and in its
+    colour: it is the same for every setup. A case with one place on the axis is no curve and is left out. What all
+    setups have in common is the title and not in every name.
 
     Args:
         points: what was measured.
@@ -111,14 +115,19 @@ def draw(
         raise ValueError(f"no case was measured at two values of {x_label}, so there is no curve to draw")
     phases = [phase for phase in PHASES if any(point.phase == phase for point in points)]
     cases, setups = sorted({curve(point.case) for point in points}), sorted({point.setup for point in points})
+    words = zip(*(setup.split() for setup in setups), strict=False)
+    common = " ".join(word[0] for word in itertools.takewhile(lambda word: len(set(word)) == 1, words))
+    places_drawn = sorted({x(point.case) for point in points})
     figure, panels = plt.subplots(
-        1, len(phases), figsize=(3.9 * len(phases) + 2.9, 3.8), sharey=True, squeeze=False, layout="constrained"
+        1, len(phases), figsize=(3.1 * len(phases) + 2.5, 3.6), sharey=True, squeeze=False, layout="constrained"
     )
+    figure.suptitle(common, x=0.01, ha="left", fontsize="medium")
     for panel, phase in zip(panels[0], phases, strict=True):
         for color, case in enumerate(cases):
             members = sorted((p for p in points if (p.phase, curve(p.case)) == (phase, case)), key=lambda p: x(p.case))
             bounds = {x(point.case): point.bound for point in members}
-            panel.plot(list(bounds), list(bounds.values()), ":", color=f"C{color}", label=f"FLOP bound, {case}")
+            line = {"linestyle": ":", "linewidth": 2.2, "alpha": 0.8, "zorder": 1}
+            panel.plot(list(bounds), list(bounds.values()), color=f"C{color}", label=f"{case}: FLOP bound", **line)
             for marker, setup in enumerate(setups):
                 measured = [point for point in members if point.setup == setup]
                 if not measured:
@@ -128,18 +137,30 @@ def draw(
                     [x(point.case) for point in measured],
                     speedups,
                     yerr=[[p.speedup - p.slowest for p in measured], [p.fastest - p.speedup for p in measured]],
-                    fmt=f"{MARKERS[marker % len(MARKERS)]}-",
+                    marker=MARKERS[marker % len(MARKERS)],
+                    linestyle=LINES[marker % len(LINES)],
                     color=f"C{color}",
                     capsize=3,
-                    label=f"{setup}, {case}",
+                    elinewidth=0.8,
+                    label=f"{case}: {setup[len(common) :].strip() or 'packed'}",
                 )
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        panel.set_xticks(places_drawn, [f"{place:g}" for place in places_drawn])
+        panel.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         panel.set(title=phase, xlabel=x_label)
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("speed-up over rmpad")
-    figure.legend(*panels[0][-1].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
+    # A case's bound and its curves stand together, without bars.
+    handles, names = panels[0][-1].get_legend_handles_labels()
+    entries = sorted(zip(names, handles, strict=True), key=lambda entry: entry[0].partition(":")[0])
+    figure.legend(
+        [handle[0] if isinstance(handle, ErrorbarContainer) else handle for _, handle in entries],
+        [name for name, _ in entries],
+        fontsize="small",
+        handlelength=3.5,
+        loc="outside right upper",
+    )
     if note:
         figure.supxlabel(note, x=0.01, ha="left", fontsize="small")
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]

@@ -132,13 +132,16 @@ def steps_together(rewards: Curves, seed: int) -> int:
 
 def draw(comparisons: list[Comparison], curves: dict[str, Curves], out: Path) -> None:
     """One panel a metric: the band, rmpad runs as broad lines and packed runs dashed on top, a colour for each seed."""
-    figure, axes = plt.subplots(len(comparisons), 1, figsize=(8, 2.3 * len(comparisons)), sharex=True)
+    figure, axes = plt.subplots(
+        len(comparisons), 1, figsize=(8, 2.3 * len(comparisons)), sharex=True, layout="constrained"
+    )
     seeds = sorted({seed for runs in curves[comparisons[0].metric].values() for seed in runs})
     colours = {seed: f"C{index}" for index, seed in enumerate(seeds)}
     styles = {BASELINE: {"linewidth": 2.5, "alpha": 0.35}, OURS: {"linewidth": 1.2, "linestyle": "--"}}
     for axis, one in zip(axes, comparisons, strict=True):
         steps = range(1, one.steps + 1)
-        axis.fill_between(steps, *one.band, color="0.9")
+        band = f"all of {BASELINE}" if len(curves[one.metric][BASELINE]) > 1 else None
+        axis.fill_between(steps, *one.band, color="0.9", label=band)
         for mode, style in styles.items():
             for seed, curve in sorted(curves[one.metric][mode].items()):
                 axis.plot(steps, curve, color=colours[seed], label=f"{mode}, seed {seed}", **style)
@@ -148,9 +151,19 @@ def draw(comparisons: list[Comparison], curves: dict[str, Curves], out: Path) ->
         axis.set_title(TITLES[one.metric], fontsize=10, loc="left")
         axis.ticklabel_format(useOffset=False)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7, loc="upper left", ncols=len(styles))
     axes[-1].set_xlabel("training step")
-    figure.tight_layout()
+    handles, names = axes[0].get_legend_handles_labels()
+    # A seed's two runs below one another, the band last.
+    entries = sorted(zip(names, handles, strict=True), key=lambda entry: entry[0].partition(", ")[2] or "~")
+    figure.legend(
+        [handle for _, handle in entries],
+        [name for name, _ in entries],
+        fontsize="small",
+        frameon=False,
+        handlelength=3,
+        loc="outside upper left",
+        ncols=len(seeds) + 1,
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
 

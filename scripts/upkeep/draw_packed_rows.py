@@ -27,7 +27,7 @@ def draw(path: Path) -> None:
     )
     _draw_tokens(tokens)
     _draw_mask(mask)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight", pad_inches=0.08)
     plt.close(figure)
 
 
@@ -53,11 +53,11 @@ def _draw_tokens(axes: plt.Axes) -> None:
         _boxes(axes, x, 0.1, labels, [RESPONSE_COLORS[response]] * len(labels))
         x += len(labels)
     notes = (
-        "Each row predicts the token behind it. The last token of the prompt predicts the first\\n"
-        "token of a response, so every response has a row of its own for it, and the last token\\n"
-        "of a response, from which nothing is predicted, has none."
-    ).replace("\\n", "\n")
-    axes.text(0, -1.35, notes, fontsize=9, va="center")
+        "Each row predicts the token behind it. The prompt's last token predicts the first token\n"
+        "of a response, so every response has a row of its own for it; nothing is predicted from\n"
+        "the last token of a response, so it has no row."
+    )
+    axes.text(0, -1.15, notes, va="center")
     axes.set(xlim=(-0.2, 14.4), ylim=(-2, 5.6))
     axes.axis("off")
 

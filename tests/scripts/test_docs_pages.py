@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -59,6 +61,27 @@ def pages_of(entry: object) -> list[str]:
 def test_every_page_is_in_the_menu_once() -> None:
     menu = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert sorted(menu) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "verl_pg_plugin").rglob("*.py"))
+    code = re.sub(r'" *\n *f?"', "", code)  # literals that Python joins
+    page = (DOCS / "troubleshooting.md").read_text().partition("## Figures")[0]
+    cells = re.findall(r"^\| (`.+?`) \| ", page, re.MULTILINE)
+    assert len(cells) > 20
+    for quoted in (quoted for cell in cells for quoted in re.findall("`([^`]+)`", cell)):
+        parts = [part.strip() for part in re.split(r"\.\.\.|\bN\b", quoted)]
+        assert max(map(len, parts)) > 12, f"too little to find {quoted!r} by"
+        assert all(part in code for part in parts), quoted
+
+
+def test_pages_of_the_api_name_public_things_that_are_there() -> None:
+    for page in ("api.md", "extending.md"):
+        names = re.findall(r"^::: (verl_pg_plugin[\w.]*)", (DOCS / page).read_text(), re.MULTILINE)
+        assert len(names) > 3
+        for name in names:
+            assert not any(part.startswith("_") for part in name.split("."))
+            assert (inspect.getdoc(pkgutil.resolve_name(name)) or "").strip(), f"{name} has no docstring"
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

@@ -28,6 +28,7 @@ def run(*command: str) -> str:
         "bench_longest_prompt.py",
         "upkeep/draw_chain.py",
         "upkeep/draw_packed_rows.py",
+        "upkeep/draw_tries.py",
     ],
 )
 def test_script_explains_itself(script: str) -> None:

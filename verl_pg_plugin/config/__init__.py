@@ -1,7 +1,7 @@
 """Configuration of the plugin: options, modes, engine config, validators and Hydra files.
 
 The import loads neither verl nor torch. The engine config, a subclass of one of verl's, is loaded on first use; the
-validators are imported from :mod:`verl_pg_plugin.config.validate`.
+validators are imported from ``verl_pg_plugin.config.validate``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one engine is asked to do, read from the trainer's config or from the configs that the engine gets.
 
 The rules look at nothing else, so both doors say the same: the validators in front of Ray
-(:meth:`Facts.from_hydra`), and the engine in its worker (:meth:`Facts.from_engine`), where verl's own entry point
+(``Facts.from_hydra``), and the engine in its worker (``Facts.from_engine``), where verl's own entry point
 meets them first.
 """
 

@@ -19,7 +19,7 @@ class PrefixGrouperOptions:
     """The section ``prefix_grouper`` of the trainer's config; every engine gets the same.
 
     Args:
-        attention_kernel: kernel of packed mode, one of :data:`ATTENTION_KERNELS`.
+        attention_kernel: kernel of packed mode, one of ``ATTENTION_KERNELS``.
         logits_chunk_size: rows of logits that the head of packed mode holds at once, or up to twice as many uncut;
             0 for all of them.
         static_rows: pad every micro-batch of packed mode to its token budget, so that compiled code sees one shape.

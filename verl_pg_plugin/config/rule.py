@@ -45,7 +45,7 @@ class Rule:
     Args:
         name: stable name, shown nowhere but in tests and ``Violation.rule``.
         modes: modes in which the rule holds.
-        facts: names of :data:`facts.SOURCES`; each entry that holds one of them is looked at.
+        facts: names of ``facts.SOURCES``; each entry that holds one of them is looked at.
         offends: whether the value of such an entry (None when absent, of any type) breaks the rule.
         why: cause in one sentence, without a final full stop; or makes it from the value and the facts.
         fix: builds the override that fixes it from the offending settings.

@@ -29,7 +29,7 @@ __all__ = ["check", "everything", "validate"]
 def everything(config: DictConfig) -> list[Violation]:
     """All that can be known against a run before Ray starts, each thing once.
 
-    Beside the rules of the modes (:func:`validate`) that is what the run would trip over in a worker, minutes later,
+    Beside the rules of the modes (``validate``) that is what the run would trip over in a worker, minutes later,
     and what verl's own validation raises: it stops at its first, which is left out where it names a setting that is
     listed already.
 
@@ -61,7 +61,7 @@ def check(config: DictConfig) -> None:
     """Pass, or raise one error that lists all violations.
 
     Raises:
-        ConfigError: when :func:`everything` finds anything.
+        ConfigError: when ``everything`` finds anything.
     """
     if found := everything(config):
         raise ConfigError(found)

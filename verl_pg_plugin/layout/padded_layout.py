@@ -23,7 +23,9 @@ class PaddedLayout:
 
     Attributes:
         group_info: of each group, rows of the prefix (P - 1), then rows of every response (R_i), as upstream takes it.
-        input_ids, position_ids, labels: (G, S) token of each row, its position and the token it predicts; 0 at padding.
+        input_ids: (G, S) token of each row; 0 at padding, as in the next two.
+        position_ids: (G, S) its position.
+        labels: (G, S) the token it predicts.
         head_rows: (N,) flat index of the row that predicts each response token, ascending.
         response_index: (N,) place of that row in the sequences laid one after the other, where verl reads it.
         response_head: (N,) 0, 1, 2, ...: no row is shared by two response tokens.

@@ -1,7 +1,7 @@
 """verl's trainers, V1 and V0, with the groups of a batch kept on one rank.
 
 Where the plugin is in force and a run shares prefixes, this happens by itself: V1 looks its trainer up by name and gets
-the class registered under that name through :func:`keep_groups`, whoever registered it; V0's trainers, and those of
+the class registered under that name through ``keep_groups``, whoever registered it; V0's trainers, and those of
 recipes derived from them, deal groups out at the end of verl's own ``_balance_batch`` (``upstream/``). A trainer that
 neither way reaches is wrapped where it is made::
 

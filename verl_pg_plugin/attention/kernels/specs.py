@@ -35,7 +35,8 @@ class KernelSpec:
         min_capability: lowest compute capability of a CUDA device.
         package: distribution that must be installed; None where torch is enough.
         install: command that installs the package.
-        head_dim_multiple, max_head_dim: widths of a head that it takes; None for no largest.
+        head_dim_multiple: what divides every width of a head that it takes.
+        max_head_dim: the largest width that it takes; None for no largest.
         softcap: whether it caps scores.
         narrow_values: whether values may be narrower than keys; where not, ``VarlenKernel`` pads them.
         widens_gradients: where several query heads share a key/value head, the backward holds gradients of keys and
