@@ -16,6 +16,10 @@ MOST_QUESTIONS = 100
 """Ranks that ask each other more often than this never agree."""
 
 
+EVERYONE: Any = object()
+"""The group of all threads, where one is asked for."""
+
+
 def on_threads(world_size: int, function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """``function(rank)`` on each rank, and what each returns, or the exception it raised.
 
@@ -34,6 +38,7 @@ def on_threads(world_size: int, function: Callable[..., Any], monkeypatch: pytes
 
     for module in (ranks, micro_batch_plan):
         monkeypatch.setattr(module, "over_ranks", over_ranks)
+    monkeypatch.setattr(micro_batch_plan.dist, "get_rank", lambda group=None: this.rank)
 
     def run(rank: int) -> Any:
         this.rank, this.questions = rank, 0

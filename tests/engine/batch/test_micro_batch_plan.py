@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tensordict import TensorDict
 
-from tests.engine.threads import on_threads
+from tests.engine.threads import EVERYONE, on_threads
 from tests.support import PACKED_MODE, group
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
@@ -42,7 +42,7 @@ def plans_of(batches: list[TensorDict], monkeypatch: pytest.MonkeyPatch, *args: 
     """Of each rank its plan, or how its planning ended."""
     return on_threads(
         len(batches),
-        lambda rank: plan_micro_batches(batches[rank], None, 1, PACKED_MODE, *args, **kwargs),
+        lambda rank: plan_micro_batches(batches[rank], EVERYONE, 1, PACKED_MODE, *args, **kwargs),
         monkeypatch,
     )
 
@@ -118,7 +118,7 @@ class Unable(PackedMode):
 
 def plans_in(modes: list[PackedMode], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     batch = make_batch(LONE)
-    return on_threads(len(modes), lambda rank: plan_micro_batches(batch, None, 1, modes[rank]), monkeypatch)
+    return on_threads(len(modes), lambda rank: plan_micro_batches(batch, EVERYONE, 1, modes[rank]), monkeypatch)
 
 
 @pytest.mark.parametrize("pictures", [[], [0], [1], [0, 1]])
