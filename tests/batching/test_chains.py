@@ -290,8 +290,8 @@ def test_a_part_keeps_what_all_of_its_sequences_share_with_the_next_one() -> Non
 
 
 def test_a_group_behind_a_short_prefix_has_room_for_it_too() -> None:
-    """Two responses of 14 fit beside the 100 rows of their prompt, and not beside the two of the chat template."""
-    groups = [((1, 2, *range(1000 * g, 1000 * g + 101)), (i,) * 14) for g in (1, 2) for i in range(6)]
+    """Two responses of 14 fit beside the 100 rows of their prompt, and not beside two more of a chat template."""
+    groups = [((1, 2, 3, *range(1000 * g, 1000 * g + 100)), (i,) * 14) for g in (1, 2) for i in range(11)]
     plan = cut_with_chains(batch_of(*groups).order(), MicroBatchLimits(max_rows=128), FREE, part_cost=4.0)
     assert plan.num_chains == 2
     assert max(part.num_rows for part in plan.parts) <= 128
