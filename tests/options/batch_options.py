@@ -22,6 +22,7 @@ BATCH_OPTIONS: tuple[Option, ...] = (
         frozenset({CUT, ROWS, HEAD, LAYERS}),
         engine={"use_dynamic_bsz": True},
         batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 38},
+        carries=True,
         proofs=tuple(f"{STEPS}/test_carry{name}.py" for name in ("", "_gpu", "_models", "_ranks")),
         note="its parts hand on what they share (`prefix_grouper.carry`)",
     ),

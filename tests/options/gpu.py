@@ -66,7 +66,9 @@ def assert_as_close_as_stock(case: Case, engines: Engines) -> None:
     # The stock engine comes last: it may replace what the others need.
     references = [reference_of(case, engines.checkpoint, batch) for batch in batches]
     packed = engines.of(case, model=FLASH)
-    references = [of_rows(whole, rows_of(packed, batch)) for whole, batch in zip(references, batches, strict=True)]
+    references = [
+        of_rows(whole, rows_of(case, packed, batch)) for whole, batch in zip(references, batches, strict=True)
+    ]
     results = [run_on_this_rank(case, packed, batch) for batch in batches]
     stock = engines.of(stock_case, packed=False, model=FLASH, engine_cls=FSDPEngineWithLMHead)
     for batch in batches:

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from peft import LoraConfig, TaskType, get_peft_model
@@ -14,7 +16,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from tests.engine.carried_cases import carry_always
+from tests.engine.carried_cases import carry_always, carrying
 from tests.options.option import Case
 from tests.options.table import BUDGET, SAMPLES
 from tests.support import (
@@ -126,15 +128,29 @@ def output_names(batch: TensorDict) -> set[str]:
 
 
 def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
-    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks."""
-    result = run_engine(engine, tu.index_select_tensor_dict(everything, rows_of(engine, everything)), loss_of(case))
+    """Chains, where the case is about them, are of some rank: the one whose group exceeds its budget."""
+    mine = tu.index_select_tensor_dict(everything, rows_of(case, engine, everything))
+    if case.carries and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
+        # Ranks that share sequences share the budget of all.
+        budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // sequence_ranks(engine))
+        tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
+    with carrying(engine) if case.carries else nullcontext():
+        result = run_engine(engine, mine, loss_of(case))
     assert result.outputs.keys() == output_names(everything)
     assert any(gradient.any() for gradient in result.gradients.values())
     return Result(result.outputs, result.gradients, result.loss if engine.get_data_parallel_size() == 1 else None)
 
 
-def rows_of(engine: Any, everything: TensorDict) -> list[int]:
-    return list(range(engine.get_data_parallel_rank(), len(everything), engine.get_data_parallel_size()))
+def sequence_ranks(engine: Any) -> int:
+    return engine.engine_config.ulysses_sequence_parallel_size
+
+
+def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
+    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks; with chains, neighbours."""
+    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    if case.carries:
+        return np.array_split(np.arange(len(everything)), size)[rank].tolist()
+    return list(range(rank, len(everything), size))
 
 
 def of_rows(result: Result, rows: Sequence[int]) -> Result:
@@ -147,4 +163,4 @@ def assert_exact(case: Case, engines: Engines) -> None:
     """Outputs, loss and gradients of a case on this rank are those of the sequences alone."""
     engine, everything = engines.of(case), batch_of(case)
     expected = reference_of(case, engines.checkpoint, everything)
-    assert_same(run_on_this_rank(case, engine, everything), of_rows(expected, rows_of(engine, everything)))
+    assert_same(run_on_this_rank(case, engine, everything), of_rows(expected, rows_of(case, engine, everything)))

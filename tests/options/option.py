@@ -32,6 +32,7 @@ class Option:
         num_ranks: processes it needs.
         needs_gpu: it cannot run on a CPU.
         slow: it takes seconds (compilers), so its pairs belong to the long tail.
+        carries: it makes chains, which every case with it must have.
         refuses: names of options that it is rejected with, by name.
         rejected: packed mode refuses it, by name.
         proofs: further tests of it, as beginnings of test ids.
@@ -48,6 +49,7 @@ class Option:
     num_ranks: int = 1
     needs_gpu: bool = False
     slow: bool = False
+    carries: bool = False
     refuses: frozenset[str] = frozenset()
     rejected: bool = False
     proofs: tuple[str, ...] = ()
@@ -92,6 +94,12 @@ class Case:
     @property
     def num_ranks(self) -> int:
         return max(option.num_ranks for option in self.options)
+
+    @property
+    def carries(self) -> bool:
+        """Not where temperatures of samples part the groups, which then fit."""
+        parted = isinstance(self.settings("batch").get("temperature"), torch.Tensor)
+        return any(option.carries for option in self.options) and not parted
 
     @property
     def slow(self) -> bool:
