@@ -35,16 +35,17 @@ def register() -> None:
 
     if not _loading(cpu):
         cpu.register()
+    after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
+    after_import("verl.trainer.ppo.ray_trainer", _keep_groups_in_v0)
+    after_import("verl.trainer.main_ppo", _engage_before_run)
+    if not _loading(upstream):
+        upstream.call_before_validation(_engage_or_exit)
     if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
         return
 
     from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
 
     register_engines()
-    after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
-    after_import("verl.trainer.ppo.ray_trainer", _keep_groups_in_v0)
-    after_import("verl.trainer.main_ppo", _engage_before_run)
-    upstream.call_before_validation(_engage_or_exit)
 
 
 def _engage_before_run() -> None:

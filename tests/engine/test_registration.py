@@ -85,10 +85,19 @@ FIRST_IMPORTS = (
 
 @pytest.mark.parametrize("module", FIRST_IMPORTS)
 def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(module: str) -> None:
-    first = f"import verl_pg_plugin.{module}\n"
+    """Before the mode is asked for, verl's entry point knows the flag, and its task runner our trainers."""
+    first = f"""
+        import verl_pg_plugin.{module}
+        import verl.utils.config
+        from verl.trainer.ppo.v1 import get_trainer_cls
+
+        assert verl.utils.config.validate_config.calls_before
+        print(get_trainer_cls("pg_sync").__name__)
+    """
     rollout = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
-    result = python(first + textwrap.dedent(SELECT_THE_MODE) + rollout, VERL_PLATFORM="cpu")
-    assert result.stdout.split() == ["PrefixGrouperFSDPEngineWithLMHead", "ServerAdapter"], result.stderr
+    result = python(textwrap.dedent(first) + textwrap.dedent(SELECT_THE_MODE) + rollout, VERL_PLATFORM="cpu")
+    engine, rollout = "PrefixGrouperFSDPEngineWithLMHead", "ServerAdapter"
+    assert result.stdout.split() == ["GroupPPOTrainerSync", engine, rollout], result.stderr
     assert "not registered" not in result.stderr
 
 
