@@ -28,7 +28,7 @@ def test_a_changed_part_of_verl_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delattr(transformer_impl, "prepare_micro_batches")
     (problem,) = environment.parts().problems
     assert "prepare_micro_batches is gone from verl" in problem.what
-    assert "'verl<0.10,>=0.9.1'" in problem.fix
+    assert "'verl<0.10,>=0.9.0'" in problem.fix
 
 
 def test_a_gpu_without_a_kernel_is_a_problem_and_no_gpu_is_not_two() -> None:
