@@ -1,5 +1,6 @@
 """The tests notice every change on the list, and the script that says so would tell if they did not."""
 
+import multiprocessing
 import subprocess
 import sys
 from collections import Counter
@@ -40,7 +41,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
     monkeypatch.setattr(mutate, "_commit", lambda root: "abc")
-    mutate.FORKS.set_forkserver_preload(["pytest", "hypothesis"])
+    # There is one fork server in a process, and tests of models have loaded this package into it.
+    monkeypatch.setattr(mutate, "FORKS", multiprocessing.get_context("spawn"))
     return tmp_path
 
 

@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.test_end_to_end import REPOSITORY, train
-from tests.trainer import recorded_updates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -86,7 +85,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         ROLLOUT_N=str(SESSIONS),
         TOTAL_STEPS="1",
         LR="0.0",
-        VERL_USE_EXTERNAL_MODULES=recorded_updates.__name__,
+        VERL_USE_EXTERNAL_MODULES="tests.trainer.recorded_updates",  # imported here it would stay in this process
         PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
         RECORD_DIR=str(folder),
     )
