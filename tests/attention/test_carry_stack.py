@@ -75,3 +75,11 @@ def test_the_peak_counts_what_views_keep_alive() -> None:
     stack.pop(97)  # three rows are copied, the others stay a view of all
     stack.push(CarryBlock(97, 98, columns=torch.randn(1, 2)))
     assert stack.peak_bytes == ROWS * BYTES_PER_ROW + 8
+
+
+def test_many_shallow_cuts_do_not_hold_the_first_block() -> None:
+    """Growing turns: every owner takes a little, and the first cut of each keeps more than half of the one before."""
+    stack = pushed()
+    for keep in range(ROWS - 10, 0, -10):
+        stack.pop(keep)
+        assert sum(block.num_bytes for block in stack) <= 2 * keep * BYTES_PER_ROW

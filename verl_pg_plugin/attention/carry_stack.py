@@ -31,12 +31,22 @@ class CarryBlock:
     column_sums: torch.Tensor | None = None
 
     def split(self, at: int) -> tuple[CarryBlock, CarryBlock]:
-        """The rows before and from ``at`` on: a copy of the fewer, and a view of the others, which holds all memory.
+        """The rows before and from ``at`` on.
 
-        Neither keeps more than twice what it has, once the other is gone.
+        The first are copied where they are less than half of what the tensors hold, and else views, so that however
+        often a block is split, it holds at most twice what it has once the others are gone.
         """
-        copies = at - self.start <= self.stop - at, self.stop - at < at - self.start
-        return self._rows(self.start, at, copies[0]), self._rows(at, self.stop, copies[1])
+        few = 2 * (at - self.start) * self._row_bytes <= self.num_bytes
+        return self._rows(self.start, at, copy=few), self._rows(at, self.stop, copy=False)
+
+    @property
+    def _row_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors) // (self.stop - self.start)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = (*self.key_values.values(), *self.key_value_sums.values(), self.columns, self.column_sums)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _rows(self, start: int, stop: int, copy: bool) -> CarryBlock:
         def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,8 +65,7 @@ class CarryBlock:
     @property
     def num_bytes(self) -> int:
         """What the block holds, rows that it no longer has included."""
-        tensors = (*self.key_values.values(), *self.key_value_sums.values(), self.columns, self.column_sums)
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors)
 
 
 class CarryStack:
