@@ -67,7 +67,7 @@ def fused_outputs(backend: str | None) -> FusedOutputs:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     # verl 0.9.0 has torch alone and takes no name.
-    return FusedLinearForPPO() if backend in (None, "torch") else FusedLinearForPPO(impl_backend=backend)
+    return FusedLinearForPPO() if backend == "torch" else FusedLinearForPPO(impl_backend=backend)
 
 
 def check_fused_batch(data: TensorDict) -> None:
