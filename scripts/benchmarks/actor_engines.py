@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+
+# It keeps the errors of back ends that are not installed, and with their tracebacks whatever is being built when it is
+# first imported: the first engine of a run would hold its weights to the end, beside those of the next.
+import verl.checkpoint_engine  # noqa: F401
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_name, get_torch_device
