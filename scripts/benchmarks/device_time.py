@@ -163,7 +163,7 @@ def _scoped(on_host: list[FunctionEvent], on_gpu: bool) -> Iterator[tuple[str, s
     """Class, name and seconds of the kernels that the head, its backward and the optimizer launched."""
     heads = [event for event in on_host if event.name == HEAD_MARK]
     # Autograd numbers its nodes on each thread; a node of the backward knows the number and the thread of its forward.
-    nodes = {(event.thread, event.sequence_nr) for head in heads for event in _callees(head) if event.sequence_nr >= 0}
+    nodes = {(event.thread, event.sequence_nr) for head in heads for event in _callees(head) if event.sequence_nr > 0}
     backwards = [
         event
         for event in on_host
