@@ -191,6 +191,7 @@ VERL_PARTS: tuple[Part, ...] = (
         "engine/fsdp_engine.py engine/heads/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
+        get_device_id="()",
         get_device_name="()",
         get_torch_device="()",
     ),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
@@ -27,6 +27,7 @@ from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kern
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
@@ -166,7 +167,15 @@ class SharedPrefixMixin:
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        step = super().forward_step  # type: ignore[misc]
+        stock = super().forward_step  # type: ignore[misc]
+        if self.sharing is None:
+            return stock(micro_batch, loss_function, forward_only)
+
+        def step(
+            micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+        ) -> tuple[torch.Tensor, dict[str, Any]]:
+            return stock(on_device(micro_batch, torch.device(get_device_id())), loss_function, forward_only)
+
         run = step if self.verifier is None else partial(self.verifier.forward_step, step)
         if self.carrier is None:
             return run(micro_batch, loss_function, forward_only)
