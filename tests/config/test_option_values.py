@@ -23,7 +23,7 @@ WRONG = [
     ("static_rows", "no", BOOLEAN),
     ("static_rows", "off", BOOLEAN),
     ("static_rows", 1, BOOLEAN),
-    ("compile_layers", "maybe", BOOLEAN),
+    ("compile_layers", "maybe", "is unknown; the values are auto, True, False"),
     ("recompute_attention", "yes", BOOLEAN),
     ("min_dedup_ratio", 0.5, "is below 1"),
     ("min_dedup_ratio", float("nan"), "is below 1"),
@@ -87,4 +87,4 @@ def test_defaults_let_everything_share_and_verify_nothing():
     """What a user gets who sets two flags; docs/options.md tells the same."""
     options = PrefixGrouperOptions()
     assert (options.min_dedup_ratio, options.verify, options.carry) == (1.0, "off", "auto")
-    assert [options.recompute_attention, options.static_rows, options.compile_layers] == [False] * 3
+    assert (options.recompute_attention, options.static_rows, options.compile_layers) == (False, False, "auto")
