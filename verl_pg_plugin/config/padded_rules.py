@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any
 
 from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.packed_rules import keeps_layers
 from verl_pg_plugin.config.rule import PADDED_GROUPS, Rule, above_one, is_on, is_verifying, packed_or, set_to
 from verl_pg_plugin.config.violation import Setting
 
@@ -105,6 +106,14 @@ PADDED_RULES: tuple[Rule, ...] = (
         is_on,
         "compiled layers have not been verified with padded groups",
         packed_or(set_to("False")),
+    ),
+    Rule(
+        "keep_activations",
+        PADDED_GROUPS,
+        ("keep_activations",),
+        lambda value, facts: keeps_layers(value),
+        "layers that keep their activations have not been verified with padded groups",
+        packed_or(set_to("attention")),
     ),
     Rule(
         "dedup_gate",

@@ -22,8 +22,7 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     Raises:
         ValueError: the model does not say which of its modules are layers.
     """
-    names = set(module._no_split_modules or ())
-    layers = [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
+    layers = decoder_layers(module)
     if not layers:
         raise ValueError(
             f"{type(module).__name__} names no decoder layers in _no_split_modules; set "
@@ -32,6 +31,12 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     for layer in layers:
         layer.compile(dynamic=dynamic)
     return layers
+
+
+def decoder_layers(module: Any) -> list[nn.Module]:
+    """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
+    names = set(module._no_split_modules or ())
+    return [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
 
 
 def _text_part(module: Any) -> Any:
