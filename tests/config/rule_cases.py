@@ -47,6 +47,14 @@ BREAKING: Cases = {
         {"prefix_grouper.verify": "first", f"{MODEL}.enable_activation_offload": True},
         {**WITH_CRITIC, "prefix_grouper.verify": "first", "critic.model.enable_activation_offload": True},
     ],
+    "keep_activations": [{"prefix_grouper.keep_activations": "all"}],
+    "keep_activations_without_checkpointing": [
+        {"prefix_grouper.keep_activations": 4.5, f"{MODEL}.enable_gradient_checkpointing": False}
+    ],
+    "keep_activations_offloaded": [
+        {"prefix_grouper.keep_activations": "all", f"{MODEL}.enable_activation_offload": True}
+    ],
+    "keep_activations_recomputed": [{"prefix_grouper.keep_activations": 8, "prefix_grouper.recompute_attention": True}],
     "compile_layers_fsdp1": [{"prefix_grouper.compile_layers": True, f"{ACTOR}.strategy": "fsdp"}],
     "compile_critic_layers_fsdp1": [
         {**WITH_CRITIC, "prefix_grouper.compile_layers": True, "critic.strategy": "fsdp"},

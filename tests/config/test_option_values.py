@@ -25,6 +25,12 @@ WRONG = [
     ("static_rows", 1, BOOLEAN),
     ("compile_layers", "maybe", "is unknown; the values are auto, True, False"),
     ("recompute_attention", "yes", BOOLEAN),
+    ("keep_activations", "mlp", "is unknown; the values are auto, attention, all and GiB above 0"),
+    ("keep_activations", 0, "is unknown"),
+    ("keep_activations", -4.0, "is unknown"),
+    ("keep_activations", float("inf"), "is unknown"),
+    ("keep_activations", True, "is unknown"),
+    ("keep_activations", None, "is unknown"),
     ("min_dedup_ratio", 0.5, "is below 1"),
     ("min_dedup_ratio", float("nan"), "is below 1"),
     ("min_dedup_ratio", "2x", "is not a number"),
@@ -87,4 +93,5 @@ def test_defaults_let_everything_share_and_verify_nothing():
     """What a user gets who sets two flags; docs/options.md tells the same."""
     options = PrefixGrouperOptions()
     assert (options.min_dedup_ratio, options.verify, options.carry) == (1.0, "off", "auto")
+    assert options.keep_activations == "attention"
     assert (options.recompute_attention, options.static_rows, options.compile_layers) == (False, False, "auto")

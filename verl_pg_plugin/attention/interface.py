@@ -6,6 +6,7 @@ of its ``forward``; the rows travel as ``prefix_grouper``. No model file is patc
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def shared_rows_attention(
         )
     options = attention_options(module, query, attention_mask, **kwargs)
     prefix_grouper.calls[ATTENTION] += 1
-    return prefix_grouper.attend(query, key, value, options), None
+    attend = partial(prefix_grouper.attend, options=options)
+    return prefix_grouper.around(attend, query, key, value), None
 
 
 def attention_options(

@@ -15,6 +15,10 @@ from verl_pg_plugin.layout import Layout
 T = TypeVar("T")
 
 
+def _as_it_is(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    return attend(*tensors)
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """What one layer asks of attention.
@@ -45,11 +49,14 @@ class SharedRows(ABC):
         layout: what the rows are; None where a model made them from a padded batch.
         calls: layers that mixed these rows so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
+        around: calls attention, given it and its three tensors; where a layer keeps its activations, in a checkpoint
+            of its own (``engine.kept_layers``).
     """
 
     def __init__(self, layout: Layout | None) -> None:
         self.layout = layout
         self.calls: Counter[str] = Counter()
+        self.around: Callable[..., torch.Tensor] = _as_it_is
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod

@@ -27,6 +27,10 @@ class PrefixGrouperOptions:
             that it works (``config.layer_compiler``), True wherever nothing is known to keep it from working.
         recompute_attention: gradient checkpointing runs the attention kernel again in the backward; False keeps its
             output, which takes about as much memory as the hidden states that are kept anyway.
+        keep_activations: what gradient checkpointing keeps beside the layers' inputs. attention: the attention kernel's
+            output. all: everything, so that the backward recomputes nothing. A number: as many whole layers as hold no
+            more than so many GiB of a device besides. auto: as many as fit into what a device has left after the first
+            update, less a tenth of its memory (``engine.activation_budget``); attention where that is unknown.
         min_dedup_ratio: a micro-batch of packed mode that would share less than this (logical over physical tokens)
             runs as plain rmpad; 1 lets all of them share.
         verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
@@ -49,6 +53,7 @@ class PrefixGrouperOptions:
     static_rows: bool = False
     compile_layers: bool | str = "auto"
     recompute_attention: bool = False
+    keep_activations: str | float = "attention"
     min_dedup_ratio: float = 1.0
     verify: str = "off"
     verify_every: int = 100
@@ -107,12 +112,24 @@ def _above_zero_or_none(value: Any) -> Objection | None:
     return "is not a finite number above 0: one lets nothing pass, the other everything", "null or <number above 0>"
 
 
+_KEEPS = "auto, attention, all and GiB above 0"
+
+
+def _keeps(value: Any) -> Objection | None:
+    if value in ("auto", "attention", "all") and isinstance(value, str):
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return None
+    return f"is unknown; the values are {_KEEPS}", "attention"
+
+
 _OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {
     "attention_kernel": _one_of(*ATTENTION_KERNELS),
     "logits_chunk_size": _at_least(0, int),
     "static_rows": not_boolean,
     "compile_layers": _auto_or_boolean,
     "recompute_attention": not_boolean,
+    "keep_activations": _keeps,
     "min_dedup_ratio": _at_least(1, int, float),
     "verify": _one_of("off", "first", "every_n"),
     "verify_every": _at_least(1, int),

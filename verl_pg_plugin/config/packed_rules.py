@@ -21,6 +21,11 @@ def stays_uncompiled(value: Any, facts: Facts) -> bool:
     return asks_to_compile(facts.value("compile_layers")) and facts.value("strategy") == "fsdp" and not value
 
 
+def keeps_layers(value: Any) -> bool:
+    """Whether ``keep_activations`` asks for whole layers, whatever the run."""
+    return value not in (None, "auto", "attention")
+
+
 def lacks_fused_backend(value: Any, facts: Facts) -> bool:
     asked = is_on(facts.value("use_fused_kernels"), facts)
     return asked and fused_backend_problem(value, facts.device_name) is not None
@@ -91,6 +96,30 @@ PACKED_RULES: tuple[Rule, ...] = (
         lambda value, facts: model_obstacle(facts.hf_config.model_type),
         set_to("False"),
         needs_model=True,
+    ),
+    Rule(
+        "keep_activations_without_checkpointing",
+        PACKED,
+        ("keep_activations",),
+        lambda value, facts: keeps_layers(value) and is_off(facts.value("gradient_checkpointing"), facts),
+        "without gradient checkpointing every layer keeps everything",
+        set_to("attention"),
+    ),
+    Rule(
+        "keep_activations_offloaded",
+        PACKED,
+        ("keep_activations",),
+        lambda value, facts: keeps_layers(value) and is_on(facts.value("activation_offload"), facts),
+        "verl's activation offload checkpoints layers in its own way, and keeps nothing of them on the device",
+        set_to("attention"),
+    ),
+    Rule(
+        "keep_activations_recomputed",
+        PACKED,
+        ("recompute_attention",),
+        lambda value, facts: is_on(value, facts) and keeps_layers(facts.value("keep_activations")),
+        f"{OPTIONS}.keep_activations keeps whole layers, attention's output with them",
+        set_to("False"),
     ),
     Rule(
         "fused_kernels_backend",

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.layer_compiler import asks_to_compile
+from verl_pg_plugin.config.packed_rules import keeps_layers
 from verl_pg_plugin.config.rule import PADDED_GROUPS, Rule, above_one, is_on, is_verifying, packed_or, set_to
 from verl_pg_plugin.config.violation import Setting
 
@@ -106,6 +107,14 @@ PADDED_RULES: tuple[Rule, ...] = (
         lambda value, facts: asks_to_compile(value),
         "compiled layers have not been verified with padded groups",
         packed_or(set_to("False")),
+    ),
+    Rule(
+        "keep_activations",
+        PADDED_GROUPS,
+        ("keep_activations",),
+        lambda value, facts: keeps_layers(value),
+        "layers that keep their activations have not been verified with padded groups",
+        packed_or(set_to("attention")),
     ),
     Rule(
         "dedup_gate",

@@ -41,8 +41,7 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     Raises:
         ValueError: the model does not say which of its modules are layers.
     """
-    names = set(module._no_split_modules or ())
-    layers = [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
+    layers = decoder_layers(module)
     if not layers:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {OFF}")
     # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
@@ -110,6 +109,12 @@ def compiling() -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def decoder_layers(module: Any) -> list[nn.Module]:
+    """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
+    names = set(module._no_split_modules or ())
+    return [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
 
 
 def _text_part(module: Any) -> Any:

@@ -36,7 +36,7 @@ class SavedAttention:
 
     def install(self, module: Any) -> None:
         """Checkpoint the layers of a transformers model but for their attention kernel."""
-        kwargs = {"use_reentrant": False, "context_fn": self._contexts}
+        kwargs = {"use_reentrant": False, "context_fn": self.contexts}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
     @contextmanager
@@ -48,7 +48,8 @@ class SavedAttention:
         finally:
             self._keeps = True
 
-    def _contexts(self) -> Any:
+    def contexts(self) -> Any:
+        """The ``context_fn`` of a checkpoint: what its forward keeps, and its backward takes."""
         # A layer's backward follows what its forward was asked to keep, whatever is asked for by then.
         return create_selective_checkpoint_contexts(partial(_policy, self._operators if self._keeps else ()))
 

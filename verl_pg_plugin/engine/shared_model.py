@@ -12,6 +12,7 @@ from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.forward_rows import ForwardRows
+from verl_pg_plugin.engine.kept_layers import KeptLayers
 from verl_pg_plugin.engine.requirements import OFF, check_model
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.mixers import MIXERS, count_layers
@@ -30,12 +31,14 @@ class SharedModel:
         layers: how many of its layers each mixer computes, by the mixer's name.
         flops: its cost.
         saved_attention: what its layers keep for their backward besides their inputs; None for nothing, or all.
+        kept_layers: those of them that may keep all of it; None where that is all or none.
     """
 
     name: str
     layers: Counter[str]
     flops: ModelFlops
     saved_attention: SavedAttention | None
+    kept_layers: KeptLayers | None = None
 
     @property
     def num_layers(self) -> int:
@@ -88,8 +91,9 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
     mode.modality.install(module)
     if options.compile_layers:
         compile_layers(module, dynamic=not options.static_rows)
-    saved_attention = None
+    saved_attention = kept_layers = None
     if module.is_gradient_checkpointing and not options.recompute_attention:
         saved_attention = SavedAttention(mode.kernel.name)
         saved_attention.install(module)
-    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention)
+        kept_layers = KeptLayers.install(module, saved_attention)
+    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention, kept_layers)

@@ -29,6 +29,7 @@ from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import CompilerFacts, Decision, decide
 from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.engine.activation_budget import Held
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
@@ -41,6 +42,7 @@ from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, ch
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.carry import Carrier
+from verl_pg_plugin.engine.steps.keep import Keeper
 from verl_pg_plugin.engine.steps.loss_guard import LossGuard
 from verl_pg_plugin.engine.steps.verify import Verifier
 from verl_pg_plugin.layout import Layout
@@ -63,6 +65,7 @@ class SharedPrefixMixin:
         layer_compilation: whether its layers are compiled, and why.
         verifier: checks live micro-batches; None where nothing is verified.
         carrier: hands rows from micro-batch to micro-batch, while a mini-batch runs.
+        keeper: says which layers an update keeps; None where every layer is recomputed.
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
@@ -88,6 +91,7 @@ class SharedPrefixMixin:
         self.sharing: SharingMode | None = None
         self.verifier: Verifier | None = None
         self.carrier: Carrier | None = None
+        self.keeper: Keeper | None = None
         self._told_of_rmpad = False
         if not asked:
             fault = rmpad_fault(self.model_config.hf_config, get_device_name())
@@ -134,6 +138,7 @@ class SharedPrefixMixin:
             module: Any = super()._build_module()  # type: ignore[misc]
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
+        self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)
         return module
 
     @contextmanager
@@ -182,11 +187,12 @@ class SharedPrefixMixin:
         stock = super().forward_step  # type: ignore[misc]
         if self.sharing is None:
             return stock(micro_batch, loss_function, forward_only)
+        keeps = stock if self.keeper is None else partial(self.keeper.forward_step, stock)
 
         def step(
             micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
         ) -> tuple[torch.Tensor, dict[str, Any]]:
-            return stock(on_device(micro_batch, torch.device(get_device_id())), loss_function, forward_only)
+            return keeps(on_device(micro_batch, torch.device(get_device_id())), loss_function, forward_only)
 
         run = step if self.verifier is None else partial(self.verifier.forward_step, step)
         if self.carrier is None:
@@ -198,6 +204,12 @@ class SharedPrefixMixin:
         """Micro-batches that would share less than this run as plain rmpad; all of them after a mismatch."""
         fallen_back = self.verifier is not None and self.verifier.fallen_back
         return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
+
+    def optimizer_step(self) -> float:
+        norm = super().optimizer_step()  # type: ignore[misc]
+        if self.keeper is not None and math.isfinite(norm):
+            self.keeper.budget.stepped = True  # and the optimizer has its states
+        return norm
 
     def _check_batch(self, data: TensorDict) -> None:
         assert self.sharing is not None
@@ -231,10 +243,11 @@ class SharedPrefixMixin:
 
         start = time.perf_counter()
         guard = LossGuard()
+        keeper = None if forward_only else self.keeper
         carrier = Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows)
         outer, self.carrier = self.carrier, carrier
 
-        def finished() -> dict[str, float]:
+        def finished() -> tuple[dict[str, float], Held | None]:
             guard.raise_kept()
             carrier.check_all_claimed()
             get_torch_device().synchronize()  # the last backward is still running, and the clock must see its end
@@ -243,20 +256,27 @@ class SharedPrefixMixin:
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
             copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
-            return figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
+            figures = figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
+            return figures, None if keeper is None else keeper.held()
 
         try:
+            if keeper is not None:
+                keeper.start(everyone)
             compiler = compiling() if self.layer_compilation.on else nullcontext()
             with compiler, upstream.micro_batches_cut_by(cut, data):
                 output = run(data, guard.around(loss_function), forward_only=forward_only)
             ranks = gather_on_every_rank(finished, everyone)
-        except BaseException:
+        except BaseException as error:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
+            if keeper is not None:
+                keeper.explain(error)
             raise
         finally:
             self.carrier = outer  # and with ours the rows of a chain that an error has cut short are gone
         self._tell_of_rmpad(plans[0])
-        metrics = plan_metrics(ranks, self.ulysses_sequence_parallel_size)
+        metrics = plan_metrics([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size)
+        if keeper is not None:
+            metrics |= keeper.learn([held for _, held in ranks if held is not None])
         if self.verifier is not None:
             metrics |= self.verifier.take_metrics()
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
@@ -302,7 +322,10 @@ class SharedPrefixMixin:
         if layout is None:
             layout = self.sharing.lay_out(self.sharing.read(micro_batch))
         carrying = None if self.carrier is None else self.carrier.carrying(layout)
-        return self.sharing.to_device(layout, micro_batch, carrying)
+        rows = self.sharing.to_device(layout, micro_batch, carrying)
+        if self.shared_model.kept_layers is not None:
+            rows.shared.around = self.shared_model.kept_layers.attention
+        return rows
 
     def jagged_outputs(
         self, rows: ForwardRows, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict

@@ -1,0 +1,55 @@
+"""What a layer's forward holds for its backward, counted where autograd saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class HeldBytes:
+    """Counts the storages that autograd saves in a block, each once.
+
+    Attributes:
+        total: bytes so far, of storages that are neither the layer's weights nor anything it was given.
+    """
+
+    def __init__(self, layer: nn.Module, given: Iterable[Any]) -> None:
+        self._layer = layer
+        self._seen = {_storage(x) for x in given if isinstance(x, torch.Tensor)}
+        self._knows_weights = False
+        self.total = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is saved in the block; the tensors are saved as they are."""
+        with torch.autograd.graph.saved_tensors_hooks(self._count, lambda x: x):
+            yield
+
+    def leave_out(self, x: torch.Tensor) -> None:
+        """Do not count what is held anyway."""
+        self._seen.add(_storage(x))
+
+    def _count(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._knows_weights:  # not before: FSDP puts the gathered weights in when the layer starts
+            self._seen.update(_storage(weight) for weight in _tensors_of(self._layer))
+            self._knows_weights = True
+        storage = _storage(x)
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.total += x.untyped_storage().nbytes()
+        return x
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _tensors_of(layer: nn.Module) -> Iterator[torch.Tensor]:
+    """Weights and buffers; FSDP1 puts views of its flat parameter in as plain attributes."""
+    for module in layer.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            yield from (x for x in held.values() if isinstance(x, torch.Tensor))
