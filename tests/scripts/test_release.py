@@ -66,8 +66,12 @@ def test_a_workflow_can_be_read_and_runs_scripts_that_are_there(path: Path) -> N
     assert {"name", "jobs", True} <= workflow.keys()  # YAML reads "on" as a boolean
     for script in re.findall(r"scripts/[\w/]+\.(?:sh|py)", path.read_text()):
         assert (ROOT / script).is_file(), script
+    piped = False
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"] <= 120
+        piped |= any("|" in step.get("run", "") for step in job["steps"])
+    # GitHub's own shell, bash -e, goes on where what is in front of a pipe fails; a shell that is named does not.
+    assert not piped or workflow["defaults"]["run"]["shell"] == "bash"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[bf]*.yml")), ids=lambda p: p.name)
