@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 def train(
     folder: Path, *overrides: str, script: str = "run_qwen3_pg.sh", **environment: str
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Run a script of ``examples/``; its summary line and the metrics of each step."""
+    """Run a script of ``examples/``; its summary line and the metrics of each step. ``folder`` gets a console.log."""
     variables = {"WORK_DIR": str(folder), "TOTAL_STEPS": "2", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
     result = subprocess.run(
         ["bash", f"examples/{script}", *overrides],
@@ -32,6 +32,7 @@ def train(
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    (folder / "console.log").write_text(result.stdout + result.stderr)
     (summary,) = (line for line in result.stdout.splitlines() if line.startswith("run summary: "))
     assert result.stdout.splitlines()[-1] == summary
     assert not [line for line in (result.stdout + result.stderr).splitlines() if DEATHS.search(line)]

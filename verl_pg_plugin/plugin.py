@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from verl_pg_plugin.after_import import after_import
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from omegaconf import DictConfig
 
 __all__ = ["register"]
@@ -36,7 +38,7 @@ def register() -> None:
     if not _loading(cpu):
         cpu.register()
     after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
-    after_import("verl.trainer.ppo.ray_trainer", _keep_groups_in_v0)
+    after_import("verl.trainer.ppo.ray_trainer", _reach_v0)
     after_import("verl.trainer.main_ppo", _engage_before_run)
     if not _loading(upstream):
         upstream.call_before_validation(_engage_or_exit)
@@ -68,7 +70,7 @@ def _keep_groups_in_v1() -> None:
     _or_warn(lambda: upstream.look_up_group_trainers(PREFIX, keep_groups))
 
 
-def _keep_groups_in_v0() -> None:
+def _reach_v0() -> None:
     """In the process of the trainer, and in those that import its module for something else."""
     from verl_pg_plugin import upstream
 
@@ -77,7 +79,13 @@ def _keep_groups_in_v0() -> None:
 
         regroup(*args)
 
+    def short_console(trainer: Any) -> AbstractContextManager[None]:
+        from verl_pg_plugin.trainer.console import console
+
+        return console(trainer.config, getattr(trainer, "total_training_steps", None), v0=True)
+
     _or_warn(lambda: upstream.regroup_after_v0_balance(regroup))
+    _or_warn(lambda: upstream.fit_v0_within(short_console))
 
 
 def _or_warn(patch: Callable[[], None]) -> None:

@@ -113,7 +113,7 @@ def test_no_cheaper_way_to_cut_a_trie_exists(data: st.DataObject) -> None:
     shared = np.array([0, *data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))])
     rows = [data.draw(st.integers(max(a, b, 1), max(a, b) + 3)) for a, b in pairwise([*shared.tolist(), 0])]
     order = PrefixOrder(np.arange(len(shared)), np.array(rows), shared)
-    copies = CopiedKeys(data.draw(st.sampled_from([0.0, 0.25])), data.draw(st.sampled_from([1.0, 2.0])))
+    copies = CopiedKeys(data.draw(st.sampled_from([0.0, 0.25, 1.0])), data.draw(st.sampled_from([1.0, 2.0])))
     limits = MicroBatchLimits(
         data.draw(st.integers(max(rows), 2 * max(rows)) | st.none()), data.draw(st.integers(1, 4)), copies
     )

@@ -61,6 +61,52 @@ def test_a_part_of_a_group_has_the_keys_that_its_layout_gathers(
 
 
 @given(st.data(), tries())
+def test_a_part_of_any_trie_has_the_keys_that_its_layout_gathers(data: st.DataObject, batch: Batch) -> None:
+    order = batch.order()
+    first = data.draw(st.integers(0, len(order.sequences) - 1))
+    stop = data.draw(st.integers(first + 1, len(order.sequences)))
+    layout = batch.take(order.sequences[first:stop].tolist()).layout()
+    counted = KeysOfNeighbours(order).of(first, stop, carries=False)
+    assert counted == (len(layout.kv_rows) if stop > first + 1 else 0)
+
+
+PREAMBLE = range(10**7, 10**7 + 11)
+
+
+def groups_behind_a_preamble(prompt: int, responses: list[list[int]]) -> Batch:
+    """Prompts that begin with the same eleven tokens, ten rows, as with a chat template."""
+    return batch_of(
+        *[
+            ([*PREAMBLE, *[1000 + g] * prompt], [i] * n)
+            for g, lengths in enumerate(responses)
+            for i, n in enumerate(lengths)
+        ]
+    )
+
+
+@given(st.integers(1, 20), st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=5), min_size=2, max_size=4))
+def test_a_group_behind_what_all_prompts_begin_with_has_the_keys_that_its_layout_gathers(
+    prompt: int, responses: list[list[int]]
+) -> None:
+    batch = groups_behind_a_preamble(prompt, responses)
+    order = batch.order()
+    keys, starts = KeysOfNeighbours(order), [0, *(1 + np.flatnonzero(order.num_shared[1:] <= 10)).tolist()]
+    for first, stop in zip(starts, [*starts[1:], len(order.sequences)], strict=True):
+        layout = batch.take(order.sequences[first:stop].tolist()).layout()
+        assert keys.of(first, stop, carries=False) == len(layout.kv_rows)
+
+
+@pytest.mark.parametrize("max_rows", [990, 994, 998])
+def test_parts_behind_a_preamble_that_just_fit_keep_attention(max_rows: int) -> None:
+    """Counted with the preamble's keys once more, parts of several sequences would run attention again for no need."""
+    order = groups_behind_a_preamble(300, [[30] * 4] * 2).order()
+    limits = MicroBatchLimits(max_rows, copies=CopiedKeys(weight=1.0, free=1.0))
+    parts = cut_with_chains(order, limits, CarryWeights(recomputing=0.9), part_cost=1.0).parts
+    assert [len(part.sequences) for part in parts] == [2, 2, 2, 2]
+    assert not any(part.recompute_attention for part in parts)
+
+
+@given(st.data(), tries())
 def test_many_parts_at_once_are_counted_as_one_by_one(data: st.DataObject, batch: Batch) -> None:
     keys, size = KeysOfNeighbours(batch.order()), len(batch.sequences)
     first = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=5)))

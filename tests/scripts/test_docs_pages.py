@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
 from verl_pg_plugin.config.options import OPTION_NAMES
@@ -82,9 +81,3 @@ def test_pages_of_the_api_name_public_things_that_are_there() -> None:
         for name in names:
             assert not any(part.startswith("_") for part in name.split("."))
             assert (inspect.getdoc(pkgutil.resolve_name(name)) or "").strip(), f"{name} has no docstring"
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?![a-z]+:|#)([^)]+)\)", page.read_text()):
-        assert (DOCS / target.partition("#")[0]).exists(), target

@@ -7,6 +7,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer import main_ppo
+from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.tracking import Tracking
 
@@ -29,6 +30,14 @@ def test_verls_tracking_logs_to_the_table_and_shows_no_bar_of_its_own() -> None:
         assert trainer_base.tqdm(total=3).disable
     assert not isinstance(logger_of_a_run(), StepTable)
     assert not trainer_base.tqdm(total=3).disable
+
+
+def test_a_v0_run_shows_the_same() -> None:
+    with console(OmegaConf.create(LOGGER), total_steps=3, v0=True):
+        assert isinstance(logger_of_a_run(), StepTable)
+        assert ray_trainer.tqdm(total=3).disable
+    assert not isinstance(logger_of_a_run(), StepTable)
+    assert not ray_trainer.tqdm(total=3).disable
 
 
 def test_a_run_without_a_console_keeps_verls_progress_bar() -> None:

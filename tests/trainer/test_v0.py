@@ -1,6 +1,7 @@
 """V0 trainers find batches in which the rows of one prompt meet, whatever the number of groups."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.tracking import Tracking
 
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
+from verl_pg_plugin.reporting.step_table import StepTable
 from verl_pg_plugin.trainer import keep_groups
 from verl_pg_plugin.trainer.v0 import regroup
 
@@ -103,8 +106,35 @@ def test_an_import_of_a_verl_without_the_method_or_its_class_warns_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(RayPPOTrainer, "_balance_batch")
-    plugin._keep_groups_in_v0()
+    plugin._reach_v0()
     assert "left alone: type object 'RayPPOTrainer' has no attribute '_balance_batch'; the plugin needs" in caplog.text
     monkeypatch.delattr(ray_trainer, "RayPPOTrainer")
-    plugin._keep_groups_in_v0()
+    plugin._reach_v0()
     assert "left alone: cannot import name 'RayPPOTrainer'" in caplog.text
+
+
+def test_training_that_shares_prefixes_shows_its_steps_in_a_table(
+    trainer: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loggers: list[object] = []
+
+    def fit(self: Any) -> None:
+        loggers.append(Tracking("project", "name", default_backend="console").logger["console"])
+
+    monkeypatch.setattr(RayPPOTrainer, "fit", fit)
+    plugin._reach_v0()
+    plugin._reach_v0()
+    trainer.config.trainer.logger, trainer.total_training_steps = ["console"], 5
+    trainer.fit()
+    assert isinstance(loggers[-1], StepTable)
+    assert loggers[-1].total_steps == 5
+    trainer.use_prefix_grouper = False
+    trainer.fit()
+    assert len(loggers) == 2
+    assert not isinstance(loggers[-1], StepTable)
+
+
+def test_a_training_loop_with_other_parameters_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayPPOTrainer, "fit", lambda self, resume: None)
+    with pytest.raises(upstream.UpstreamChangedError, match=r"RayPPOTrainer\.fit now takes \(self, resume\)"):
+        upstream.fit_v0_within(lambda trainer: nullcontext())

@@ -1,6 +1,7 @@
 """verl's V0 trainer (``trainer.use_v1=False``) end to end: Ray, FSDP2 and Hydra, in packed mode."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: 
     assert step["prefix_grouper/balance/slowest_over_mean"] < 1.05
     assert step["actor/grad_norm"] > 0
     assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
+    shown = (tmp_path / "console.log").read_text()
+    assert re.search(r"\] step 1/1 left +0:00:00 .* \d+\.\d\dx ", shown), "a line for the step, with what was shared"
+    assert "rows never computed" in shown, "the gain at the end"
+    assert "step:1 - " not in shown, "verl's own line of every metric"
 
 
 @pytest.mark.slow

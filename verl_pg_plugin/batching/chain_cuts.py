@@ -156,13 +156,14 @@ class _Tries:
         self.shared = np.zeros(shape)
         new = np.full(shape, 1e15)  # nothing fits behind the end of a trie
         num_new, added = np.diff(maths.new_before), np.diff(maths.keys.before)
-        self.keys_before, self.keys_alone = np.zeros(shape), np.zeros(shape)
+        self.keys_before, self.keys_alone, self.keys_counted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for g, (first, stop) in enumerate(tries):
             # The trie's first sequence shares no row with the one before, or none that this trie may use.
             self.shared[g, 1 : stop - first] = maths.order.num_shared[first + 1 : stop]
             new[g, : stop - first] = num_new[first:stop]
             new[g, 0] = maths.order.num_rows[first]
             self.keys_alone[g, : stop - first] = maths.order.num_rows[first:stop]
+            self.keys_counted[g, 1 : stop - first] = maths.keys.counted[first + 1 : stop]
             self.keys_before[g, 1 : stop - first + 1] = np.cumsum(added[first:stop])
         self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)
 
@@ -171,7 +172,7 @@ class _Tries:
         limit, weights = self.maths.limits.max_rows, self.maths.weights
         total = self.new_before[np.arange(len(self.sizes)), self.sizes]
         most = total + (weights.carried + weights.owed) * self.shared.max(axis=1)
-        most += self.maths.limits.copies.weight * (self.keys_before.max(axis=1) + self.shared.max(axis=1))
+        most += self.maths.limits.copies.weight * (self.keys_before.max(axis=1) + self.keys_counted.sum(axis=1))
         high = np.minimum(most, np.inf if limit is None else limit)
         cheapest, choices = self._solve(high)
         cuts = self._trace(choices)
@@ -201,6 +202,9 @@ class _Tries:
         until[0, :, 0] = costs.part
         export_all = costs.export * (shared + costs.part)
         common = np.empty_like(shared)  # rows common to all sequences of a part that starts here, and its predecessor
+        # Rows above which a part that starts here has no branching yet, and keys in front of its branchings that an
+        # earlier part has as well, see ``KeysOfNeighbours``.
+        unbranched, prefix = shared + 0.5, np.zeros_like(shared)
         choices = np.zeros((2, num_tries, num_places), dtype=np.int64)
         total, low = np.zeros(num_tries), 0
         for b in range(1, num_places):
@@ -215,7 +219,10 @@ class _Tries:
             missing = shared[:, w] - kept
             spare = room[:, :, w] - rows
             if copies.weight:
-                spare -= copies.take_each(*self._copied(w, b))
+                last, above = shared[:, b - 1, None], slice(low, b - 1)
+                prefix[:, above] += (last < unbranched[:, above]) * self.keys_counted[:, b - 1, None]
+                np.minimum(unbranched[:, above], last, out=unbranched[:, above])
+                spare -= copies.take_each(*self._copied(w, b, prefix[:, w]))
             spare[:, :, -1] += (1 - weights.recomputing) * (rows - new_before[:, w])[
                 :, -1
             ]  # a single sequence may keep less
@@ -240,12 +247,18 @@ class _Tries:
             until[0, :, b] += shared[:, b]
         return total, choices
 
-    def _copied(self, starts: slice, b: int) -> tuple[FloatArray, FloatArray]:
-        """Keys (2, G, w) that parts which end before b copy, and their rows: computing their prefix, carrying it."""
+    def _copied(self, starts: slice, b: int, prefix: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Keys (2, G, w) that parts which end before b copy, and their rows: computing their prefix, carrying it.
+
+        Args:
+            starts: of the parts.
+            b: sequences in front of their end.
+            prefix: (G, w) keys in front of their branchings, where they compute their prefix.
+        """
         shared, after = self.shared[:, starts], slice(starts.start + 1, starts.stop + 1)
         keys = self.keys_alone[:, starts] + self.keys_before[:, b, None] - self.keys_before[:, after]
         rows = self.new_before[:, b, None] - self.new_before[:, starts]
-        both = np.stack([keys + shared, keys])
+        both = np.stack([keys + prefix, keys])
         both[0, :, -1] = 0.0  # a sequence by itself
         return both, np.stack([rows + shared, rows])
 

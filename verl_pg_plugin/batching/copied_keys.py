@@ -38,39 +38,69 @@ class CopiedKeys:
 class KeysOfNeighbours:
     """Keys of neighbours ``first <= k < stop`` of a sorted order, computed together.
 
-    Exact for whole groups and for parts of a trie with one level. A part of a deeper trie may have a few more: where it
-    begins below several branchings, it cuts its first sequence at each of them.
+    As many as the layout of that part gathers, wherever in a trie it begins and ends.
 
     Attributes:
         before: (B+1,) keys that each sequence adds to those of the sequences before it, summed.
+        counted: (B,) keys of the segment that ends where a sequence branches off, where ``before`` has counted them
+            with an earlier sequence: a part that begins between the two has to count them again.
     """
 
     def __init__(self, order: PrefixOrder) -> None:
         self.order = order
-        self.before = np.append(0, np.cumsum(_added(order)))
+        added, self.counted = _added(order)
+        self.before = np.append(0, np.cumsum(added))
         self._before, self._rows, self._shared = (
             self.before.tolist(),
             order.num_rows.tolist(),
             order.num_shared.tolist(),
         )
+        # The next sequence that branches off what this one shares with the one before it, at its end or further up.
+        self._at, self._below = (_next_below(self._shared, strict) for strict in (False, True))
+        self._counted = self.counted.tolist()
 
     def of(self, first: int, stop: int, carries: bool) -> int:
-        """Keys that a part copies; its prefix is carried, or computed with it and cut off at its end."""
-        if stop == first + 1 and not carries:
+        """Keys that a part copies; its prefix is carried, or computed with it."""
+        if carries:
+            return self._rows[first] + self._before[stop] - self._before[first + 1]
+        if stop == first + 1:
             return 0
-        prefix = 0 if carries else self._shared[first]
-        return prefix + self._rows[first] + self._before[stop] - self._before[first + 1]
+        keys, place = self._rows[first] + self._before[stop] - self._before[first + 1], self._at[first]
+        while place < stop:
+            keys += self._counted[place]
+            place = self._below[place]
+        return keys
 
     def of_each(self, first: IntArray | int, stop: IntArray | int, carries: bool) -> IntArray:
         """The same for many parts at once."""
-        prefix = 0 if carries else self.order.num_shared[first]
-        keys = prefix + self.order.num_rows[first] + self.before[stop] - self.before[np.add(first, 1)]
-        return keys if carries else np.where(np.equal(stop, np.add(first, 1)), 0, keys)
+        keys = self.order.num_rows[first] + self.before[stop] - self.before[np.add(first, 1)]
+        if carries:
+            return keys
+        counted, below = np.append(self.counted, 0), np.array([*self._below, len(self._below)])
+        place = np.array(self._at)[first]
+        while (inside := np.less(place, stop)).any():
+            keys = keys + np.where(inside, counted[place], 0)
+            place = np.where(inside, below[place], place)
+        return np.where(np.equal(stop, np.add(first, 1)), 0, keys)
 
 
-def _added(order: PrefixOrder) -> IntArray:
-    """(B,) keys of the segments that each sequence adds to the trie of all before it."""
-    added = order.num_rows.copy()
+def _next_below(shared: list[int], strict: bool) -> list[int]:
+    """For each number the place of the next that is smaller, or as small; their count where there is none."""
+    places = [len(shared)] * len(shared)
+    waiting: list[int] = []
+    for k, rows in enumerate(shared):
+        while waiting and (shared[waiting[-1]] > rows or (not strict and shared[waiting[-1]] == rows)):
+            places[waiting.pop()] = k
+        waiting.append(k)
+    return places
+
+
+def _added(order: PrefixOrder) -> tuple[IntArray, IntArray]:
+    """(B,) keys of the segments that each sequence adds to the trie of all before it.
+
+    And (B,) keys of the segment that ends where it branches off, if another has branched off there before.
+    """
+    added, counted = order.num_rows.copy(), np.zeros_like(order.num_rows)
     forks: list[list[int]] = []  # rows in front of each branching on the way to the last sequence, and whether it cuts
     before = 0
     for k, (rows, shared) in enumerate(zip(order.num_rows.tolist(), order.num_shared.tolist(), strict=True)):
@@ -78,6 +108,8 @@ def _added(order: PrefixOrder) -> IntArray:
             forks.pop()
         if shared and not (forks and forks[-1][0] == shared):
             forks.append([shared, False])
+        if shared and forks[-1][1]:
+            counted[k] = shared
         if rows == shared:
             added[k] = 0
         elif shared and shared == before:  # it alone goes on where the one before it ends
@@ -86,4 +118,4 @@ def _added(order: PrefixOrder) -> IntArray:
             added[k] += shared
             forks[-1][1] = True
         before = rows
-    return added
+    return added, counted

@@ -24,6 +24,7 @@ VERL_PARTS: tuple[Part, ...] = (
     # Module functions that upstream/ replaces.
     *_parts("verl.trainer.main_ppo", "upstream/entry_points.py", pprint=EXISTS),
     *_parts("verl.trainer.ppo.v1.trainer_base", "upstream/entry_points.py", tqdm=EXISTS),
+    *_parts("verl.trainer.ppo.ray_trainer", "upstream/entry_points.py", tqdm=EXISTS),
     *_parts("verl.utils.logger", "upstream/entry_points.py", LocalLogger="(print_to_console=True)"),
     *_parts("verl.trainer.ppo.v1.trainer_base.PPOTrainer", "trainer/v1.py", fit="(self, agent_loop_manager)"),
     *_parts(
@@ -154,6 +155,7 @@ VERL_PARTS: tuple[Part, ...] = (
         _update_actor="(self, batch, metrics)",
     ),
     *_parts("verl.trainer.ppo.ray_trainer", "upstream/trainers.py", RayPPOTrainer=EXISTS),
+    *_parts("verl.trainer.ppo.ray_trainer.RayPPOTrainer", "upstream/trainers.py", fit="(self)"),
     *_parts(
         "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
         "trainer/any_trainer.py trainer/keeps_groups.py trainer/v0.py upstream/trainers.py",

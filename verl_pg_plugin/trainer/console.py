@@ -24,19 +24,20 @@ def is_short(config: DictConfig) -> bool:
 
 
 @contextmanager
-def console(config: DictConfig, total_steps: int | None) -> Iterator[None]:
+def console(config: DictConfig, total_steps: int | None, v0: bool = False) -> Iterator[None]:
     """Within the block, a trainer of verl's shows its steps in a table; behind it, what sharing gained.
 
     Args:
         config: of the run.
         total_steps: of the run, None where it is unknown.
+        v0: whether the trainer is one of V0.
     """
     if not is_short(config) or "console" not in _loggers(config):
         yield  # without that logger nothing would feed the table, and verl's progress bar is all there is
         return
     table = StepTable(total_steps)
     try:
-        with upstream.steps_shown_by(table):
+        with upstream.steps_shown_by(table, v0):
             yield
     finally:
         table.close()  # a run that was stopped has gained as well

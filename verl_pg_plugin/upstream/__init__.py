@@ -27,6 +27,7 @@ from verl_pg_plugin.upstream.entry_points import (
     steps_shown_by,
 )
 from verl_pg_plugin.upstream.trainers import (
+    fit_v0_within,
     look_up_group_trainers,
     regroup_after_v0_balance,
     verls_groups_off,
@@ -37,6 +38,7 @@ __all__ = [
     "call_before_run",
     "call_before_validation",
     "drop_unreduced_gradients",
+    "fit_v0_within",
     "forwards_left_alone",
     "look_up_group_trainers",
     "micro_batches_cut_by",

@@ -101,30 +101,36 @@ def show_config_by(show: Callable[[Any], None]) -> None:
 
 
 @contextmanager
-def steps_shown_by(console: Any) -> Iterator[None]:
-    """Within the block, verl's V1 trainer of this process shows steps on ``console`` and no progress bar beside it.
+def steps_shown_by(console: Any, v0: bool = False) -> Iterator[None]:
+    """Within the block, verl's trainer of this process shows steps on ``console`` and no progress bar beside it.
 
     What: ``verl.utils.logger.LocalLogger``, which ``verl.utils.tracking.Tracking`` imports when it is built with the
-    logger ``console``, and ``tqdm`` as ``verl.trainer.ppo.v1.trainer_base`` sees it; put back at the end of the block.
+    logger ``console``, and ``tqdm`` as ``verl.trainer.ppo.v1.trainer_base`` sees it, for V0
+    ``verl.trainer.ppo.ray_trainer``; put back at the end of the block.
     Why: a step is one line of a hundred metrics, and loggers of other plugins cannot be registered.
     Versions: verl 0.9.0 and 0.9.1.
     Remove when: ``Tracking`` takes loggers of other packages.
 
     Args:
         console: has ``log(data, step)`` and ``flush()``.
+        v0: whether the trainer is one of V0.
 
     Raises:
         UpstreamChangedError: one of the two is gone.
     """
-    from verl.trainer.ppo.v1 import trainer_base
     from verl.utils import logger as loggers
 
-    if not (hasattr(loggers, "LocalLogger") and hasattr(trainer_base, "tqdm")):
+    if v0:
+        from verl.trainer.ppo import ray_trainer as trainers
+    else:
+        from verl.trainer.ppo.v1 import trainer_base as trainers
+
+    if not (hasattr(loggers, "LocalLogger") and hasattr(trainers, "tqdm")):
         raise UpstreamChangedError("verl's console logger or progress bar has moved; set prefix_grouper.console=full")
-    local_logger, tqdm = loggers.LocalLogger, trainer_base.tqdm
+    local_logger, tqdm = loggers.LocalLogger, trainers.tqdm
     loggers.LocalLogger = lambda print_to_console=True: console
-    trainer_base.tqdm = functools.partial(tqdm, disable=True)
+    trainers.tqdm = functools.partial(tqdm, disable=True)
     try:
         yield
     finally:
-        loggers.LocalLogger, trainer_base.tqdm = local_logger, tqdm
+        loggers.LocalLogger, trainers.tqdm = local_logger, tqdm

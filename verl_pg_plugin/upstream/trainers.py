@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -98,3 +98,35 @@ def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], 
 
     balance_then_regroup.keeps_groups = True  # type: ignore[attr-defined]
     RayPPOTrainer._balance_batch = balance_then_regroup
+
+
+def fit_v0_within(context: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Let V0 trainers that share prefixes train inside a context.
+
+    What: ``verl.trainer.ppo.ray_trainer.RayPPOTrainer.fit`` of a trainer whose ``use_prefix_grouper`` is set runs
+    inside ``context(trainer)``. Put in once per process and left there; trainers that share nothing train as before,
+    and so do those with a ``fit`` of their own.
+    Why: ``fit`` builds its loggers itself, and V0's task runners name their trainer's class.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V0 looks its trainer up by config, or is gone.
+
+    Raises:
+        UpstreamChangedError: the class or its method is gone, or takes more than ``(self)``.
+    """
+    with names_of_verl():
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        fit = RayPPOTrainer.fit
+    if getattr(fit, "within_context", False):
+        return
+    check_parameters(fit, "verl.trainer.ppo.ray_trainer.RayPPOTrainer.fit", ["self"])
+
+    @functools.wraps(fit)
+    def fit_within(self: Any) -> None:
+        if not self.use_prefix_grouper:
+            return fit(self)
+        with context(self):
+            fit(self)
+
+    fit_within.within_context = True  # type: ignore[attr-defined]
+    RayPPOTrainer.fit = fit_within
