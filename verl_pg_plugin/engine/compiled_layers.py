@@ -104,12 +104,12 @@ def compiling() -> Iterator[None]:
         ) from error
     except FAILURES as error:
         raise LayerCompilerError(
-            f"torch.compile failed on a decoder layer: {type(error).__name__}: {_first_line(error)}; {OFF}"
+            f"torch.compile failed on a decoder layer: {_first_line(getattr(error, 'inner_exception', error))}; {OFF}"
         ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def _text_part(module: Any) -> Any:
