@@ -51,6 +51,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
+from verl_pg_plugin.config.other_packages import say_once
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
@@ -63,7 +64,8 @@ class Row:
     """One measurement; seconds are the slowest rank's, memory is the largest rank's.
 
     ``slowest_over_mean`` compares the FLOPs of the ranks: their times are equal, since FSDP makes them wait for
-    each other in every layer. ``graphs_compiled`` counts what the path has compiled up to and with this measurement.
+    each other in every layer. ``graphs_compiled`` counts what the path has compiled up to and with this measurement;
+    ``layers_compiled`` is what ``prefix_grouper.compile_layers`` came to.
     """
 
     model: str
@@ -87,6 +89,7 @@ class Row:
     physical_tflops_per_s: float
     slowest_over_mean: float
     graphs_compiled: int
+    layers_compiled: bool
     world_size: int
     device: str
     driver: str
@@ -177,6 +180,9 @@ def main() -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     initialize_global_process_group_ray()
+    # Modules that this imports keep the frames that imported them: inside ``build_engine`` the first engine with them,
+    # whose weights would count as memory of all that are measured after it.
+    say_once()
     with tempfile.TemporaryDirectory(prefix="bench_actor_") as folder:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:
@@ -192,6 +198,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
     kernels: dict[EnginePath, str] = {}
+    compiled: dict[EnginePath, bool] = {}
     works: dict[tuple[EnginePath, str], Work] = {}
     patches: dict[str, int] = {}
     for path in sorted(args.paths, key=lambda path: path.stock):
@@ -233,6 +240,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 # A run that is cut short leaves what it has measured.
                 logger.warning("%s %s %s: %s", path, name, phase, numbers)
                 kernels[path] = "stock" if path.stock else engine.sharing.kernel.name
+                compiled[path] = not path.stock and engine.layer_compilation.on
         del engine
         gc.collect()
         get_torch_device().empty_cache()
@@ -246,6 +254,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 case=case_name,
                 path=str(path),
                 kernel=kernels[path],
+                layers_compiled=compiled[path],
                 phase=phase,
                 speedup=base["seconds_median"] / numbers["seconds_median"] if base else float("nan"),
                 flop_bound=sum(work.alone[phase]) / sum(done[phase]),
@@ -281,7 +290,7 @@ def report(rows: list[Row], path: Path | None) -> None:
     for row in sorted(rows, key=lambda row: (row.case, row.phase, row.path != "rmpad")):
         table.add_row(
             row.case,
-            row.path if row.kernel == "stock" else f"{row.path} {row.kernel}",
+            row.path if row.kernel == "stock" else f"{row.path} {row.kernel}{', compiled' * row.layers_compiled}",
             row.phase,
             f"{row.seconds_median:.4f}",
             f"{row.seconds_min:.4f}..{row.seconds_max:.4f}",

@@ -104,7 +104,8 @@ def forecast_of(file: Path, row: dict[str, str]) -> float | None:
         int(own_budget or stock.budget),
         carry=options.get("carry") != "never",
         recompute_attention=options.get("recompute_attention") == "True",
-        compile_layers=options.get("compile_layers") == "True",
+        # Files from before layers were compiled by default do not say whether they were.
+        compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
         kernel=options.get("attention_kernel", "flash_attn_2"),
     )
     model, case, ranks, phase = row["model"], row["case"], int(row["world_size"]), row["phase"]

@@ -1,14 +1,19 @@
 """Compiled decoder layers keep the numbers, and ragged micro-batches compile them once."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import config
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.engine.compiled_layers import compile_layers
+from verl_pg_plugin.engine import compiled_layers
+from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_layers
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -56,6 +61,87 @@ def test_compiled_layers_keep_the_numbers(qwen3: str, options: dict) -> None:
     for samples in RAGGED[:2]:
         batch = make_batch(samples, max_token_len_per_gpu=BUDGET)
         assert_same(run_engine(engine, clone(batch), actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def run_update(engine: Any, loss: Any) -> None:
+    with engine.train_mode():
+        engine.forward_backward_batch(make_batch(RAGGED[0]), loss)
+        engine.optimizer_zero_grad()
+
+
+@pytest.fixture
+def compile_with(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Layers go through another compiler than Inductor, which takes seconds."""
+
+    def use(backend: Any) -> None:
+        monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend=backend))
+
+    return use
+
+
+def test_recomputed_layers_run_the_graphs_of_their_forward(qwen3: str, compile_with) -> None:
+    """Else the backward compiles, and the checkpoint meets tensors and operators that the forward never had."""
+    compile_with("eager")
+    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
+    compiled_by_the_loss = []
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        compiled_by_the_loss.append(counters["stats"]["unique_graphs"])
+        return actor_loss()(*args, **kwargs)
+
+    run_update(engine, loss)
+    assert compiled_by_the_loss == [counters["stats"]["unique_graphs"]]
+    assert compiled_by_the_loss[0] > 0
+
+
+def fail(graph: Any, inputs: Any) -> Any:
+    raise OSError("the compiler ran out of disk")
+
+
+def fail_as_inductor_does(graph: Any, inputs: Any) -> Any:
+    raise InductorError(OSError("the compiler ran out of disk"), None)
+
+
+def run(graph: Any, inputs: Any) -> Any:
+    return graph.forward
+
+
+@pytest.mark.parametrize(
+    "backend", [fail, aot_autograd(fw_compiler=run, bw_compiler=fail_as_inductor_does)], ids=["forward", "backward"]
+)
+def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_with, backend: Any) -> None:
+    compile_with(backend)
+    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
+    with pytest.raises(LayerCompilerError, match=r"ran out of disk.*set prefix_grouper\.compile_layers=False"):
+        run_update(engine, actor_loss())
+
+
+def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, compile_with, monkeypatch) -> None:
+    """torch itself would go on without compiling, for the rest of the training, after a line in the log."""
+    compile_with("eager")
+    monkeypatch.setattr(compiled_layers, "GRAPHS_PER_FUNCTION", 1)
+    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
+    with (
+        config.patch(recompile_limit=1),
+        pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"),
+    ):
+        run_engine(engine, make_batch(RAGGED[0]), actor_loss())
+
+
+def test_auto_compiles_nothing_on_a_cpu_and_says_why(qwen3: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(qwen3, packed=True)
+    run_update(engine, actor_loss())
+    assert not counters["stats"]["unique_graphs"]
+    (line,) = [record.getMessage() for record in caplog.records if "layers not compiled" in record.getMessage()]
+    assert "compile_layers=auto: compiling pays on a GPU" in line
+
+
+def test_auto_compiles_what_is_tested_where_it_is(qwen3: str, compile_with, monkeypatch, caplog) -> None:
+    compile_with("eager")
+    monkeypatch.setattr("verl_pg_plugin.config.layer_compiler.PROVEN_DEVICE", "cpu")
+    run_update(make_engine(qwen3, packed=True), actor_loss())
+    assert counters["stats"]["unique_graphs"]
+    assert "layers compiled (prefix_grouper.compile_layers=auto: tested with qwen3" in caplog.text
 
 
 def test_a_model_that_names_no_layers_is_refused() -> None:

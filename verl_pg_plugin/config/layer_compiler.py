@@ -160,15 +160,20 @@ def compiler_obstacle(device: str) -> str:
         return "torch.compile is switched off; unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
     if config.suppress_errors:
         return "torch would hide failures and run layers uncompiled; unset TORCHDYNAMO_SUPPRESS_ERRORS"
-    if device == PROVEN_DEVICE:
-        if importlib.util.find_spec("triton") is None:
-            return "torch.compile needs Triton, which is not installed: pip install triton"
-        if not _found(os.environ.get("CC", ""), "gcc", "clang"):
-            return "Triton needs a C compiler and finds none: install gcc, or name one in CC"
-        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            return "Triton needs Python.h and finds none: install python3-dev"
-    elif not _found(os.environ.get("CXX", ""), "g++", "clang++"):
+    if device == "cuda":
+        return _triton_obstacle()
+    if not _found(os.environ.get("CXX", ""), "g++", "clang++"):
         return "torch.compile needs a C++ compiler and finds none: install g++, or name one in CXX"
+    return ""
+
+
+def _triton_obstacle() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton, which is not installed: pip install triton"
+    if not _found(os.environ.get("CC", ""), "gcc", "clang"):
+        return "Triton needs a C compiler and finds none: install gcc, or name one in CC"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python.h and finds none: install python3-dev"
     return ""
 
 

@@ -80,7 +80,7 @@ class _SameStorage(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -103,12 +103,12 @@ def compiling() -> Iterator[None]:
         ) from error
     except FAILURES as error:
         raise LayerCompilerError(
-            f"torch.compile failed on a decoder layer: {type(error).__name__}: {_first_line(error)}; {OFF}"
+            f"torch.compile failed on a decoder layer: {_first_line(getattr(error, 'inner_exception', error))}; {OFF}"
         ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:

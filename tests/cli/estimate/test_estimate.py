@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
+from verl_pg_plugin.cli.estimate import report
 
 TEMPLATE = "{% for message in messages %}a a a {{ message.content }} {% endfor %}"
 
@@ -121,3 +122,15 @@ def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: P
         "packed mode does not run it: config.json says attention_dropout=0.1"
         in estimate(capsys, "--model", tmp_path, *lengths)[2]
     )
+
+
+def test_layers_are_forecast_compiled_where_they_would_be(capsys, model: str, tmp_path: Path, monkeypatch) -> None:
+    def update(*options: str) -> float:
+        figures = tmp_path / "figures.json"
+        lengths = ("--model", model, "--prompt", 64, "--response", 16, "--budget", 400, "--json", figures)
+        assert estimate(capsys, *lengths, *options)[0] == 0
+        return json.loads(figures.read_text())[0]["update"]
+
+    assert update() == update("--compile-layers", "True") > update("--compile-layers", "False")
+    monkeypatch.setattr(report, "COMPILED_TYPES", frozenset())
+    assert update() == update("--compile-layers", "False")

@@ -42,7 +42,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--rollouts", type=Path, help="folder of N.jsonl files, one for each step")
     parser.add_argument("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
     parser.add_argument("--memory-gib", type=float, help="free for activations: picks the best budget within it")
-    parser.add_argument("--compile-layers", action="store_true", help="prefix_grouper.compile_layers=True")
+    parser.add_argument(
+        "--compile-layers",
+        choices=("auto", "True", "False"),
+        default="auto",
+        help="prefix_grouper.compile_layers (auto: what it comes to for such a model under FSDP2 on a GPU)",
+    )
     parser.add_argument("--kernel", choices=("flash_attn_2", "flash_attn_4"), default="flash_attn_2")
     parser.add_argument("--no-carry", action="store_true", help="prefix_grouper.carry=never")
     parser.add_argument("--no-ref", action="store_true", help="the step has no reference policy")

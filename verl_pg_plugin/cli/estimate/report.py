@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.estimate.sources import Model
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
@@ -34,15 +35,25 @@ def by_budget(batch: Batch, model: Model, args: argparse.Namespace) -> list[Fore
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     config = model.config.get_text_config()
     memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel=args.kernel)
+    compiled = are_layers_compiled(args.compile_layers, model)
     found: list[Forecast] = []
     for budget in sorted(args.budget or usual):
         if budget < longest:
             raise CommandError(f"--budget {budget} does not hold the longest sequence of {longest} tokens")
-        settings = Settings(budget, carry=not args.no_carry, compile_layers=args.compile_layers, kernel=args.kernel)
+        settings = Settings(budget, carry=not args.no_carry, compile_layers=compiled, kernel=args.kernel)
         found.append(forecast(batch, model.flops, memory, settings))
         if not args.budget and found[-1].micro_batches == 1:
             break  # a larger one changes nothing
     return found
+
+
+def are_layers_compiled(asked: str, model: Model) -> bool:
+    """What ``prefix_grouper.compile_layers`` comes to under FSDP2 on a GPU.
+
+    Args:
+        asked: auto, True or False.
+    """
+    return model.config.model_type in COMPILED_TYPES if asked == "auto" else asked == "True"
 
 
 def best(forecasts: list[Forecast], memory_gib: float | None) -> Forecast | None:

@@ -1,0 +1,71 @@
+"""The types whose layers are compiled by default are as exact compiled as they are uncompiled, and compile once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+
+from tests.architectures.outcome import HYBRIDS, model_class, supports_checkpointing
+from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
+from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
+from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TYPES = sorted((COMPILED_TYPES & set(MODEL_TYPES)) - HYBRIDS)
+"""Hybrids and types with pictures are run compiled by ``tests/mixers`` and ``tests/modalities``."""
+RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def experts_of(config: transformers.PretrainedConfig) -> dict[str, str]:
+    """Experts as one product of matrices: the grouped product that a GPU runs is a loop over them on a CPU."""
+    chosen = model_class(config)._can_set_experts_implementation()
+    return {"_experts_implementation": "batched_mm"} if chosen else {}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(model_type)
+    if config.get_text_config().to_dict().get("attn_logit_softcapping"):
+        write_capped_scores_out(monkeypatch)
+    torch.manual_seed(SEED)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    engine = make_engine(
+        str(tmp_path),
+        packed=True,
+        engine={"compile_layers": True},
+        model={
+            "enable_gradient_checkpointing": supports_checkpointing(model_type),
+            "override_config": {"attn_implementation": "sdpa", **experts_of(config)},
+        },
+    )
+    zero, graphs = ZERO_GRADIENTS.get(model_type, set()), []
+    for samples in (SAMPLES, *RAGGED):
+        batch = make_batch(samples)
+        got, want = run_engine(engine, clone(batch), actor_loss()), run_reference(str(tmp_path), batch, actor_loss())
+        assert_same(without(got, zero), without(want, zero))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert set(graphs) == {graphs[0]}
+
+
+@pytest.mark.parametrize("model_type", sorted(BREAKING_TYPES))
+def test_types_that_are_refused_compiled_would_not_be_exact(model_type: str, tmp_path: Path, monkeypatch) -> None:
+    """Where this fails, a type can be taken off the list."""
+    why = BREAKING_TYPES[model_type]
+    monkeypatch.delitem(BREAKING_TYPES, model_type)
+    with pytest.raises(AssertionError, match="off by"):
+        test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path, monkeypatch)
+    assert " off " in why
