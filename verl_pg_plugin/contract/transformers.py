@@ -39,6 +39,13 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         _is_stateful=EXISTS,
         _no_split_modules=EXISTS,
     ),
+    # Each layer is called through its own ``_gradient_checkpointing_func``, which this method sets; see its test.
+    *_parts("transformers.modeling_layers", "engine/kept_layers.py", GradientCheckpointingLayer=EXISTS),
+    *_parts(
+        "transformers.PreTrainedModel",
+        "engine/saved_attention.py",
+        gradient_checkpointing_enable="(self, gradient_checkpointing_kwargs=None)",
+    ),
     *_parts(
         "transformers.PreTrainedModel",
         "architectures/head_probe.py cost/flops.py",
