@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp import _init_utils
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import ONE_GROUP, carrying, carrying_engine
@@ -26,7 +28,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2, weights stay gathered": {"engine": {"reshard_after_forward": False}},
     "fsdp": {"strategy": "fsdp", "engine": {"use_orig_params": True}},
-    "fsdp, flat parameters": {"strategy": "fsdp"},
     "ulysses": {"engine": {"ulysses_sequence_parallel_size": 2}},
 }
 
@@ -38,6 +39,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_engines(rank: int, path: str) -> dict[str, tuple[Result, set[int]]]:
     """What each engine computes, and how many layers this rank's micro-batches have kept."""
+    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+    _init_utils._check_module_states_for_sync_module_states = lambda states: None
     results = {}
     for name, settings in ENGINES.items():
         settings = {**settings, "engine": {**settings.get("engine", {}), "keep_activations": 1.0}}
@@ -55,7 +58,19 @@ def run_engines(rank: int, path: str) -> dict[str, tuple[Result, set[int]]]:
     with carrying(engine):
         result = run_engine(engine, make_batch(ONE_GROUP, max_token_len_per_gpu=18), actor_loss())
     results["chain"] = result, set()
+    results["flat parameters"] = Result({}, flat_gradients(rank, path, "all")), set()
+    results["flat parameters, recomputed"] = Result({}, flat_gradients(rank, path, "attention")), set()
     return results
+
+
+def flat_gradients(rank: int, path: str, keep: str) -> dict[str, torch.Tensor]:
+    """This rank's shards, as FSDP1 holds them."""
+    engine = make_engine(path, packed=True, strategy="fsdp", engine={"keep_activations": keep})
+    batch = tu.index_select_tensor_dict(make_batch(SAMPLES, max_token_len_per_gpu=50), ROWS[rank])
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch, actor_loss())
+        return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +86,14 @@ def test_ranks_that_keep_different_layers_are_exact(ranks: list, qwen3: str, nam
         outputs = {output: [values[row] for row in mine] for output, values in expected.outputs.items()}
         assert_same(results[name][0], Result(outputs, expected.gradients))
     kept = [results[name][1] for results in ranks]
-    assert kept == ([{3}, {3}] if name == "ulysses" else [{2}, {1}])
+    assert kept == ([{1}, {1}] if name == "ulysses" else [{2}, {1}])
+
+
+def test_flat_parameters_get_the_gradients_of_recomputed_layers(ranks: list) -> None:
+    for results in ranks:
+        kept, recomputed = (results[f"flat parameters{how}"][0].gradients for how in ("", ", recomputed"))
+        assert any(gradient.abs().max() > 0 for gradient in recomputed.values())
+        assert all(torch.equal(kept[name], want) for name, want in recomputed.items())
 
 
 def test_parts_of_a_chain_keep_their_layers_on_every_ulysses_rank(ranks: list, qwen3: str) -> None:

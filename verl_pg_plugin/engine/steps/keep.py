@@ -20,7 +20,6 @@ from verl_pg_plugin.engine.ranks import over_ranks
 from verl_pg_plugin.engine.shared_model import SharedModel
 from verl_pg_plugin.engine.sharing_modes import PackedMode, SharingMode
 from verl_pg_plugin.engine.steps.verify import ForwardStep
-from verl_pg_plugin.modalities.text import TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ def _why_attention(model: SharedModel, mode: SharingMode, model_config: HFModelC
         return "prefix_grouper.recompute_attention=True keeps nothing"
     if model.kept_layers is None:
         return f"layers of {model.name} are not checkpointed one by one"
-    if auto and mode.modality is not TEXT:
+    if auto and mode.modality.towers:
         return "the memory that a tower of pictures takes changes from batch to batch"
     if auto and DeviceMemory.read() is None:
         return f"the free memory of a {get_device_name()} device is unknown"
