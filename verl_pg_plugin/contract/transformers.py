@@ -59,10 +59,11 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         "architectures/checks.py architectures/randomness.py architectures/skeleton.py "
         "architectures/stock_faults.py cli/estimate/sources.py config/before_ray/prompts.py "
         "config/checkpoint_checks.py config/model_rules.py cost/flops.py cost/kept_layers.py cost/row_memory.py "
-        "cpu/generation.py cpu/processor.py cpu/received_weights.py cpu/server.py cli/doctor/sharing.py engine/shared_model.py "
-        "mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py mixers/protocol.py modalities/__init__.py "
-        "modalities/pictures/modality.py modalities/protocol.py modalities/text.py "
-        f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
+        "cpu/generation.py cpu/processor.py cpu/received_weights.py cpu/server.py cli/doctor/sharing.py "
+        "engine/shared_model.py mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py "
+        "mixers/protocol.py modalities/__init__.py modalities/pictures/modality.py modalities/protocol.py "
+        f"modalities/text.py engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} "
+        f"{_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
         MODEL_FOR_CAUSAL_LM_MAPPING=EXISTS,
