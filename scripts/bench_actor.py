@@ -11,7 +11,8 @@ trees with a row per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all b
 first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
 in the same run; the bound is the ratio of floating point operations, tower included, the head counted on every token
 for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
-backward passes; with ``--optimizer SGD`` there is no optimizer state beside it.
+backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. What ``packed:keep_activations=10``
+keeps is known after the first update, what ``auto`` keeps after the second: ``--warmup 1`` and ``2`` at least.
 """
 
 import argparse
@@ -56,7 +57,7 @@ from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
 logger = logging.getLogger(__name__)
-ROW_METRICS = ("physical_tokens", "exported_rows", "peak_carried_gib", "patches")
+ROW_METRICS = ("physical_tokens", "exported_rows", "peak_carried_gib", "patches", "kept_layers", "kept_gib")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Row:
     physical_tokens: int
     exported_rows: int
     peak_carried_gib: float
+    kept_layers: float
+    kept_gib: float
     patches: int
     logical_patches: int
     physical_tflops_per_s: float

@@ -94,6 +94,7 @@ COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
         ({"static_rows": True}, BUDGET),
         ({"min_dedup_ratio": 1.3}, BUDGET),
         ({"recompute_attention": True}, {}),
+        ({"keep_activations": "all"}, {}),
         ({"verify": "first"}, {}),
         pytest.param({"compile_layers": True}, {}, marks=COMPILES),
         pytest.param({"compile_layers": True, "static_rows": True}, BUDGET, marks=COMPILES),

@@ -127,6 +127,16 @@ MODEL_OPTIONS: tuple[Option, ...] = (
         note="without it, gradient checkpointing keeps the outputs of attention",
     ),
     Option(
+        "activations kept",
+        "prefix_grouper.keep_activations=all",
+        frozenset({LAYERS}),
+        # The other settings of its own are what it is refused without.
+        engine={"keep_activations": "all", "recompute_attention": False},
+        model={"enable_gradient_checkpointing": True, "enable_activation_offload": False},
+        proofs=("tests/engine/test_kept_layers.py", "tests/engine/test_kept_layers_ranks.py"),
+        note="the same with a number of GiB, and with auto",
+    ),
+    Option(
         "Liger kernels",
         f"{MODEL}.use_liger=True",
         frozenset({LAYERS}),

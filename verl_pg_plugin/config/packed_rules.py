@@ -104,6 +104,7 @@ PACKED_RULES: tuple[Rule, ...] = (
         lambda value, facts: keeps_layers(value) and is_off(facts.value("gradient_checkpointing"), facts),
         "without gradient checkpointing every layer keeps everything",
         set_to("attention"),
+        roles=frozenset({Role.ACTOR}),
     ),
     Rule(
         "keep_activations_offloaded",

@@ -39,6 +39,13 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         _is_stateful=EXISTS,
         _no_split_modules=EXISTS,
     ),
+    # Each layer is called through its own ``_gradient_checkpointing_func``, which this method sets; see its test.
+    *_parts("transformers.modeling_layers", "engine/kept_layers.py", GradientCheckpointingLayer=EXISTS),
+    *_parts(
+        "transformers.PreTrainedModel",
+        "engine/saved_attention.py",
+        gradient_checkpointing_enable="(self, gradient_checkpointing_kwargs=None)",
+    ),
     *_parts(
         "transformers.PreTrainedModel",
         "architectures/head_probe.py cost/flops.py",
@@ -51,11 +58,12 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         "transformers",
         "architectures/checks.py architectures/randomness.py architectures/skeleton.py "
         "architectures/stock_faults.py cli/estimate/sources.py config/before_ray/prompts.py "
-        "config/checkpoint_checks.py config/model_rules.py cost/flops.py cost/row_memory.py cpu/generation.py "
-        "cpu/processor.py cpu/received_weights.py cpu/server.py cli/doctor/sharing.py engine/shared_model.py "
-        "mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py mixers/protocol.py modalities/__init__.py "
-        "modalities/pictures/modality.py modalities/protocol.py modalities/text.py "
-        f"engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} {_SPLIT_LLAMA_FILE}",
+        "config/checkpoint_checks.py config/model_rules.py cost/flops.py cost/kept_layers.py cost/row_memory.py "
+        "cpu/generation.py cpu/processor.py cpu/received_weights.py cpu/server.py cli/doctor/sharing.py "
+        "engine/shared_model.py mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py "
+        "mixers/protocol.py modalities/__init__.py modalities/pictures/modality.py modalities/protocol.py "
+        f"modalities/text.py engine/heads/value_model.py models/__init__.py models/packed_inputs.py {_QWEN3_FILE} "
+        f"{_SPLIT_LLAMA_FILE}",
         PretrainedConfig=EXISTS,
         PreTrainedModel=EXISTS,
         MODEL_FOR_CAUSAL_LM_MAPPING=EXISTS,

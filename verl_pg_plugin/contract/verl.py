@@ -69,6 +69,7 @@ VERL_PARTS: tuple[Part, ...] = (
         _build_lora_module="(self, module)",
         _build_fsdp_module="(self, module)",
         forward_backward_batch="(self, data, loss_function, forward_only=False)",
+        optimizer_step="(self)",
         get_data_parallel_group="(self)",
     ),
     *_parts(
@@ -101,7 +102,7 @@ VERL_PARTS: tuple[Part, ...] = (
     # Configs: the fields that are read.
     *_parts(
         "verl.workers.config",
-        "config/engine_config.py engine/requirements.py",
+        "config/engine_config.py engine/requirements.py engine/steps/keep.py",
         FSDPEngineConfig=(
             "(strategy, forward_only, use_dynamic_bsz, use_torch_compile, pad_to_length, pad_to_length_bucket, "
             "entropy_checkpointing, entropy_from_logits_with_chunking, entropy_from_logits_chunk_size, "
@@ -111,7 +112,7 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts("verl.workers.config.FSDPEngineConfig", "config/engine_config.py", __post_init__="(self)"),
     *_parts(
         "verl.workers.config",
-        "cpu/rollout.py cpu/server.py engine/requirements.py",
+        "cpu/rollout.py cpu/server.py engine/requirements.py engine/steps/keep.py",
         HFModelConfig=(
             "(path, local_path, hf_config, model_type, architectures, generation_config, tokenizer, "
             "trust_remote_code, external_lib, override_config, use_remove_padding, use_fused_kernels, "
@@ -190,7 +191,8 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts(
         "verl.utils.device",
         "config/facts.py config/before_ray/machines.py cli/doctor/fresh_process.py cli/doctor/overrides.py "
-        "engine/fsdp_engine.py engine/heads/fused_head.py engine/shared_prefix_engine.py main_ppo.py",
+        "engine/device_memory.py engine/fsdp_engine.py engine/heads/fused_head.py engine/shared_prefix_engine.py "
+        "engine/steps/keep.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
         get_device_id="()",

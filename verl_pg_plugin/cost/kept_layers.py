@@ -16,12 +16,13 @@ class LayerActivations:
     """Bytes that a row of one compiled attention layer holds beside what checkpointing holds anyway, by part.
 
     What checkpointing holds is the layer's input and attention's output. A kept layer adds the outputs of matrices that
-    a backward reads and the sum in front of the MLP; norms, rotary embedding and activation are fused into what reads
-    them. Exact for layers of Qwen3 that torch 2.13 compiles; one that is not compiled holds half as much again or more.
+    a backward reads, what the first of them read, the sum in front of the MLP, and a float32 number for each norm; the
+    rest is computed again where it is read. Exact for layers of Qwen3 that torch 2.13 compiles; one that is not
+    compiled holds half as much again or more.
 
     Attributes:
-        projections: queries and keys in front of their norms and behind the rotary embedding, and values.
-        mlp: the MLP's input and its two products.
+        projections: their input, queries and keys in front of their norms and behind the rotary embedding, and values.
+        mlp: the sum in front of it and its two products.
         flops_of_projections, flops_of_mlp: that the backward spends on computing them again.
     """
 
@@ -44,8 +45,8 @@ class LayerActivations:
         queries_and_keys, values = (heads + kv_heads) * key_width, kv_heads * value_width
         inner = config.intermediate_size
         return cls(
-            projections=(2 * queries_and_keys + values) * dtype.itemsize,
-            mlp=(hidden + 2 * inner) * dtype.itemsize,
+            projections=(hidden + 2 * queries_and_keys + values) * dtype.itemsize + 4 * (1 + heads + kv_heads),
+            mlp=(hidden + 2 * inner) * dtype.itemsize + 4,
             flops_of_projections=2.0 * hidden * (queries_and_keys + values + heads * value_width),
             flops_of_mlp=6.0 * hidden * inner,
         )

@@ -34,6 +34,8 @@ class HeldBytes:
         self._seen.add(_storage(x))
 
     def _count(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) not in (torch.Tensor, nn.Parameter):
+            return x  # a compiler that traces the layer, when it first runs, saves stand-ins without storage
         if not self._knows_weights:  # not before: FSDP puts the gathered weights in when the layer starts
             self._seen.update(_storage(weight) for weight in _tensors_of(self._layer))
             self._knows_weights = True

@@ -95,5 +95,6 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
     if module.is_gradient_checkpointing and not options.recompute_attention:
         saved_attention = SavedAttention(mode.kernel.name)
         saved_attention.install(module)
-        kept_layers = KeptLayers.install(module, saved_attention)
+        if options.keep_activations != "attention":
+            kept_layers = KeptLayers.install(module, saved_attention)
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention, kept_layers)

@@ -37,6 +37,25 @@ def test_modes_and_kernel_follow_the_overrides(packed: list[str]) -> None:
     assert "attention kernel" not in rows
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "prefix_grouper.keep_activations=attention",
+            "attention's outputs are kept (prefix_grouper.keep_activations=a",
+        ),
+        ("prefix_grouper.keep_activations=12.5", "layers of up to 12.5 GiB are kept"),
+        ("prefix_grouper.keep_activations=auto", "as many layers as the device has memory for"),
+        ("prefix_grouper.recompute_attention=True", "all recomputed"),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing=False", "all kept"),
+    ],
+)
+def test_the_doctor_says_what_the_backward_finds_kept(packed: list[str], override: str, said: str) -> None:
+    section = settings(compose_config([*packed, override]))
+    assert section.problems == ()
+    assert said in dict(section.rows)["activations"]
+
+
 def test_what_verl_itself_rejects_is_a_problem(packed: list[str]) -> None:
     (problem,) = settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).problems
     assert problem.what.startswith("verl's own validation refuses it:")

@@ -158,6 +158,7 @@ def test_an_error_inside_a_chain_leaves_the_next_batch_clean(qwen3: str, engine:
 
 OPTIONS: dict[str, dict] = {
     "attention is recomputed": {"engine": {"recompute_attention": True}},
+    "layers keep their activations": {"engine": {"keep_activations": "all"}},
     "no checkpointing": {"model": {"enable_gradient_checkpointing": False}},
     "static rows and the head in chunks": {"engine": {"static_rows": True, "logits_chunk_size": 5}},
     "every micro-batch is reduced": {

@@ -76,7 +76,23 @@ def settings(config: DictConfig) -> Section:
             rows.append(("attention kernel", f"{kernel.name} ({kernel.reason})"))
     if mode is Mode.PACKED:
         rows.append(("compiled layers of the actor", _compiled_layers(config)))
+        rows.append(("activations", _activations(config)))
     return Section("With these overrides", tuple(rows), tuple(problems))
+
+
+def _activations(config: DictConfig) -> str:
+    """What the backward of the actor finds kept."""
+    if not OmegaConf.select(config, "actor_rollout_ref.model.enable_gradient_checkpointing", default=False):
+        return "all kept, no gradient checkpointing"
+    if OmegaConf.select(config, f"{OPTIONS}.recompute_attention", default=False):
+        return "all recomputed, attention too"
+    asked = OmegaConf.select(config, f"{OPTIONS}.keep_activations", default="attention")
+    kept = {
+        "attention": "attention's outputs are kept",
+        "all": "all layers are kept",
+        "auto": "attention's outputs are kept, and as many layers as the device has memory for after the first update",
+    }
+    return f"{kept.get(asked, f'layers of up to {asked} GiB are kept')} ({OPTIONS}.keep_activations={asked})"
 
 
 def _compiled_layers(config: DictConfig) -> str:

@@ -20,7 +20,6 @@ from verl_pg_plugin.engine.ranks import over_ranks
 from verl_pg_plugin.engine.shared_model import SharedModel
 from verl_pg_plugin.engine.sharing_modes import PackedMode, SharingMode
 from verl_pg_plugin.engine.steps.verify import ForwardStep
-from verl_pg_plugin.modalities.text import TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +44,14 @@ class Keeper:
     def of(
         cls, model: SharedModel, mode: SharingMode, engine_config: FSDPEngineConfig, model_config: HFModelConfig
     ) -> Keeper | None:
-        """What an engine needs for ``prefix_grouper.keep_activations``; None where only attention's outputs are kept.
+        """What an engine needs for ``prefix_grouper.keep_activations``; None where it decides nothing.
 
         Raises:
             ValueError: layers are to be kept, and the model's are not checkpointed one by one.
         """
         asked = engine_config.prefix_grouper.keep_activations
-        if asked == "attention" or engine_config.forward_only:
-            return None
+        if asked == "attention" or engine_config.forward_only or not model_config.enable_gradient_checkpointing:
+            return None  # without gradient checkpointing every layer keeps everything
         reason = _why_attention(model, mode, model_config, auto=asked == "auto")
         if reason:
             if asked != "auto":
@@ -132,15 +131,13 @@ def _why_attention(model: SharedModel, mode: SharingMode, model_config: HFModelC
     """Why no layer can be kept, or none that ``auto`` would choose; empty if nothing speaks against it."""
     if not isinstance(mode, PackedMode):
         return "padded groups have not been verified with it"
-    if not model_config.enable_gradient_checkpointing:
-        return "without gradient checkpointing every layer keeps everything"
     if model_config.enable_activation_offload:
         return "activations are offloaded (enable_activation_offload)"
     if model.saved_attention is None:
         return "prefix_grouper.recompute_attention=True keeps nothing"
     if model.kept_layers is None:
         return f"layers of {model.name} are not checkpointed one by one"
-    if auto and mode.modality is not TEXT:
+    if auto and mode.modality.towers:
         return "the memory that a tower of pictures takes changes from batch to batch"
     if auto and DeviceMemory.read() is None:
         return f"the free memory of a {get_device_name()} device is unknown"

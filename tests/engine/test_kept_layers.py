@@ -1,0 +1,171 @@
+"""Layers that keep activations recompute nothing, hold what their budget says, and change no bit of a gradient."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    clone,
+    full_gradients,
+    group,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.cost.kept_layers import LayerActivations
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LAYERS, INTERMEDIATE = 4, 48
+SAMPLES = [*group(11, [5, 9, 4], 1), *group(7, [6, 4], 2)]
+BUDGET = 34
+"""Rows of a micro-batch: one for each group."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=LAYERS, intermediate_size=INTERMEDIATE)
+
+
+class CountMlpForwards(TorchDispatchMode):
+    """Counts products that are as wide as the MLP and read the hidden state: two in each forward of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A transposed weight: the backward multiplies by those of the MLP's last matrix as they are.
+        if func.name() == "aten::mm" and args[1].shape == (32, INTERMEDIATE) and args[1].stride(0) == 1:
+            self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def update(engine: Any, samples: list[Sample] = SAMPLES, budget: int = BUDGET) -> tuple[dict, dict]:
+    """Metrics and gradients."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        batch = make_batch(samples, max_token_len_per_gpu=budget)
+        metrics = engine.forward_backward_batch(batch, actor_loss())["metrics"]
+        return metrics, full_gradients(engine.module)
+
+
+def gib_of(layers: float, engine: Any, samples: list[Sample] = SAMPLES) -> float:
+    """What so many layers hold of a micro-batch with all samples."""
+    (held,) = engine.keeper.budget.bytes_per_row.values()
+    rows = sum(len(sample.response) for sample in samples) + sum({len(s.prompt) - 1 for s in samples})
+    return layers * held * rows / 2**30
+
+
+def test_the_last_layers_of_a_budget_are_not_recomputed_and_no_bit_changes(qwen3: str) -> None:
+    _, expected = update(make_engine(qwen3, packed=True), budget=4 * BUDGET)
+    engine = make_engine(qwen3, packed=True, engine={"keep_activations": "all"})
+    kept = []
+    for layers in (LAYERS, 2.5, 0.5):
+        if layers < LAYERS:
+            engine.keeper.budget.asked = gib_of(layers, engine)
+        with CountMlpForwards() as mlp:
+            metrics, gradients = update(engine, budget=4 * BUDGET)
+        assert all(torch.equal(gradients[name], want) for name, want in expected.items())
+        assert mlp.calls == 2 * (LAYERS + LAYERS - int(layers))
+        kept.append((metrics["prefix_grouper/kept_layers"], metrics["prefix_grouper/kept_gib"]))
+    assert kept == [([float(int(n))], [pytest.approx(gib_of(int(n), engine))]) for n in (LAYERS, 2.5, 0.5)]
+
+
+def test_kept_layers_are_exact_over_micro_batches_that_keep_different_numbers(qwen3: str) -> None:
+    samples = [*SAMPLES, *group(16, [9, 9], 5)]
+    engine = make_engine(qwen3, packed=True, engine={"keep_activations": "all"})
+    update(engine)
+    engine.keeper.budget.asked = gib_of(3.2, engine, SAMPLES[:3])
+    batch = make_batch(samples, max_token_len_per_gpu=BUDGET)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+    metrics, _ = update(engine, samples)
+    (mean,) = metrics["prefix_grouper/kept_layers"]
+    assert mean * 3 == 3 + 4 + 2  # of the groups with 29 rows, 17 and 34
+
+
+def test_the_first_mini_batch_of_a_budget_keeps_one_layer_and_measures_it(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"keep_activations": 1.0})
+    kept = [update(engine)[0]["prefix_grouper/kept_layers"] for _ in range(2)]
+    assert kept == [[1.0], [float(LAYERS)]]
+
+
+def test_copies_of_keys_are_not_held(qwen3: str) -> None:
+    """They would be most of what is held of a prompt with many short responses."""
+    held = []
+    for samples in (group(40, [2] * 16, 1), group(40, [32], 1)):
+        engine = make_engine(qwen3, packed=True, engine={"keep_activations": "all"})
+        update(engine, samples, budget=200)
+        held.extend(engine.keeper.budget.bytes_per_row.values())
+    assert held[0] == pytest.approx(held[1], rel=0.01)
+
+
+def test_a_forward_without_gradient_keeps_nothing_and_verify_mode_passes(qwen3: str) -> None:
+    options = {"keep_activations": "all", "verify": "every_n", "verify_every": 1}
+    engine = make_engine(qwen3, packed=True, engine=options)
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=BUDGET)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+    with engine.eval_mode():
+        assert "prefix_grouper/kept_layers" not in engine.infer_batch(clone(batch))["metrics"]
+    assert set(engine.keeper.budget.bytes_per_row.values()) != {0.0}
+
+
+def test_memory_that_runs_out_names_the_override_and_leaves_the_next_update_exact(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for keep, message in (("all", "keep_activations=attention"), ("attention", "^CUDA out of memory.$")):
+        engine = make_engine(qwen3, packed=True, engine={"keep_activations": keep})
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "prepare_model_outputs", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError, match=message):
+                update(engine)
+        batch = make_batch(SAMPLES, max_token_len_per_gpu=BUDGET)
+        assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_a_model_whose_layers_do_not_checkpoint_themselves_is_refused(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_pg_plugin.engine.kept_layers.decoder_layers", lambda module: [])
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM are not checkpointed.*set .*keep_activations=attention"):
+        make_engine(qwen3, packed=True, engine={"keep_activations": "all"})
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_compiled_layers_hold_what_the_cost_says_and_compile_once(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True, "keep_activations": "all"})
+    engine.keeper.budget.asked = 1e-9  # nothing is kept after the first mini-batch, which measures
+    update(engine)
+    _, recomputed = update(engine)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for asked in (gib_of(1.5, engine, SAMPLES[:3]), "all"):
+        engine.keeper.budget.asked = asked
+        _, gradients = update(engine)
+        assert all(torch.equal(gradients[name], want) for name, want in recomputed.items())
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["recompiles"]
+    assert_same(Result({}, gradients), Result({}, run_reference(qwen3, make_batch(SAMPLES), actor_loss()).gradients))
+    activations = LayerActivations.of(transformers.AutoConfig.from_pretrained(qwen3), torch.float32)
+    assert list(engine.keeper.budget.bytes_per_row.values()) == [pytest.approx(activations.bytes, rel=0.02)]
