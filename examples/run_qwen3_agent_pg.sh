@@ -4,7 +4,7 @@
 #
 #   bash examples/run_qwen3_agent_pg.sh [verl override ...]
 #
-# Takes the variables of run_qwen3_pg.sh; trains a few minutes on the CPU without any. The agent loop is
+# Takes the variables of run_qwen3_pg.sh; trains ten minutes on the CPU without any. The agent loop is
 # scripts/data/turnwise_agent_loop.py; AGENT_LOOP_CONFIG names another list of agent loops, whose first is taken by
 # actor_rollout_ref.rollout.agent.default_agent_loop=NAME. Sessions have different numbers of rows: verl fills up its
 # mini-batches with copies of one short row, which cost next to nothing here.
@@ -15,7 +15,7 @@ export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_agent_pg}
 export PYTHONPATH=$repository/scripts/data${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
-    export TOTAL_STEPS=${TOTAL_STEPS:-30} MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-512}
+    export TOTAL_STEPS=${TOTAL_STEPS:-60} MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-512}
     # A session is several rows, so a step is several optimizer steps.
     export LR=${LR:-1e-4}
     set -- reward.custom_reward_function.name=compute_score_of_tries "$@"

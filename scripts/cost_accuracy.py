@@ -43,7 +43,7 @@ STOCK = ("rmpad", "padded")
 USUAL_BUDGET = 20480
 BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 """``--max-token-len`` of bench_actor.py in files that were made with another."""
-AS_IT_COMES = ("packed", "packed:attention_kernel=flash_attn_2")
+PLAIN = ("packed", "packed:compile_layers=False", "packed:attention_kernel=flash_attn_2")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Measurement:
     device: str
     phase: str
     path: str
+    compiled: bool
     seconds: float
     flops: float
     predicted: float
@@ -137,6 +138,7 @@ def read(path: Path) -> list[Measurement]:
                     device=row["device"],
                     phase=phase,
                     path=row["path"],
+                    compiled=row.get("layers_compiled") == "True",
                     seconds=float(row["seconds_median"]),
                     flops=max(done),
                     predicted=sum(work.alone[phase]) / sum(done),
@@ -185,7 +187,7 @@ def main() -> int:
                 phase,
                 str(len(those)),
                 f"{spearman([m.flops for m in those], [m.seconds for m in those]):.3f}",
-                median_error([m.predicted / m.measured - 1 for m in those if m.path in AS_IT_COMES]),
+                median_error([m.predicted / m.measured - 1 for m in those if m.path in PLAIN and not m.compiled]),
                 median_error(forecast_errors(those)),
             )
     console = Console(width=120)
