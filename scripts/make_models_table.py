@@ -33,13 +33,18 @@ transformers has a causal language model for, {versions}.
 entropy and parameter's gradient is within 1e-5 of those of each sequence alone, in float32. Five of them, Gated
 DeltaNet hybrids, are held to other bounds by other tests, see below.
 
-| model type | head in chunks | value head | kernels | needs |
-|---|---|---|---|---|
+| model type | head in chunks | value head | compiled | kernels | needs |
+|---|---|---|---|---|---|
 """
 NOTES = """
 - **head in chunks**: logits of `prefix_grouper.logits_chunk_size` rows at once, and verl's fused kernels where the head
   has no bias. "no" where the model scales or caps its logits behind the head: those of all response rows are held.
 - **value head**: a critic of this type runs, with the same exactness.
+- **compiled**: `prefix_grouper.compile_layers=auto` compiles the decoder layers, on a GPU under FSDP2:
+  `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and no
+  graph is added by ragged batches (torch 2.13 on a CPU, transformers {newest}; experts as one product of matrices). So
+  are Qwen2.5-VL and Qwen3-VL (`tests/modalities`). Apertus is refused compiled; where "no" stands otherwise nobody has
+  tried, and `True` tries.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
   and is slow on a GPU. Capped scores (Gemma 2) need flash-attn; on a CPU they are tested with attention written out. On
   a GPU only qwen3, two types with latent attention and two mixtures of experts were run.
@@ -107,7 +112,7 @@ def render(record: dict[str, dict[str, Any]]) -> str:
     for model_type, (version, outcome) in sorted(latest.items()):
         name = f"{model_type}{_versions(model_type, version, newest, record)}"
         if outcome["status"] == "exact":
-            yes = ["yes" if outcome[column] else "no" for column in ("head_in_chunks", "value_head")]
+            yes = ["yes" if outcome[column] else "no" for column in ("head_in_chunks", "value_head", "compiled")]
             cells = [
                 name,
                 *yes,
@@ -119,10 +124,11 @@ def render(record: dict[str, dict[str, Any]]) -> str:
         lines[outcome["status"]].append(f"| {' | '.join(cells)} |")
     versions = " and ".join(f"{len(outcomes)} in {version}" for version, outcomes in record.items())
     other = "| model type | why |\n|---|---|\n"
+    notes = NOTES.replace("{newest}", newest)
     return (
         HEADER.format(versions=versions, exact=len(lines["exact"]))
         + "\n".join(lines["exact"])
-        + f"\n{NOTES}\n**{len(lines['refused'])} are refused** by name, before anything starts:\n\n{other}"
+        + f"\n{notes}\n**{len(lines['refused'])} are refused** by name, before anything starts:\n\n{other}"
         + "\n".join(lines["refused"])
         + f"\n\n**{len(lines['not run'])} are not run**:\n\n{other}"
         + "\n".join(lines["not run"])

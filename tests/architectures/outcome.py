@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATIO
 
 from tests.architectures.tiny_configs import tiny_config
 from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES
 from verl_pg_plugin.architectures.head_probe import head_obstacle
 from verl_pg_plugin.architectures.skeleton import skeleton
 from verl_pg_plugin.attention.kernels.specs import KERNELS
@@ -39,6 +40,7 @@ class Outcome:
         value_head: a critic of this type runs.
         kernels: those that fit the heads of a released checkpoint.
         needs: overrides without which its default config is refused.
+        compiled: its layers are compiled by default.
     """
 
     status: str
@@ -47,6 +49,7 @@ class Outcome:
     value_head: bool = False
     kernels: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
+    compiled: bool = False
 
 
 def outcome_of(model_type: str) -> Outcome:
@@ -69,6 +72,7 @@ def outcome_of(model_type: str) -> Outcome:
         and not unsupported_reasons(tiny_config(model_type), trust_remote_code=False, value_model=True),
         kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
         needs=overrides,
+        compiled=model_type in COMPILED_TYPES,
     )
 
 

@@ -58,12 +58,14 @@ def batches() -> list[Any]:
     ]
 
 
-def assert_as_close_as_stock(path: str, kernel: str, **overrides: Any) -> None:
+def assert_as_close_as_stock(path: str, kernel: str, compiled: bool = False, **overrides: Any) -> None:
     model = {"override_config": {**FLASH, **overrides}}
     drawn, loss = batches(), actor_loss(**SMOOTH_LOSS)
     references = [run_reference(path, batch, loss) for batch in drawn]
     stock = make_engine(path, packed=False, engine=BF16, model=model, engine_cls=FSDPEngineWithLMHead)
-    packed = make_engine(path, packed=True, engine={**BF16, "attention_kernel": kernel}, model=model)
+    packed = make_engine(
+        path, packed=True, engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled}, model=model
+    )
     found = [
         pooled([errors(run_engine(engine, batch, loss), want) for batch, want in zip(drawn, references, strict=True)])
         for engine in (packed, stock)
@@ -83,3 +85,10 @@ def test_values_narrower_than_keys_are_as_exact_as_stock_rmpad(tmp_path: Path, m
 def test_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str, experts: str) -> None:
     path = save_tiny_model(tmp_path, model_type, **SIZES, **MODELS[model_type])
     assert_as_close_as_stock(path, "auto", _experts_implementation=experts)
+
+
+@pytest.mark.parametrize("model_type", sorted(MODELS))
+def test_compiled_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str) -> None:
+    """With the grouped products that a GPU runs by default; on a CPU they are loops that do not compile."""
+    path = save_tiny_model(tmp_path, model_type, **SIZES, **MODELS[model_type])
+    assert_as_close_as_stock(path, "auto", compiled=True, _experts_implementation="grouped_mm")

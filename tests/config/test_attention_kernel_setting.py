@@ -67,4 +67,4 @@ def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_setting_that_works(kernel):
 
 def test_unknown_kernel_lists_the_choices(make_config):
     (violation,) = validate(make_config(settings={KEY: "flash"}))
-    assert "auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa" in violation.why
+    assert "auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_varlen, sdpa" in violation.why

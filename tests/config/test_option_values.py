@@ -13,7 +13,11 @@ USE_REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding"
 
 BOOLEAN = "is not a boolean; the values are True and False"
 WRONG = [
-    ("attention_kernel", "flash", "is unknown; the values are auto, flash_attn_4, flash_attn_2, torch_varlen, sdpa"),
+    (
+        "attention_kernel",
+        "flash",
+        "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_varlen, sdpa",
+    ),
     ("attention_kernel", None, "is unknown"),
     ("logits_chunk_size", -1, "is below 0"),
     ("logits_chunk_size", 1.5, "is not an integer"),

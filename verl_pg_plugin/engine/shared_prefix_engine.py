@@ -117,8 +117,8 @@ class SharedPrefixMixin:
         if self.rank == 0:
             # A warning, because verl's workers hide everything below and the choices decide the speed of the run.
             logger.warning("%s mode: attention kernel %s (%s)", self.sharing.name, kernel.name, kernel.reason)
-            compiled = "compiled" if self.layer_compilation.on else "not compiled"
-            logger.warning("%s mode: layers %s (%s)", self.sharing.name, compiled, self.layer_compilation.reason)
+            text = "%s mode: layers compiled (%s)" if self.layer_compilation.on else "%s mode: layers not compiled (%s)"
+            logger.warning(text, self.sharing.name, self.layer_compilation.reason)
 
     def _packed_mode(self, kernel: VarlenKernel, modality: Modality) -> PackedMode:
         config = self.engine_config

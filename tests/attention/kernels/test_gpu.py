@@ -30,7 +30,7 @@ def gpu_case(name: str, *values: Any, slow: bool = False) -> Any:
     return pytest.param(name, *values, marks=[*marks, pytest.mark.slow] if slow else marks)
 
 
-NAMES = ("flash_attn_4", "flash_attn_2", "torch_varlen")
+NAMES = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen")
 SHAPES = ((128, (16, 4)), (128, (8, 8)), (64, (16, 4)), (64, (8, 8)))
 every_kernel = gpu_kernels(*NAMES)
 
@@ -105,7 +105,7 @@ def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
     assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
 
 
-@gpu_kernels("flash_attn_4", "torch_varlen")
+@gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")
 @pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
 def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
     layout = BATCH.layout()

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from verl_pg_plugin.attention.kernels import specs
+from verl_pg_plugin.attention.kernels import selection, specs
 from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
 
@@ -52,7 +52,7 @@ def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
         select_kernel("fa9", "cpu")
 
 
-@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_2", "torch_varlen"])
+@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"])
 def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str) -> None:
     with pytest.raises(
         RuntimeError, match=rf"{name} needs a cuda device, this is cpu; set prefix_grouper\.attention_kernel=auto"
@@ -78,6 +78,8 @@ def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
     [
         ((9, 0), set(), "torch_varlen", 'flash_attn_2 needs flash-attn, which is not installed: pip install "verl'),
         ((8, 0), {"flash-attn-4"}, "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this GPU has (8, 0)"),
+        ((8, 0), {"flash-attn-3"}, "torch_varlen", "flash_attn_3 needs compute capability (9, 0), this GPU has (8, 0)"),
+        ((10, 0), {"flash-attn-3"}, "torch_varlen", "flash_attn_3 runs up to compute capability (9, 0), this GPU has"),
     ],
 )
 def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
@@ -93,6 +95,21 @@ def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
     kernel = select_kernel("auto", "cuda")
     assert kernel.name == chosen
     assert because in kernel.reason
+
+
+@pytest.mark.parametrize(
+    ("packages", "chosen"),
+    [
+        ({"flash-attn-4", "flash-attn-3", "flash-attn"}, "flash_attn_4"),
+        ({"flash-attn-3", "flash-attn"}, "flash_attn_3"),
+        ({"flash-attn"}, "flash_attn_2"),
+    ],
+)
+def test_auto_on_hopper_takes_the_latest_that_is_installed(packages, chosen, installed, monkeypatch) -> None:
+    pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(selection, "load_kernel", lambda name: attend_sdpa)
+    installed |= packages
+    assert select_kernel("auto", "cuda").name == chosen
 
 
 def test_auto_never_takes_the_slow_kernel_on_an_old_gpu_but_names_it(

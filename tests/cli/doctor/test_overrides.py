@@ -56,6 +56,17 @@ def test_the_doctor_says_what_the_backward_finds_kept(packed: list[str], overrid
     assert said in dict(section.rows)["activations"]
 
 
+def test_the_doctor_tells_whether_layers_would_be_compiled_and_why(packed: list[str]) -> None:
+    def row(*overrides: str) -> str:
+        rows = {row[0]: row[1] for row in settings(compose_config([*packed, *overrides])).rows}
+        return rows.get("compiled layers of the actor", "")
+
+    assert row().startswith("no (prefix_grouper.compile_layers=auto: compiling pays on a GPU")
+    assert row("prefix_grouper.compile_layers=True").startswith("yes (")
+    assert "flat parameters" in row(f"{ACTOR}.strategy=fsdp")
+    assert not row(f"{ACTOR}.use_prefix_grouper=False")
+
+
 def test_what_verl_itself_rejects_is_a_problem(packed: list[str]) -> None:
     (problem,) = settings(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])).problems
     assert problem.what.startswith("verl's own validation refuses it:")

@@ -121,6 +121,8 @@ def kernel_obstacle(name: str, device_type: str) -> str:
         capability = torch.cuda.get_device_capability()
         if capability < spec.min_capability:
             return f"needs compute capability {spec.min_capability}, this GPU has {capability}"
+        if spec.max_capability is not None and capability > spec.max_capability:
+            return f"runs up to compute capability {spec.max_capability}, this GPU has {capability}"
     return ""
 
 

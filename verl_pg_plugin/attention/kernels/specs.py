@@ -33,6 +33,7 @@ class KernelSpec:
         saved_ops: what its forward may be to torch's dispatcher; gradient checkpointing keeps their outputs.
         device_type: the only device that runs it; None for every device.
         min_capability: lowest compute capability of a CUDA device.
+        max_capability: the highest; None where later devices run it too.
         package: distribution that must be installed; None where torch is enough.
         install: command that installs the package.
         head_dim_multiple: what divides every width of a head that it takes.
@@ -47,6 +48,7 @@ class KernelSpec:
     saved_ops: tuple[str, ...]
     device_type: str | None = None
     min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] | None = None
     package: str | None = None
     install: str = ""
     head_dim_multiple: int = 1
@@ -90,6 +92,18 @@ KERNELS: dict[str, KernelSpec] = {
         min_capability=(9, 0),
         package="flash-attn-4",
         install="pip install --pre flash-attn-4",
+        head_dim_multiple=8,
+        max_head_dim=256,
+        softcap=True,
+    ),
+    "flash_attn_3": KernelSpec(
+        "verl_pg_plugin.attention.kernels.flash_attn_3",
+        saved_ops=("flash_attn_3::_flash_attn_forward",),
+        device_type="cuda",
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        package="flash-attn-3",
+        install="pip install ./hopper in a checkout of https://github.com/Dao-AILab/flash-attention",
         head_dim_multiple=8,
         max_head_dim=256,
         softcap=True,

@@ -22,6 +22,7 @@ PACKAGES = (
     "transformers",
     "prefix_grouper",
     "flash-attn",
+    "flash-attn-3",
     "flash-attn-4",
     "liger-kernel",
     "ray",
