@@ -18,6 +18,7 @@ keeps is known after the first update, what ``auto`` keeps after the second: ``-
 import argparse
 import gc
 import logging
+import math
 import os
 import statistics
 import sys
@@ -126,7 +127,8 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
             engine.optimizer_zero_grad()
             output = engine.forward_backward_batch(data, loss, forward_only=False)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-            engine.optimizer_step()
+            if not math.isfinite(norm := engine.optimizer_step()):
+                raise RuntimeError(f"the gradient norm is {norm}: such numbers time nothing that trains")
         else:
             output = engine.infer_batch(data)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0

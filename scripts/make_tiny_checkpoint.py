@@ -76,11 +76,13 @@ def character_tokenizer(*, tool_calls: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerFast, architecture: str, head_dim: int) -> PreTrainedModel:
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast, architecture: str, head_dim: int, vocab_multiple: int = 1
+) -> PreTrainedModel:
     """Random float32 weights: 2 layers, hidden 128, 4 query heads over 2 key/value heads."""
     config = AutoConfig.for_model(
         architecture,
-        vocab_size=len(tokenizer),
+        vocab_size=-(-len(tokenizer) // vocab_multiple) * vocab_multiple,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -158,15 +160,20 @@ def make_tiny_checkpoint(
     head_dim: int = HEAD_DIM,
     tool_calls: bool = False,
     seed: int = 0,
+    vocab_multiple: int = 1,
 ) -> Path:
     """Write model, generation config and tokenizer to ``output_dir`` and return it.
+
+    Args:
+        vocab_multiple: the embedding gets as many rows more as make it a multiple of this. vLLM's adapters of the head
+            need 64, as released models have.
 
     Raises:
         FileExistsError: ``output_dir`` is not empty.
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer(tool_calls=tool_calls)
-    model = tiny_model(tokenizer, architecture, head_dim)
+    model = tiny_model(tokenizer, architecture, head_dim, vocab_multiple)
     reply = answer_by_tool if tool_calls else plain_answer
     warm_up(model, tokenizer, warm_up_steps, random.Random(seed), reply)
     with whole_directory(output_dir) as scratch:

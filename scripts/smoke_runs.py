@@ -265,6 +265,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dic
                 head_dim=HEAD_DIM[device],
                 tool_calls=kind == "tools",
                 warm_up_steps=TOOL_WARM_UP_STEPS if kind == "tools" else 80,
+                vocab_multiple=64 if device == "gpu" else 1,
             )
     return data, models
 

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+
+# It keeps the errors of back ends that are not installed, and with their tracebacks whatever is being built when it is
+# first imported: the first engine of a run would hold its weights to the end, beside those of the next.
+import verl.checkpoint_engine  # noqa: F401
 from omegaconf import OmegaConf
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_name, get_torch_device
@@ -78,12 +82,24 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
             model = auto_class(config).from_config(
                 config, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32
             )
+        remember(model)
         model.save_pretrained(names[0])
         del model
         gc.collect()
         get_torch_device().empty_cache()
     dist.barrier()
     return names[0]
+
+
+def remember(model: torch.nn.Module) -> None:
+    """Let recurrent layers decay as trained ones do.
+
+    transformers draws them so fast that the state is gone within a row: the exponent of a chunk of 64 rows reaches
+    -1300, and fla's backward returns NaN, for stock verl as for us.
+    """
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.uniform_(weight, -5.0, -1.0)
 
 
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rule_cases import GEMMA2, HYBRID, JETMOE, VISION
 from transformers import Gemma2Config, JetMoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
+from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES
 from verl_pg_plugin.config import Mode
 from verl_pg_plugin.mixers.gated_delta import kernels
 from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
@@ -50,6 +51,10 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             monkeypatch.setattr(
                 importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
             )
+        if rule_name == "compile_layers_compiler":
+            monkeypatch.setenv("CXX", "no-such-compiler")
+        if rule_name == "compile_layers_model":
+            monkeypatch.setitem(BREAKING_TYPES, "qwen3", "do not come out right")
         if rule_name == "mixer_kernels":
             monkeypatch.setattr(kernels, "has_fla", lambda: False)
             monkeypatch.setattr(GatedDelta, "machine_obstacles", lambda self, device: kernels.kernel_obstacles("cuda"))

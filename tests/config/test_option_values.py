@@ -23,7 +23,7 @@ WRONG = [
     ("static_rows", "no", BOOLEAN),
     ("static_rows", "off", BOOLEAN),
     ("static_rows", 1, BOOLEAN),
-    ("compile_layers", "maybe", BOOLEAN),
+    ("compile_layers", "maybe", "is unknown; the values are auto, True, False"),
     ("recompute_attention", "yes", BOOLEAN),
     ("keep_activations", "mlp", "is unknown; the values are auto, attention, all and GiB above 0"),
     ("keep_activations", 0, "is unknown"),
@@ -94,4 +94,4 @@ def test_defaults_let_everything_share_and_verify_nothing():
     options = PrefixGrouperOptions()
     assert (options.min_dedup_ratio, options.verify, options.carry) == (1.0, "off", "auto")
     assert options.keep_activations == "attention"
-    assert [options.recompute_attention, options.static_rows, options.compile_layers] == [False] * 3
+    assert (options.recompute_attention, options.static_rows, options.compile_layers) == (False, False, "auto")

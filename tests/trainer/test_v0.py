@@ -8,10 +8,11 @@ import pytest
 import torch
 from omegaconf import DictConfig
 from verl import DataProto
+from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from tests.trainer.workers import Workers
-from verl_pg_plugin import upstream
+from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
 from verl_pg_plugin.trainer.v0 import regroup
 
@@ -96,3 +97,14 @@ def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.Monke
     monkeypatch.setattr(RayPPOTrainer, "_balance_batch", balance)
     with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
         upstream.regroup_after_v0_balance(regroup)
+
+
+def test_an_import_of_a_verl_without_the_method_or_its_class_warns_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(RayPPOTrainer, "_balance_batch")
+    plugin._keep_groups_in_v0()
+    assert "left alone: type object 'RayPPOTrainer' has no attribute '_balance_batch'; the plugin needs" in caplog.text
+    monkeypatch.delattr(ray_trainer, "RayPPOTrainer")
+    plugin._keep_groups_in_v0()
+    assert "left alone: cannot import name 'RayPPOTrainer'" in caplog.text

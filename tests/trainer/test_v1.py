@@ -10,7 +10,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerS
 from verl.trainer.ppo.v1 import trainer_base as verls
 
 from tests.trainer.workers import Workers
-from verl_pg_plugin import upstream
+from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
 
 VERLS = {
@@ -89,6 +89,22 @@ def test_a_look_up_with_other_parameters_is_not_patched(monkeypatch: pytest.Monk
     monkeypatch.setattr(v1, "get_trainer_cls", lambda name, config: None)
     with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
         upstream.look_up_group_trainers("pg_", keep_groups)
+
+
+@pytest.mark.parametrize("gone", ["get_trainer_cls", "trainer_base.TRAINER_REGISTRY"])
+def test_an_import_of_a_verl_without_the_look_up_warns_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gone: str
+) -> None:
+    from verl.trainer.ppo import v1
+
+    monkeypatch.setattr(v1, "get_trainer_cls", lambda name: None)
+    owner, name = (v1.trainer_base, "TRAINER_REGISTRY") if "." in gone else (v1, gone)
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(upstream.UpstreamChangedError, match=rf"no attribute '{name}'; the plugin needs verl>="):
+        upstream.look_up_group_trainers("pg_", keep_groups)
+    plugin._keep_groups_in_v1()
+    assert "trainers of this verl are left alone: module 'verl.trainer.ppo.v1" in caplog.text
+    assert f"no attribute '{name}'" in caplog.text
 
 
 def test_verl_sees_the_plain_name_of_its_mode(trainer: Any) -> None:

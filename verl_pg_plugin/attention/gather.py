@@ -71,9 +71,13 @@ class GatherIndex:
 
 
 def to_device(array: np.ndarray, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Copy an index map to the device; from pinned memory, so that the host does not wait for the copy."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-    if torch.device(device).type == "cuda":
+    """Copy an index map to the device, see ``send``."""
+    return send(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
+
+
+def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on the device; from the host through pinned memory, so that the host does not wait for the copy."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

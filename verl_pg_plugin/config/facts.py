@@ -113,6 +113,9 @@ SOURCES: dict[str, Source] = {
     "activation_offload": Source(
         ("{model}.enable_activation_offload",), lambda engine, model: model.enable_activation_offload
     ),
+    "use_liger": Source(("{model}.use_liger",), lambda engine, model: model.use_liger),
+    "tiled_mlp": Source(("{model}.tiled_mlp.enabled",), lambda engine, model: (model.tiled_mlp or {}).get("enabled")),
+    "trust_remote_code": Source(("{model}.trust_remote_code",), lambda engine, model: model.trust_remote_code),
     "gradient_checkpointing": Source(
         ("{model}.enable_gradient_checkpointing",), lambda engine, model: model.enable_gradient_checkpointing
     ),

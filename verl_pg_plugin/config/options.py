@@ -23,7 +23,8 @@ class PrefixGrouperOptions:
         logits_chunk_size: rows of logits that the head of packed mode holds at once, or up to twice as many uncut;
             0 for all of them.
         static_rows: pad every micro-batch of packed mode to its token budget, so that compiled code sees one shape.
-        compile_layers: ``torch.compile`` every decoder layer, around attention.
+        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so wherever tests have shown
+            that it works (``config.layer_compiler``), True wherever nothing is known to keep it from working.
         recompute_attention: gradient checkpointing runs the attention kernel again in the backward; False keeps its
             output, which takes about as much memory as the hidden states that are kept anyway.
         keep_activations: what gradient checkpointing keeps beside the layers' inputs. attention: the attention kernel's
@@ -50,7 +51,7 @@ class PrefixGrouperOptions:
     attention_kernel: str = "auto"
     logits_chunk_size: int = 2048
     static_rows: bool = False
-    compile_layers: bool = False
+    compile_layers: bool | str = "auto"
     recompute_attention: bool = False
     keep_activations: str | float = "attention"
     min_dedup_ratio: float = 1.0
@@ -84,6 +85,12 @@ def _one_of(*known: str) -> Callable[[Any], Objection | None]:
         if isinstance(value, str) and value in known
         else (f"is unknown; the values are {', '.join(known)}", known[0])
     )
+
+
+def _auto_or_boolean(value: Any) -> Objection | None:
+    if isinstance(value, bool) or value == "auto":
+        return None
+    return "is unknown; the values are auto, True, False", "auto"
 
 
 def _at_least(least: int, *types: type[int] | type[float]) -> Callable[[Any], Objection | None]:
@@ -120,7 +127,7 @@ _OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {
     "attention_kernel": _one_of(*ATTENTION_KERNELS),
     "logits_chunk_size": _at_least(0, int),
     "static_rows": not_boolean,
-    "compile_layers": not_boolean,
+    "compile_layers": _auto_or_boolean,
     "recompute_attention": not_boolean,
     "keep_activations": _keeps,
     "min_dedup_ratio": _at_least(1, int, float),

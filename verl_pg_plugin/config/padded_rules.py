@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any
 
 from verl_pg_plugin.config.facts import Facts, Role
+from verl_pg_plugin.config.layer_compiler import asks_to_compile
 from verl_pg_plugin.config.packed_rules import keeps_layers
 from verl_pg_plugin.config.rule import PADDED_GROUPS, Rule, above_one, is_on, is_verifying, packed_or, set_to
 from verl_pg_plugin.config.violation import Setting
@@ -103,7 +104,7 @@ PADDED_RULES: tuple[Rule, ...] = (
         "compile_layers",
         PADDED_GROUPS,
         ("compile_layers",),
-        is_on,
+        lambda value, facts: asks_to_compile(value),
         "compiled layers have not been verified with padded groups",
         packed_or(set_to("False")),
     ),

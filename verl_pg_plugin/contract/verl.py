@@ -115,7 +115,7 @@ VERL_PARTS: tuple[Part, ...] = (
         HFModelConfig=(
             "(path, local_path, hf_config, model_type, architectures, generation_config, tokenizer, "
             "trust_remote_code, external_lib, override_config, use_remove_padding, use_fused_kernels, "
-            "fused_kernel_options, mtp, ...)"
+            "use_liger, tiled_mlp, fused_kernel_options, mtp, ...)"
         ),
     ),
     *_parts(
@@ -193,6 +193,7 @@ VERL_PARTS: tuple[Part, ...] = (
         "engine/steps/keep.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
+        get_device_id="()",
         get_device_name="()",
         get_torch_device="()",
     ),

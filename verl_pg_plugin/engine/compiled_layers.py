@@ -1,8 +1,27 @@
 """Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
+
+GRAPHS_PER_FUNCTION = 64
+"""Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at 8,
+after which it would run the rest uncompiled and say so in a warning among others."""
+
+OFF = "set prefix_grouper.compile_layers=False"
+FAILURES = (TorchDynamoException, FailOnRecompileLimitHit, CppCompileError, InvalidCxxCompiler, OperatorIssue)
+"""What torch raises where it cannot compile; the last three where the backward is compiled, which is when it runs."""
+
+
+class LayerCompilerError(RuntimeError):
+    """torch could not compile a decoder layer, or would not go on compiling it."""
 
 
 def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
@@ -24,13 +43,72 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     """
     layers = decoder_layers(module)
     if not layers:
-        raise ValueError(
-            f"{type(module).__name__} names no decoder layers in _no_split_modules; set "
-            "prefix_grouper.compile_layers=False"
-        )
+        raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {OFF}")
+    # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
+    # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
+    torch._C._dynamo.eval_frame._set_lru_cache(False)
     for layer in layers:
-        layer.compile(dynamic=dynamic)
+        layer.forward = _of_plain_inputs(torch.compile(layer.forward, dynamic=dynamic))
     return layers
+
+
+def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward that gets the same kind of tensors from the recomputation of a checkpoint as from the forward.
+
+    FSDP2 hands a layer views of its inputs, and in the recomputation the inputs themselves. torch compiles a graph for
+    each, the second one inside of the backward, where the checkpoint then finds operators that the forward never ran.
+    Behind the hooks of a module, where FSDP2 has made its views, is its ``forward``.
+    """
+
+    @wraps(forward)
+    def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
+        return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+
+    return of_plain_inputs
+
+
+def _plain(value: Any) -> Any:
+    is_activation = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+    return _SameStorage.apply(value) if is_activation else value
+
+
+class _SameStorage(torch.autograd.Function):
+    """The identity, whose result is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around forwards and backwards of compiled layers: what torch cannot compile is an error that names the option.
+
+    Raises:
+        LayerCompilerError: from torch's own error. Nothing falls back to uncompiled layers, which would be slower and
+            tell nobody.
+    """
+    bound = max(config.recompile_limit, GRAPHS_PER_FUNCTION)
+    try:
+        with config.patch(recompile_limit=bound, fail_on_recompile_limit_hit=True):
+            yield
+    except FailOnRecompileLimitHit as error:
+        raise LayerCompilerError(
+            f"torch.compile has made {bound} graphs of one function of a decoder layer and would run it uncompiled "
+            f"from here on ({_first_line(error.__cause__ or error)}); {OFF}"
+        ) from error
+    except FAILURES as error:
+        raise LayerCompilerError(
+            f"torch.compile failed on a decoder layer: {type(error).__name__}: {_first_line(error)}; {OFF}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:

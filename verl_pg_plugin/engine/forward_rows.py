@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from verl_pg_plugin.attention.carried_rows import Carrying
-from verl_pg_plugin.attention.gather import to_device
+from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.layout import PackedLayout, PaddedLayout
@@ -74,7 +74,7 @@ class ForwardRows:
         if content is None:
             input_ids, position_ids = shard.take(input_ids), shard.take(position_ids)
         else:
-            tensors = {name: tensor.to(device) for name, tensor in content.tensors.items()}
+            tensors = {name: send(tensor, device) for name, tensor in content.tensors.items()}
             input_ids = shard.pad(np.append(input_ids, content.padding_ids))
             position_ids = shard.pad(position_ids)
         return cls(

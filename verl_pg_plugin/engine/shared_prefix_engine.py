@@ -19,19 +19,23 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
+from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.in_force import assert_in_force
+from verl_pg_plugin.config.layer_compiler import CompilerFacts, Decision, decide
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.activation_budget import Held
+from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
+from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
@@ -58,6 +62,7 @@ class SharedPrefixMixin:
     Attributes:
         sharing: the mode, or None for the stock engine.
         shared_model: the model as the mode runs it, once it is built.
+        layer_compilation: whether its layers are compiled, and why.
         verifier: checks live micro-batches; None where nothing is verified.
         carrier: hands rows from micro-batch to micro-batch, while a mini-batch runs.
         keeper: says which layers an update keeps; None where every layer is recomputed.
@@ -71,6 +76,7 @@ class SharedPrefixMixin:
     model_config: Any
     module: nn.Module
     shared_model: SharedModel
+    layer_compilation: Decision
     rank: int
     ulysses_sequence_parallel_size: int
     ulysses_parallel_group: dist.ProcessGroup | None
@@ -104,9 +110,15 @@ class SharedPrefixMixin:
             self.sharing = self._packed_mode(kernel, modality)
         else:
             self.sharing = PaddedGroupsMode(kernel=kernel, modality=modality)
+        self.layer_compilation = decide(
+            self.engine_config.prefix_grouper.compile_layers,
+            CompilerFacts.of(Facts.from_engine(self.engine_config, self.model_config)),
+        )
         if self.rank == 0:
-            # A warning, because verl's workers hide everything below and the choice decides the speed of the run.
+            # A warning, because verl's workers hide everything below and the choices decide the speed of the run.
             logger.warning("%s mode: attention kernel %s (%s)", self.sharing.name, kernel.name, kernel.reason)
+            compiled = "compiled" if self.layer_compilation.on else "not compiled"
+            logger.warning("%s mode: layers %s (%s)", self.sharing.name, compiled, self.layer_compilation.reason)
 
     def _packed_mode(self, kernel: VarlenKernel, modality: Modality) -> PackedMode:
         config = self.engine_config
@@ -124,7 +136,8 @@ class SharedPrefixMixin:
         prepare_config(self.model_config.hf_config, self.sharing.modality)
         with self._stock_forward():
             module: Any = super()._build_module()  # type: ignore[misc]
-        self.shared_model = prepare_model(module, self.sharing, self.engine_config.prefix_grouper)
+        options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
+        self.shared_model = prepare_model(module, self.sharing, options)
         self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)
         return module
 
@@ -171,9 +184,16 @@ class SharedPrefixMixin:
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        step = super().forward_step  # type: ignore[misc]
-        if self.keeper is not None:
-            step = partial(self.keeper.forward_step, step)
+        stock = super().forward_step  # type: ignore[misc]
+        if self.sharing is None:
+            return stock(micro_batch, loss_function, forward_only)
+        keeps = stock if self.keeper is None else partial(self.keeper.forward_step, stock)
+
+        def step(
+            micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+        ) -> tuple[torch.Tensor, dict[str, Any]]:
+            return keeps(on_device(micro_batch, torch.device(get_device_id())), loss_function, forward_only)
+
         run = step if self.verifier is None else partial(self.verifier.forward_step, step)
         if self.carrier is None:
             return run(micro_batch, loss_function, forward_only)
@@ -242,7 +262,8 @@ class SharedPrefixMixin:
         try:
             if keeper is not None:
                 keeper.start(everyone)
-            with upstream.micro_batches_cut_by(cut, data):
+            compiler = compiling() if self.layer_compilation.on else nullcontext()
+            with compiler, upstream.micro_batches_cut_by(cut, data):
                 output = run(data, guard.around(loss_function), forward_only=forward_only)
             ranks = gather_on_every_rank(finished, everyone)
         except BaseException as error:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+SUPPORTED = "the plugin needs verl>=0.9.0,<0.10"
 
 
 class UpstreamChangedError(RuntimeError):
-    """A patched function no longer looks as it did in the versions the patch names."""
+    """What a patch is about to replace is gone, or no longer looks as it did in the versions the patch names."""
+
+
+@contextmanager
+def names_of_verl() -> Iterator[None]:
+    """Wraps the imports and look-ups of the names that a patch replaces.
+
+    Raises:
+        UpstreamChangedError: a module has no such name any more, or there is no such module.
+    """
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise UpstreamChangedError(f"{error}; {SUPPORTED}") from error
 
 
 def check_parameters(function: Callable[..., Any], name: str, parameters: list[str]) -> None:
@@ -18,6 +34,4 @@ def check_parameters(function: Callable[..., Any], name: str, parameters: list[s
         UpstreamChangedError: it takes others; ``name`` is its dotted path.
     """
     if list(inspect.signature(function).parameters) != parameters:
-        raise UpstreamChangedError(
-            f"{name} now takes {inspect.signature(function)}; the plugin needs verl>=0.9.0,<0.10"
-        )
+        raise UpstreamChangedError(f"{name} now takes {inspect.signature(function)}; {SUPPORTED}")

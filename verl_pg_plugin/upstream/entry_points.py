@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl_pg_plugin.upstream.changed import UpstreamChangedError, check_parameters
+from verl_pg_plugin.upstream.changed import UpstreamChangedError, check_parameters, names_of_verl
 
 
 def call_before_validation(action: Callable[[Any], None]) -> None:
@@ -23,11 +23,13 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
 
     Raises:
-        UpstreamChangedError: the function's parameters are not ``(config, use_reference_policy, use_critic)``.
+        UpstreamChangedError: the function is gone, or its parameters are not ``(config, use_reference_policy,
+            use_critic)``.
     """
-    import verl.utils.config as patched
+    with names_of_verl():
+        import verl.utils.config as patched
 
-    validate = patched.validate_config
+        validate = patched.validate_config
     if getattr(validate, "calls_before", False):
         return
     check_parameters(validate, "verl.utils.config.validate_config", ["config", "use_reference_policy", "use_critic"])
@@ -52,11 +54,12 @@ def call_before_run(action: Callable[[Any], None]) -> None:
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
 
     Raises:
-        UpstreamChangedError: the function's parameters are not ``(config, task_runner_class)``.
+        UpstreamChangedError: the function is gone, or its parameters are not ``(config, task_runner_class)``.
     """
-    import verl.trainer.main_ppo as patched
+    with names_of_verl():
+        import verl.trainer.main_ppo as patched
 
-    run_ppo = patched.run_ppo
+        run_ppo = patched.run_ppo
     if getattr(run_ppo, "calls_before", False):
         return
     check_parameters(run_ppo, "verl.trainer.main_ppo.run_ppo", ["config", "task_runner_class"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
-from verl_pg_plugin.upstream.changed import check_parameters
+from verl_pg_plugin.upstream.changed import check_parameters, names_of_verl
 
 
 def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
@@ -22,11 +23,13 @@ def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> 
     Remove when: V1 trainers take a balance, or the order of groups is verl's own.
 
     Raises:
-        UpstreamChangedError: the function's parameters are not ``(name)``.
+        UpstreamChangedError: the function or verl's registry is gone, or its parameters are not ``(name)``.
     """
-    from verl.trainer.ppo import v1
+    with names_of_verl():
+        from verl.trainer.ppo import v1
 
-    look_up = v1.get_trainer_cls
+        look_up, registry = v1.get_trainer_cls, attrgetter("trainer_base.TRAINER_REGISTRY")
+        registry(v1)
     if getattr(look_up, "keeps_groups", False):
         return
     check_parameters(look_up, "verl.trainer.ppo.v1.get_trainer_cls", ["name"])
@@ -34,7 +37,7 @@ def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> 
     @functools.wraps(look_up)
     def look_up_with_groups(name: str) -> type:
         plain = name.removeprefix(prefix)
-        if plain == name or name in v1.trainer_base.TRAINER_REGISTRY:
+        if plain == name or name in registry(v1):
             return look_up(name)
         return keep_groups(look_up(plain))
 
@@ -67,12 +70,13 @@ def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], 
     Remove when: V0 looks its trainer up by config, or is gone.
 
     Raises:
-        UpstreamChangedError: the method's parameters are not ``(self, batch, metrics, logging_prefix,
-            keep_minibatch)``.
+        UpstreamChangedError: the class or its method is gone, or the parameters are not ``(self, batch, metrics,
+            logging_prefix, keep_minibatch)``.
     """
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    with names_of_verl():
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    balance = RayPPOTrainer._balance_batch
+        balance = RayPPOTrainer._balance_batch
     if getattr(balance, "keeps_groups", False):
         return
     parameters = ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]

@@ -14,10 +14,11 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import EngineRegistry
 
+from tests.engine.carried_cases import carrying_engine
 from tests.engine.heads.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
 from tests.engine.steps.broken_layouts import wrong_kv_row
 from tests.engine.steps.verifying import ALWAYS, SAMPLES, break_layouts, infer, update
-from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
+from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.requirements import OFF
 from verl_pg_plugin.engine.steps import verify
@@ -55,6 +56,23 @@ def test_first_waits_for_a_micro_batch_that_shares_something(qwen3: str) -> None
     lone = make_batch(SAMPLES[6:])
     verified = [infer(engine, batch)["prefix_grouper/verified_rows"][0] for batch in (lone, make_batch(SAMPLES), lone)]
     assert verified == [0, 2, 0]
+
+
+def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
+    """They share rows, and no sequence attends to rows of another: a wrong key would go unseen."""
+    engine = break_layouts(make_engine(qwen3, packed=True, engine={"verify": "first"}), wrong_kv_row)
+    turns = make_batch([Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(4)])
+    assert [infer(engine, turns)["prefix_grouper/verified_rows"][0] for _ in range(2)] == [2, 0]
+    with pytest.raises(MismatchError):
+        infer(engine, make_batch(SAMPLES))
+
+
+def test_first_is_not_spent_on_the_owner_of_a_chain(qwen3: str) -> None:
+    """The owner of a prompt that fills a micro-batch reads no row but its own."""
+    engine = carrying_engine(qwen3, engine={"verify": "first"})
+    batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    verified = [infer(engine, batch)["prefix_grouper/verified_rows"][0] for _ in range(2)]
+    assert verified == [2, 0], "the owner, and the first part that reads what it left"
 
 
 def test_every_n_counts_micro_batches_across_mini_batches(qwen3: str) -> None:
@@ -168,7 +186,7 @@ def test_the_padded_mode_is_refused(qwen3: str) -> None:
 def test_a_rank_that_shares_nothing_verifies_where_another_does(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is a collective: all enter it, or none."""
     engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
-    monkeypatch.setattr(verify, "over_ranks", lambda value, group: [value, True])
+    monkeypatch.setattr(verify, "over_ranks", lambda value, group: [value, (True, True)])
     assert infer(engine, make_batch(SAMPLES[6:]))["prefix_grouper/verified_rows"] == [1.0]
 
 

@@ -18,6 +18,7 @@ PACKAGES = (
     PROJECT,
     "verl",
     "torch",
+    "triton",
     "transformers",
     "prefix_grouper",
     "flash-attn",

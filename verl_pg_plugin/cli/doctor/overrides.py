@@ -15,7 +15,9 @@ from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.cli.doctor.sharing import sharing_model
 from verl_pg_plugin.config.engage import add_sections
+from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import OPTIONS
+from verl_pg_plugin.config.layer_compiler import COMPILE_LAYERS, CompilerFacts, decide
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode, mode_of
 from verl_pg_plugin.config.validate import everything
 from verl_pg_plugin.config.violation import Violation
@@ -73,7 +75,8 @@ def settings(config: DictConfig) -> Section:
         else:
             rows.append(("attention kernel", f"{kernel.name} ({kernel.reason})"))
     if mode is Mode.PACKED:
-        rows.append(("activations", _activations(config)))
+        rows.append(("compiled layers of the actor", _compiled_layers(config)))
+        rows.append(("activations of the actor", _activations(config)))
     return Section("With these overrides", tuple(rows), tuple(problems))
 
 
@@ -90,6 +93,15 @@ def _activations(config: DictConfig) -> str:
         "auto": "attention's outputs are kept, and as many layers as the device has memory for after the first update",
     }
     return f"{kept.get(asked, f'layers of up to {asked} GiB are kept')} ({OPTIONS}.keep_activations={asked})"
+
+
+def _compiled_layers(config: DictConfig) -> str:
+    asked = OmegaConf.select(config, COMPILE_LAYERS, default="auto")
+    hf_config = sharing_model(config)
+    if asked == "auto" and hf_config is None:
+        return f"{COMPILE_LAYERS}=auto: known with a local checkpoint of transformers' own"
+    decision = decide(asked, CompilerFacts.of(Facts.from_hydra(config, Role.ACTOR, hf_config)))
+    return f"{'yes' if decision.on else 'no'} ({decision.reason})"
 
 
 def _stock_fault(config: DictConfig) -> list[Problem]:

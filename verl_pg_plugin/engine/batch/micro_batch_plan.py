@@ -147,8 +147,8 @@ def plan_micro_batches(
 
     sequences, order, limits = on_every_rank(sort, dp_group)
     cut = partial(_cut, sequences, order, limits, min_dedup_ratio, carry)
-    wanted, cuts = 1, on_every_rank(cut, dp_group)
-    while (counts := set(over_ranks(sum(len(cut.parts) for cut in cuts), dp_group))) != {wanted}:
+    cuts = on_every_rank(cut, dp_group)
+    while len(counts := set(over_ranks(sum(len(cut.parts) for cut in cuts), dp_group))) > 1:
         wanted = max(counts)
         on_every_rank(partial(_check_can_fill, order, wanted), dp_group)
         cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)

@@ -53,7 +53,7 @@ class Verifier:
         attending_with: makes ``forward_step`` use another attention kernel within a block.
         fallen_back: there was a mismatch with ``on_mismatch=rmpad``, and nothing is shared any more.
         seen: micro-batches so far, by kind.
-        verified: kinds that were verified.
+        verified: kinds that were verified, and whether rows of another segment were read in any of those micro-batches.
         turn: verifications so far.
         comparisons: those of all ranks since the metrics were last taken.
     """
@@ -66,7 +66,7 @@ class Verifier:
     attending_with: Callable[[VarlenKernel], AbstractContextManager[None]]
     fallen_back: bool = False
     seen: Counter[str] = field(default_factory=Counter)
-    verified: set[str] = field(default_factory=set)
+    verified: dict[str, bool] = field(default_factory=dict)
     turn: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
 
@@ -101,10 +101,19 @@ class Verifier:
         self.seen[kind] += 1
         if self.options.verify == "every_n":
             return index % self.options.verify_every == 0
-        if kind in self.verified:
+        if self.verified.get(kind):
             return False
-        # The first that shares anything on any rank: the others would prove nothing.
-        return any(over_ranks(self._layout(micro_batch).shares_rows, self.group))
+        # The first that shares anything on any rank: the others would prove nothing. Where no sequence attended to rows
+        # of another in it (turns that only continue one another, the owner of a chain's prompt), the first in which one
+        # does has its turn too.
+        shares, reads = self._shares_and_reads(micro_batch)
+        return reads or (shares and kind not in self.verified)
+
+    def _shares_and_reads(self, micro_batch: TensorDict) -> tuple[bool, bool]:
+        """Whether rows are shared, and whether some are read beside those of one's own segment, on any rank."""
+        layout = self._layout(micro_batch)
+        ranks = over_ranks((layout.shares_rows, len(layout.kv_rows) > layout.num_rows), self.group)
+        return any(shares for shares, _ in ranks), any(reads for _, reads in ranks)
 
     def _verified(
         self,
@@ -119,6 +128,7 @@ class Verifier:
             rows = self._choose(sequences, micro_batch)
             return sequences, rows, self.mode.lay_out(unshared(sequences.select(rows)))
 
+        _, reads = self._shares_and_reads(micro_batch)
         sequences, rows, layout = on_every_rank(chosen, self.group)
         # Before the forward and not after it: FSDP2 expects a forward's backward to come next.
         expected, tolerances = self._alone(step, micro_batch, sequences.prompt_lengths[rows], rows, layout)
@@ -136,7 +146,7 @@ class Verifier:
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self.verified else logging.WARNING
         self.turn += 1
-        self.verified.add(kind)
+        self.verified[kind] = self.verified.get(kind, False) or reads
         self.comparisons.extend(comparison for comparison, _, _ in ranks)
         mismatches = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(ranks) if text is not None]
         if not mismatches:

@@ -1,0 +1,115 @@
+"""Nothing of ours makes the host wait for the device between the first and the last micro-batch of a mini-batch.
+
+A CPU has no device to wait for, so this watches for what waits on a GPU: a tensor's number read by Python, and
+operators whose result has as many elements as their input's values say.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from tests.engine.carried_cases import CASES, carrying_engine
+from tests.support import actor_loss, clone, group, make_engine, save_tiny_model
+from verl_pg_plugin.attention.kernels import sdpa
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+READS = ("tolist", "cpu", "numpy")  # item, bool and int go through _local_scalar_dense
+OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten::equal")
+GROUPS = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
+OURS = Path(sdpa.__file__).parents[2].as_posix()
+
+
+class Waits(TorchDispatchMode):
+    """Files that made the host wait: the innermost frame of ours, of verl's or of the libraries around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        by_mask = name.startswith("aten::index.") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if by_mask or any(operator in name for operator in OPERATORS):
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        frames = [frame.filename for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+        self.files.append(next(name for name in reversed(frames) if name != __file__))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Watches verl's ``forward_step``, in which ours runs, and every backward."""
+    watching = Waits()
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        with watching, pytest.MonkeyPatch.context() as patch:
+            for name in READS:
+                patch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
+            yield
+
+    def noting(method: Callable) -> Callable:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            watching.note()
+            return method(*args, **kwargs)
+
+        return noted
+
+    def within(method: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with watched():
+                return method(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", within(FSDPEngineWithLMHead.forward_step))
+    monkeypatch.setattr(torch.Tensor, "backward", within(torch.Tensor.backward))
+    return watching
+
+
+def run(engine: Any, batch: TensorDict) -> None:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(clone(batch), actor_loss())
+    with engine.eval_mode():
+        engine.infer_batch(clone(batch))
+
+
+def of_ours(waits: Waits) -> set[str]:
+    """But for the kernel of CPUs, which no GPU runs."""
+    return {name for name in waits.files if name.startswith(OURS)} - {sdpa.__file__}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}, {"static_rows": True}], ids=str)
+def test_only_verls_loss_waits_in_packed_micro_batches(qwen3: str, waits: Waits, options: dict) -> None:
+    run(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
+    assert not of_ours(waits)
+    # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
+    assert any("verl/workers/utils" in name for name in waits.files)
+    assert sdpa.__file__ in waits.files
+
+
+def test_nor_do_parts_of_chains(qwen3: str, waits: Waits) -> None:
+    samples, budget = CASES["one_group_of_8"]
+    run(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
+    assert not of_ours(waits)
+    assert waits.files
