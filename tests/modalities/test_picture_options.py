@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gated_to_rmpad": {"engine": {"min_dedup_ratio": 100.0}},
     "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
     "attention_recomputed": {"engine": {"recompute_attention": True}},
+    "layers_kept": {"engine": {"keep_activations": "all"}},
     "nothing_checkpointed": {"model": {"enable_gradient_checkpointing": False}},
     "compiled_layers": {"engine": {"compile_layers": True}},
     "parameters_offloaded": {"engine": {"param_offload": True, "optimizer_offload": True}},

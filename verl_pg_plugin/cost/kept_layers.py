@@ -15,10 +15,10 @@ from verl_pg_plugin.mixers.attention import attention_needs
 class LayerActivations:
     """Bytes that a row of one compiled attention layer holds beside what checkpointing holds anyway, by part.
 
-    What checkpointing holds is the layer's input and attention's output. A kept layer adds the outputs of matrices that
-    a backward reads, what the first of them read, the sum in front of the MLP, and a float32 number for each norm; the
-    rest is computed again where it is read. Exact for layers of Qwen3 that torch 2.13 compiles; one that is not
-    compiled holds half as much again or more.
+    What checkpointing holds is the layer's input and attention's output. A kept layer adds what goes from graph to
+    graph (attention stands between them), the outputs of matrices that a backward reads, the sum in front of the MLP,
+    and a float32 number for each norm; the rest is computed again where it is read. Exact for layers of Qwen3 that
+    torch 2.13 compiles; one that is not compiled holds half as much again or more.
 
     Attributes:
         projections: their input, queries and keys in front of their norms and behind the rotary embedding, and values.

@@ -11,17 +11,23 @@ from torch import nn
 
 
 class HeldBytes:
-    """Counts the storages that autograd saves in a block, each once.
-
-    Attributes:
-        total: bytes so far, of storages that are neither the layer's weights nor anything it was given.
-    """
+    """Counts the storages that autograd saves in a block, each once, against what a checkpoint would hold instead."""
 
     def __init__(self, layer: nn.Module, given: Iterable[Any]) -> None:
         self._layer = layer
-        self._seen = {_storage(x) for x in given if isinstance(x, torch.Tensor)}
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        self._seen = {_storage(x) for x in tensors}
+        self._inputs = {_storage(x): x.untyped_storage().nbytes() for x in tensors if x.requires_grad}
         self._knows_weights = False
-        self.total = 0
+        self._saved = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes that were saved and are not the layer's weights, less inputs that a checkpoint holds and this does not.
+
+        A layer in bf16 that saves its input widened to float32 need not save the input.
+        """
+        return self._saved - sum(self._inputs.values())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -40,9 +46,10 @@ class HeldBytes:
             self._seen.update(_storage(weight) for weight in _tensors_of(self._layer))
             self._knows_weights = True
         storage = _storage(x)
+        self._inputs.pop(storage, None)
         if storage not in self._seen:
             self._seen.add(storage)
-            self.total += x.untyped_storage().nbytes()
+            self._saved += x.untyped_storage().nbytes()
         return x
 
 

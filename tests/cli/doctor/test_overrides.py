@@ -53,7 +53,7 @@ def test_modes_and_kernel_follow_the_overrides(packed: list[str]) -> None:
 def test_the_doctor_says_what_the_backward_finds_kept(packed: list[str], override: str, said: str) -> None:
     section = settings(compose_config([*packed, override]))
     assert section.problems == ()
-    assert said in dict(section.rows)["activations"]
+    assert said in dict(section.rows)["activations of the actor"]
 
 
 def test_the_doctor_tells_whether_layers_would_be_compiled_and_why(packed: list[str]) -> None:

@@ -46,6 +46,13 @@ def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, path:
     assert_same(run_engine(packed, batch, critic_loss()), run_value_reference(path, batch))
 
 
+def test_a_critic_may_keep_its_layers(path: str) -> None:
+    engine = make_value_engine(path, options={"keep_activations": "all"})
+    assert engine.keeper.layers.num_layers > 0
+    batch = critic_batch(MIXED, max_token_len_per_gpu=36)
+    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))
+
+
 @pytest.mark.parametrize("budget", [36, 60])
 def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(packed: Any, path: str, budget: int) -> None:
     batch = critic_batch(MIXED, max_token_len_per_gpu=budget)

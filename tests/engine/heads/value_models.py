@@ -16,7 +16,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import value_loss
 
 from tests.support import Result, clone, response_values, save_tiny_model
-from verl_pg_plugin.config import PrefixGrouperEngineConfig
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 
@@ -32,12 +32,19 @@ def save_value_model(path: Path, model_type: str = "qwen3") -> str:
 
 
 def make_value_engine(
-    path: str, *, sharing: bool = True, padded: bool = False, model: dict | None = None, dtype: str = "fp32"
+    path: str,
+    *,
+    sharing: bool = True,
+    padded: bool = False,
+    model: dict | None = None,
+    dtype: str = "fp32",
+    options: dict | None = None,
 ) -> Any:
     """verl's registered value engine, initialised; ``dtype`` is that of activations."""
     engine_config = PrefixGrouperEngineConfig(
         strategy="fsdp2",
         use_prefix_grouper=sharing,
+        prefix_grouper=PrefixGrouperOptions(**(options or {})),
         use_torch_compile=False,
         use_dynamic_bsz=not padded,
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},

@@ -76,7 +76,7 @@ def settings(config: DictConfig) -> Section:
             rows.append(("attention kernel", f"{kernel.name} ({kernel.reason})"))
     if mode is Mode.PACKED:
         rows.append(("compiled layers of the actor", _compiled_layers(config)))
-        rows.append(("activations", _activations(config)))
+        rows.append(("activations of the actor", _activations(config)))
     return Section("With these overrides", tuple(rows), tuple(problems))
 
 

@@ -1,0 +1,73 @@
+"""On a GPU: kept layers hold what was measured, give the gradients of recomputed ones, and ``auto`` finds its way."""
+
+import pytest
+import torch
+
+from tests.engine.test_gpu import BF16
+from tests.engine.test_kept_layers import update
+from tests.support import group, make_engine, save_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+
+LAYERS = 8
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "initializer_range": 0.02,
+}
+SAMPLES = group(6000, [500, 700, 300, 600], 1)
+BUDGET = 9000
+COMPILED = [False, True]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), **SIZES)
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=["eager", "compiled"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_more_layers_raise_the_peak_by_what_they_hold_and_change_no_bit(
+    qwen3: str, compiled: bool, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    options = {**BF16, "compile_layers": compiled, "keep_activations": "all", "use_orig_params": True}
+    engine = make_engine(qwen3, packed=True, strategy=strategy, engine=options)
+    update(engine, SAMPLES, BUDGET)
+    (held,) = engine.keeper.budget.bytes_per_row.values()
+    layer = held * (5999 + 2100)
+    peaks, gradients = {}, {}
+    for layers in (0, 2, 6):
+        engine.keeper.budget.asked = (layers + 0.5) * layer / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        metrics, gradients[layers] = update(engine, SAMPLES, BUDGET)
+        peaks[layers] = torch.cuda.max_memory_allocated()
+        assert metrics["prefix_grouper/kept_layers"] == [float(layers)]
+    assert peaks[6] - peaks[2] == pytest.approx(4 * layer, rel=0.05)
+    assert peaks[2] - peaks[0] <= 2.1 * layer
+    for layers in (2, 6):
+        assert all(torch.equal(gradients[layers][name], want) for name, want in gradients[0].items())
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=["eager", "compiled"])
+def test_auto_keeps_all_layers_of_a_small_model_and_none_on_a_device_that_is_full(qwen3: str, compiled: bool) -> None:
+    engine = make_engine(qwen3, packed=True, engine={**BF16, "compile_layers": compiled, "keep_activations": "auto"})
+    kept = []
+    for full in (False, False, False, True, False):
+        free, total = torch.cuda.mem_get_info()
+        ballast = [torch.empty(int(free - 0.1 * total), dtype=torch.uint8, device="cuda")] if full else []
+        metrics, _ = update(engine, SAMPLES, BUDGET)
+        ballast.clear()
+        torch.cuda.empty_cache()
+        kept.extend(metrics["prefix_grouper/kept_layers"])
+        with engine.train_mode():
+            engine.optimizer_step()
+    assert kept == [0.0, 1.0, float(LAYERS), 0.0, float(LAYERS)]
