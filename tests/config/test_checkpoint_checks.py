@@ -41,6 +41,10 @@ def test_sliding_window_is_accepted(violations_of, tmp_path):
 
 
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+ROPE_BY_LAYER_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": DYNAMIC_ROPE,
+}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         (transformers.GPTNeoXConfig(hidden_dropout=0.1, num_key_value_heads=64), "hidden_dropout=0.1"),
         (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
         (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
+        (transformers.Gemma3TextConfig(**TINY, rope_parameters=ROPE_BY_LAYER_TYPE), "rope_type=dynamic"),
         (
             transformers.AutoConfig.for_model(
                 "qwen3_5", text_config={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}

@@ -31,6 +31,7 @@ MOST_SECONDS = 30
 FAULTS: dict[str, tuple[Any, str]] = {
     "the batch": (PackedMode, "check_batch"),
     "reading the plan": (PackedMode, "read"),
+    "the limits of a micro-batch": (micro_batch_plan, "_limits"),
     "cutting it": (micro_batch_plan, "_cut"),
     "laying it out": (PackedMode, "lay_out"),
     "picking its rows": (micro_batch_plan, "select_rows"),

@@ -76,8 +76,9 @@ def _look_for_cuts() -> None:
         return postprocess(output_lst=output_lst, indices=indices, data=options)
 
     prepare_by_cut.looks_for_cuts = True  # type: ignore[attr-defined]
-    transformer_impl.prepare_micro_batches = prepare_by_cut
+    # In this order: another thread goes on as soon as it sees the second.
     transformer_impl.postprocess_batch_func = postprocess_in_order
+    transformer_impl.prepare_micro_batches = prepare_by_cut
 
 
 @contextmanager
