@@ -19,6 +19,8 @@ from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE, RECORD = Path("docs/models.md"), Path("docs/data/models.json")
+FUSED = "fused_kernels"
+"""Of an outcome: whether verl's fused kernels run, as ``tests/architectures/test_fused_kernels.py`` has found it."""
 RENEW = (
     "python -m pytest tests/architectures/test_every_model.py --junitxml=outputs/models.xml && "
     "python scripts/make_models_table.py --record outputs/models.xml"
