@@ -80,7 +80,11 @@ def our_classes() -> Iterator[type]:
         try:
             found = importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] in ("flash_attn", "triton"):  # GPU kernels, no classes of verl's
+            if (error.name or "").partition(".")[0] in (
+                "flash_attn",
+                "flash_attn_interface",
+                "triton",
+            ):  # GPU kernels, no classes of verl's
                 continue
             raise
         yield from (c for c in vars(found).values() if inspect.isclass(c) and c.__module__ == module.name)

@@ -25,6 +25,12 @@ from verl_pg_plugin.engine.compiled_layers import decoder_layers
 from verl_pg_plugin.engine.held_bytes import HeldBytes
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 
+RECOMPUTES_WHAT_IS_ELEMENTWISE = dict.fromkeys(
+    ("ban_recompute_used_far_apart", "ban_recompute_long_fusible_chains", "ban_recompute_materialized_backward"), False
+)
+"""What torch's partitioner would save for the sake of a fusion. ``aggressive_recomputation`` goes further: it would
+compute the products of experts again, which are no matrix products to it."""
+
 
 class KeptLayers:
     """Decoder layers of one model, each of which a forward may keep.
@@ -117,7 +123,7 @@ def _saving_little(call: Callable[..., Any], *args: Any) -> Any:
     At the shape of Qwen3-4B a kept layer holds a quarter less so. Recomputed layers run the same graphs, and so give
     the same gradients.
     """
-    with functorch_config.patch(aggressive_recomputation=True):
+    with functorch_config.patch(RECOMPUTES_WHAT_IS_ELEMENTWISE):
         return call(*args)
 
 

@@ -67,7 +67,8 @@ class Keeper:
         """At the start of an update, on every rank."""
         self._kept, self._bytes_per_row = [], {}
         self._before = DeviceMemory.read()
-        self.budget.begin(over_ranks(self._before, everyone))
+        if self.budget.asked == "auto":  # on every rank or on none
+            self.budget.begin(over_ranks(self._before, everyone))
 
     def forward_step(
         self, step: ForwardStep, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
