@@ -43,7 +43,7 @@ NOTES = """
   has no bias. "no" where the model scales or caps its logits behind the head: those of all response rows are held.
 - **value head**: a critic of this type runs, with the same exactness.
 - **compiled**: the decoder layers run under `torch.compile`, which `prefix_grouper.compile_layers=auto` does on a GPU
-  under FSDP2 where layers have no experts, recurrence or pictures (those were not tried on a GPU; `True` compiles them):
+  under FSDP2 where layers have no experts, recurrence or pictures (not tried on a GPU; `True` compiles them):
   `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and no
   graph is added by ragged batches (torch 2.13 on a CPU, transformers {newest}; experts as one product of matrices). So
   are Qwen2.5-VL and Qwen3-VL (`tests/modalities`). Apertus is refused compiled; where "no" stands otherwise nobody has
