@@ -27,6 +27,8 @@ EXPORT_COST = 0.25
 
 In the same data a row of old_log_prob, head and entropy included, takes 0.26 of one of an update.
 """
+MANY_PARTS = 64
+"""A large trie that has so many parts is not cut again to make them of one size."""
 
 FloatArray = NDArray[np.float64]
 
@@ -168,99 +170,77 @@ class _Tries:
         self.new_before = np.concatenate([np.zeros((len(tries), 1)), np.cumsum(new, axis=1)[:, :-1]], axis=1)
 
     def cheapest_equal(self) -> list[list[Cut]]:
-        """The cheapest cuts, then the smallest budget, to within 1%, that costs no more: parts of one size."""
+        """The cheapest cuts, then the smallest budget, to within 1%, that costs no more: parts of one size.
+
+        Large tries get two more passes, and none where they have many parts: one that is left over is then less than
+        2% of what the others could share, and the rest is due to the lengths of sequences.
+        """
         limit, weights = self.maths.limits.max_rows, self.maths.weights
         total = self.new_before[np.arange(len(self.sizes)), self.sizes]
         most = total + (weights.carried + weights.owed) * self.shared.max(axis=1)
         most += self.maths.limits.copies.weight * (self.keys_before.max(axis=1) + self.keys_counted.sum(axis=1))
         high = np.minimum(most, np.inf if limit is None else limit)
-        cheapest, choices = self._solve(high)
+        cheapest, choices = self._solve(high, np.arange(len(self.tries)))
         cuts = self._trace(choices)
         low = np.minimum(np.ceil(total / [len(parts) for parts in cuts]), high) - 1
-        # Each pass over a large trie takes long, and the more parts it has the nearer they are to one size as it is.
-        for _ in range(12 if self.sizes.max() <= 512 else 2):
-            if (high - low <= np.maximum(high / 100, 1)).all():
+        mean = np.array([self._mean_taken(parts) for parts in cuts])
+        large = self.sizes.max() > 512
+        settled = large & (np.array([len(parts) for parts in cuts]) >= MANY_PARTS)
+        for _ in range(2 if large else 12):
+            open_ = (high - low > np.maximum(high / 100, 1)) & ~settled
+            if not open_.any():
                 break
-            middle = np.floor((low + high) / 2)
-            cost, tighter = self._solve(middle)
-            enough = cost <= cheapest * (1 + 1e-9)
-            high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-            choices = np.where(enough[:, None], tighter, choices)
+            tries = np.flatnonzero(open_)
+            middle = self._next_budget(low[tries], high[tries], mean[tries])
+            cost, tighter = self._solve(middle, tries)
+            enough = cost <= cheapest[tries] * (1 + 1e-9)
+            high[tries] = np.where(enough, middle, high[tries])
+            low[tries] = np.where(enough, low[tries], middle)
+            choices[:, tries[enough]] = tighter[:, enough]
         return self._trace(choices)
 
-    def _solve(self, budget: FloatArray) -> tuple[FloatArray, IntArray]:
-        """Cost (G,) of all sequences, and the choices (2, G, n+1): 2 * first of the last part + whether it carries."""
-        weights, costs, shared, new_before = self.maths.weights, self.maths.costs, self.shared, self.new_before
-        num_tries, num_places = shared.shape
-        max_sequences, copies = self.maths.limits.max_sequences or num_places, self.maths.limits.copies
-        # Rows before the end of a part that starts here, at most: computing its prefix, carrying it.
-        room = np.stack(
-            [budget[:, None] + new_before - shared, budget[:, None] + new_before - weights.carried * shared]
-        )
-        # Cost up to a part that starts here and computes its prefix, or carries it; to export all of that prefix.
-        until = np.full((2, num_tries, num_places), np.inf)
-        until[0, :, 0] = costs.part
-        export_all = costs.export * (shared + costs.part)
-        common = np.empty_like(shared)  # rows common to all sequences of a part that starts here, and its predecessor
-        # Rows above which a part that starts here has no branching yet, and keys in front of its branchings that an
-        # earlier part has as well, see ``KeysOfNeighbours``.
-        unbranched, prefix = shared + 0.5, np.zeros_like(shared)
-        choices = np.zeros((2, num_tries, num_places), dtype=np.int64)
-        total, low = np.zeros(num_tries), 0
-        for b in range(1, num_places):
-            rows, read = new_before[:, b, None], shared[:, b, None]
-            low = max(low, b - max_sequences)
-            while low < b - 1 and (new_before[:, b] - new_before[:, low] > budget).all():
-                low += 1
-            w = slice(low, b)
-            common[:, b - 1] = shared[:, b - 1]
-            np.minimum(common[:, low : b - 1], shared[:, b - 1, None], out=common[:, low : b - 1])
-            kept = np.minimum(common[:, w], read)
-            missing = shared[:, w] - kept
-            spare = room[:, :, w] - rows
-            if copies.weight:
-                last, above = shared[:, b - 1, None], slice(low, b - 1)
-                prefix[:, above] += (last < unbranched[:, above]) * self.keys_counted[:, b - 1, None]
-                np.minimum(unbranched[:, above], last, out=unbranched[:, above])
-                spare -= copies.take_each(*self._copied(w, b, prefix[:, w]))
-            spare[:, :, -1] += (1 - weights.recomputing) * (rows - new_before[:, w])[
-                :, -1
-            ]  # a single sequence may keep less
-            spare[0, :, -1] += (1 - weights.recomputing) * shared[:, b - 1]
-            spare[1, rows == new_before[:, w]] = -1.0  # no part is without a row of its own
-            # By the start of the next part (computes its prefix, carries it) and by the start of this one.
-            cost = np.empty((2, 2, num_tries, b - low))
-            cost[:] = until[:, :, w]
-            cost[0, 1] += export_all[:, w]
-            cost[1, 1] += costs.export * (missing + costs.part * (missing > 0))
-            handing = spare.copy()
-            handing[0] -= weights.owed * read
-            handing[1] -= weights.owed * (read - kept)
-            cost[1, handing < 0] = np.inf
-            spare[0, :, -1] = np.inf  # a single sequence that reads nothing and hands nothing over always runs
-            cost[0, spare < 0] = np.inf
-            at, least = cost.argmin(axis=3), cost.min(axis=3)
-            carries = least[:, 1] < least[:, 0]
-            choices[:, :, b] = 2 * (low + np.where(carries, at[:, 1], at[:, 0])) + carries
-            until[:, :, b] = np.minimum(least[:, 0], least[:, 1]) + costs.part
-            total = np.where(self.sizes == b, until[0, :, b] - costs.part, total)
-            until[0, :, b] += shared[:, b]
-        return total, choices
+    def _mean_taken(self, parts: list[Cut]) -> float:
+        return sum(self.maths.taken(*pair) for pair in zip(parts, [*parts[1:], None], strict=True)) / len(parts)
 
-    def _copied(self, starts: slice, b: int, prefix: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Keys (2, G, w) that parts which end before b copy, and their rows: computing their prefix, carrying it.
+    @staticmethod
+    def _next_budget(low: FloatArray, high: FloatArray, mean: FloatArray) -> FloatArray:
+        """Between ``low`` and ``high``: first near what parts take on average, then the middle."""
+        budget = np.floor((low + high) / 2)
+        for factor in (0.995, 1.08, 1.02, 1.005):  # of several the last
+            near = np.floor(factor * mean)
+            budget = np.where((low < near) & (near < high), near, budget)
+        return budget
+
+    def _solve(self, budget: FloatArray, tries: IntArray) -> tuple[FloatArray, IntArray]:
+        """Cost (g,) of all sequences, and the choices (2, g, n+1): 2 * first of the last part + whether it carries.
 
         Args:
-            starts: of the parts.
-            b: sequences in front of their end.
-            prefix: (G, w) keys in front of their branchings, where they compute their prefix.
+            budget: (g,) of each trie.
+            tries: (g,) places of the tries to solve.
         """
-        shared, after = self.shared[:, starts], slice(starts.start + 1, starts.stop + 1)
-        keys = self.keys_alone[:, starts] + self.keys_before[:, b, None] - self.keys_before[:, after]
-        rows = self.new_before[:, b, None] - self.new_before[:, starts]
-        both = np.stack([keys + prefix, keys])
-        both[0, :, -1] = 0.0  # a sequence by itself
-        return both, np.stack([rows + shared, rows])
+        search = _Search(self, budget, tries)
+        num_tries, num_places = search.shared.shape
+        # Cost up to a part that starts here and computes its prefix, or carries it.
+        until = np.full((num_tries, 2, num_places), np.inf)
+        until[:, 0, 0] = self.maths.costs.part
+        entering = np.full((num_tries, 2, num_places), self.maths.costs.part)
+        entering[:, 0] += search.shared
+        chosen = np.zeros((2, num_tries, num_places), dtype=np.int64)
+        least = np.zeros((2, num_tries, num_places))
+        lowest = search.low.tolist()
+        for first, stop in search.blocks():
+            extra, start = search.extra_costs(first, stop), lowest[first]
+            for b in range(first, stop):
+                low = lowest[b]
+                cost = until[None, :, :, low:b] + extra[b - first, :, :, :, low - start : b - start]
+                cost = cost.reshape(2, num_tries, -1)
+                chosen[:, :, b] = cost.argmin(axis=2)
+                least[:, :, b] = found = cost.min(axis=2)
+                until[:, :, b] = found.T + entering[:, :, b]
+        width = np.arange(num_places) - search.low
+        carries = chosen >= np.maximum(width, 1)
+        choices = 2 * (search.low + chosen - width * carries) + carries
+        return least[0, np.arange(num_tries), self.sizes[tries]], choices
 
     def _trace(self, choices: IntArray) -> list[list[Cut]]:
         """Parts of every trie, from its last to its first and turned round."""
@@ -276,3 +256,116 @@ class _Tries:
                 b = a
             traced.append(parts[::-1])
         return traced
+
+
+class _Search:
+    """What does not depend on the cost of earlier parts, for many ends b at once.
+
+    Arrays are (g, n+1) by first or next sequence, and (g, k, w) for k ends in turn and the w places where a part that
+    ends there may start.
+
+    Attributes:
+        low: (n+1,) a part that ends before b starts here at the earliest; never falls.
+    """
+
+    ELEMENTS = 16_384
+    """Of an array over ends and starts: it stays in a core's cache."""
+
+    def __init__(self, whole: _Tries, budget: FloatArray, tries: IntArray) -> None:
+        maths = whole.maths
+        self.weights, self.costs, self.copies = maths.weights, maths.costs, maths.limits.copies
+        self.shared, self.new_before = whole.shared[tries], whole.new_before[tries]
+        self.counted, self.num_places = whole.keys_counted[tries], self.shared.shape[1]
+        self.export_all = self.costs.export * (self.shared + self.costs.part)
+        # A part fits where its room, by its start, is no less than what is used before its end: of the rows that it
+        # computes and carries, and where copies are counted of rows and copied keys less the free ones.
+        self.room = [budget[:, None] + self.new_before - row * self.shared for row in (1.0, self.weights.carried)]
+        self.used = self.new_before
+        weight, free = self.copies.weight, self.copies.weight * self.copies.free
+        if weight:
+            keys_before = whole.keys_before[tries]
+            behind = np.append(keys_before[:, 1:], keys_before[:, -1:], axis=1)
+            own = weight * (whole.keys_alone[tries] - behind) + free * self.new_before
+            self.room_of_copies = [self.room[0] - own + free * self.shared, self.room[1] - own]
+            self.used_of_copies = (1 - free) * self.new_before + weight * keys_before
+        self.low = self._earliest(maths.limits.max_sequences or self.num_places)
+        # Rows above which a part that starts here has no branching yet, and keys in front of its branchings that an
+        # earlier part has as well, see ``KeysOfNeighbours``.
+        self.unbranched, self.prefix = self.shared + 0.5, np.zeros_like(self.shared)
+
+    def _earliest(self, max_sequences: int) -> IntArray:
+        ends = np.arange(self.num_places)
+        low = np.maximum(ends - 1, 0)
+        for g in range(len(self.shared)):
+            room = np.maximum.accumulate(np.maximum(self.room[0][g], self.room[1][g]))
+            of_trie = np.searchsorted(room, self.used[g])
+            if self.copies.weight:
+                room = np.maximum.accumulate(np.maximum(self.room_of_copies[0][g], self.room_of_copies[1][g]))
+                of_trie = np.maximum(of_trie, np.searchsorted(room, self.used_of_copies[g]))
+            low = np.minimum(low, of_trie)
+        return np.minimum.accumulate(np.maximum(low, ends - max_sequences)[::-1])[::-1]
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Ends ``first <= b < stop``, as many at once as the cache holds."""
+        first = 1
+        while first < self.num_places:
+            width = max(first - int(self.low[first]), 16)
+            stop = min(first + max(min(width, self.ELEMENTS // (2 * width * len(self.shared))), 1), self.num_places)
+            yield first, stop
+            first = stop
+
+    def extra_costs(self, first: int, stop: int) -> FloatArray:
+        """Cost (k, 2, g, 2, w) of the parts that end before ``first <= b < stop``, but for what led to their start.
+
+        By whether the next part carries its prefix and by whether this one does; infinite where it is not allowed.
+        To be called once for each end, in order.
+        """
+        low = int(self.low[first])
+        starts, ends, last = slice(low, stop - 1), slice(first, stop), slice(first - 1, stop - 1)
+        shared, read = self.shared[:, None, starts], self.shared[:, ends, None]
+        # Rows that the last sequence of a part shares with the one before it, where that is in the part too.
+        inside = np.arange(low, stop - 1) < np.arange(first - 1, stop - 1)[:, None]
+        joined = np.where(inside, self.shared[:, last, None], np.inf)
+        unbranched = np.minimum.accumulate(np.concatenate([self.unbranched[:, None, starts], joined], axis=1), axis=1)
+        spare = self._spare(starts, ends)
+        if self.copies.weight:
+            prefix = self.prefix[:, None, starts]
+            counted = self.counted[:, last, None]
+            if counted.any():
+                prefix = prefix + np.cumsum((joined < unbranched[:, :-1]) * counted, axis=1)
+                self.prefix[:, starts] = prefix[:, -1]
+            spare = self._less_copies(spare, starts, ends, prefix)
+        self.unbranched[:, starts] = unbranched[:, -1]
+
+        ending = np.arange(stop - first)
+        single = (slice(None), ending, ending + first - 1 - low)  # parts of one sequence, which may keep less
+        own = self.new_before[:, ends] - self.new_before[:, last]
+        spare[0][single] += (1 - self.weights.recomputing) * (own + self.shared[:, last])
+        spare[1][single] += (1 - self.weights.recomputing) * own
+        spare[1][self.new_before[:, ends, None] == self.new_before[:, None, starts]] = -1.0  # no row of its own
+
+        kept = np.minimum(np.floor(unbranched[:, 1:]), read)  # by all sequences of the part
+        missing = shared - kept
+        exported = self.costs.export * (missing + self.costs.part * (missing > 0))
+        cost = np.empty((stop - first, 2, len(self.shared), 2, stop - 1 - low))
+        by_end = cost.transpose(1, 3, 2, 0, 4)
+        by_end[1, 0] = np.where(spare[0] >= self.weights.owed * read, 0.0, np.inf)
+        by_end[1, 1] = np.where(spare[1] >= self.weights.owed * (read - kept), exported, np.inf)
+        spare[0][single] = np.inf  # a single sequence that reads nothing and hands nothing over always runs
+        by_end[0, 0] = np.where(spare[0] >= 0, 0.0, np.inf)
+        by_end[0, 1] = np.where(spare[1] >= 0, self.export_all[:, None, starts], np.inf)
+        return cost
+
+    def _spare(self, starts: slice, ends: slice) -> list[FloatArray]:
+        """Rows (g, k, w) that parts leave of the budget: computing their prefix, carrying it."""
+        used = self.used[:, ends, None]
+        return [room[:, None, starts] - used for room in self.room]
+
+    def _less_copies(self, spare: list[FloatArray], starts: slice, ends: slice, prefix: FloatArray) -> list[FloatArray]:
+        """What copied keys leave of it; ``prefix`` are the keys in front of branchings, of parts that compute it."""
+        used = self.used_of_copies[:, ends, None]
+        computing, carrying = (room[:, None, starts] - used for room in self.room_of_copies)
+        computing -= self.copies.weight * prefix
+        ending = np.arange(ends.stop - ends.start)
+        computing[:, ending, ending + ends.start - 1 - starts.start] = np.inf  # a sequence by itself copies nothing
+        return [np.minimum(spare[0], computing), np.minimum(spare[1], carrying)]
