@@ -8,7 +8,8 @@ micro-batches, lay each out and select its rows. The columns after it time its s
 micro-batches, "dedup" is logical over physical tokens.
 
 ``--growth`` times the two plans that compare sequences with one another, over the number of sequences: dealing them to
-ranks (``balance_groups``) and cutting them into micro-batches (``cut_micro_batches``), from lengths alone.
+ranks (``balance_groups``) and cutting them into micro-batches, from lengths alone: into chains as an engine does by
+default, for an update at the shape of Qwen3-4B (``cut_with_chains``), and without carrying (``cut_micro_batches``).
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.batching.balance import balance_groups
+from verl_pg_plugin.batching.chains import cut_with_chains
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 
+MEMORY = RowMemory.of(config_of("qwen3-4b"), torch.bfloat16, checkpointing=True, keeps_attention=True)
 FLOPS = ModelFlops.of_config(config_of("qwen3-8b"))
 PROMPT = 512
 VOCAB = 151_936
@@ -119,6 +123,12 @@ def growing_plans(num_sequences: int) -> dict[str, Callable[[], object]]:
         order = PrefixOrder(np.arange(num_sequences), PROMPT - 1 + responses, shared)
         return lambda: cut_micro_batches(order, MicroBatchLimits(max_rows=max_rows), at_least)
 
+    def chains(n: int) -> Callable[[], object]:
+        shared = np.where(np.arange(num_sequences) % n, PROMPT - 1, 0)
+        order = PrefixOrder(np.arange(num_sequences), PROMPT - 1 + responses, shared)
+        limits = MicroBatchLimits(max_rows=16_384, copies=MEMORY.copies(forward_only=False))
+        return lambda: cut_with_chains(order, limits, MEMORY.weights(forward_only=False))
+
     return {
         "balance n 1, 8 ranks": balance(1, 8),
         "balance n 1, 2 ranks": balance(1, 2),
@@ -127,6 +137,9 @@ def growing_plans(num_sequences: int) -> dict[str, Callable[[], object]]:
         "cut n 1": cut(1, 16_384),
         "cut n 8": cut(8, 16_384),
         "split one group": cut(num_sequences, None, at_least=min(num_sequences, 8192)),
+        "chains n 8": chains(8),
+        "chains n 256": chains(256),
+        "chains, one group": chains(num_sequences),
     }
 
 
@@ -139,7 +152,7 @@ def report_growth(sizes: list[int], repeats: int) -> float:
         seconds = [timed(plan, repeats, time.process_time) for plan in growing_plans(size).values()]
         slowest = max(slowest, *map(statistics.median, seconds))
         table.add_row(f"{size:,}", *map(milliseconds, seconds))
-    Console(width=150).print(table)
+    Console(width=190).print(table)
     return slowest
 
 

@@ -162,7 +162,7 @@ def test_a_large_batch_is_balanced_in_seconds(num_ranks: int, n: int) -> None:
     problem = grpo(8192 // n, n, num_ranks)
     start = time.process_time()
     balance = problem.solve()
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 2
     assert balance.slowest_over_mean < 1.0001
 
 

@@ -1,5 +1,6 @@
 """Chains over random tries: nobody is lost, budgets hold with what is carried, and no cheaper cut exists."""
 
+import time
 from itertools import pairwise, product
 
 import numpy as np
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.layout.chains import limits_for, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
-from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths, cut_tries
+from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths
 from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
+from verl_pg_plugin.batching.cut_search import cut_tries
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -152,6 +154,19 @@ def test_tries_cut_together_are_cut_as_each_one_alone() -> None:
     maths = CutMaths(order, MicroBatchLimits(200), CarryWeights(0.5, 0.5), CarryCosts(0.25, 4.0))
     spans = [(int(stop - size), int(stop)) for stop, size in zip(np.cumsum(sizes), sizes, strict=True)]
     assert cut_tries(maths, spans) == [cut_tries(maths, [span])[0] for span in spans]
+
+
+@pytest.mark.parametrize(("group_size", "response"), [(256, 512), (8192, 512), (8192, 64)])
+def test_a_large_batch_is_cut_into_chains_in_seconds(group_size: int, response: int) -> None:
+    """With copied keys counted; looking at all starts for every end, one at a time, takes a minute for 65,536."""
+    rows = 2047 + np.random.default_rng(0).integers(response // 2, response, 8192)
+    order = PrefixOrder(np.arange(8192), rows, np.where(np.arange(8192) % group_size, 2047, 0))
+    limits = MicroBatchLimits(16_384, copies=CopiedKeys(weight=0.04, free=5.75))
+    start = time.process_time()
+    plan = cut_with_chains(order, limits, CarryWeights(0.745, 0.497, 0.4))
+    assert time.process_time() - start < 2
+    assert plan.num_chains == 8192 // group_size
+    assert plan.recomputed_rows == 0
 
 
 def plan_group(max_rows: int | None, **options: float) -> ChainPlan:

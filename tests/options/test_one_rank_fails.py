@@ -1,4 +1,4 @@
-"""An error inside a forward, where ranks wait for each other's weights, ends the run and not in a time-out."""
+"""An error inside a forward or a backward, where ranks wait for each other, ends the run and not in a time-out."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.options import forward_fault
+from tests.options import run_fault
 from tests.test_end_to_end import REPOSITORY
 
 MOST_SECONDS = 30
@@ -16,15 +16,17 @@ MOST_SECONDS = 30
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_error_in_the_forward_of_one_worker_ends_the_run_on_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_in_one_worker_ends_the_run_on_both(tmp_path: Path, place: str) -> None:
     fault_time, log = tmp_path / "fault_time", tmp_path / "run.log"
     variables = {
         "WORK_DIR": str(tmp_path),
         "TOTAL_STEPS": "1",
         "NGPUS_PER_NODE": "2",
-        "VERL_USE_EXTERNAL_MODULES": forward_fault.__name__,
+        "VERL_USE_EXTERNAL_MODULES": run_fault.__name__,
         "PYTHONPATH": str(REPOSITORY),
         "FAULT_TIME": str(fault_time),
+        "FAULT_PLACE": place,
     }
     with log.open("w") as file:
         run = psutil.Popen(
@@ -43,4 +45,4 @@ def test_an_error_in_the_forward_of_one_worker_ends_the_run_on_both(tmp_path: Pa
     assert time.time() - float(fault_time.read_text()) < MOST_SECONDS
     assert run.returncode != 0
     assert not left, "a worker outlived its run"
-    assert f"ZeroDivisionError: {forward_fault.FAULT}" in log.read_text()
+    assert f"ZeroDivisionError: {run_fault.FAULT}" in log.read_text()

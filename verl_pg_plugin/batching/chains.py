@@ -14,8 +14,8 @@ from verl_pg_plugin.batching.chain_cuts import (
     Cut,
     CutMaths,
     FloatArray,
-    cut_tries,
 )
+from verl_pg_plugin.batching.cut_search import cut_tries
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray

@@ -30,6 +30,7 @@ from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import CompilerFacts, Decision, decide
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.activation_budget import Held
+from verl_pg_plugin.engine.batch.cut_for_copies import cut_for_copies
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
@@ -93,6 +94,7 @@ class SharedPrefixMixin:
         self.carrier: Carrier | None = None
         self.keeper: Keeper | None = None
         self._told_of_rmpad = False
+        self._told_of_copies = False
         if not asked:
             fault = rmpad_fault(self.model_config.hf_config, get_device_name())
             if self.model_config.use_remove_padding and fault and self.rank == 0:
@@ -239,6 +241,7 @@ class SharedPrefixMixin:
                 data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
             )
             plans.append(plan)
+            self._tell_of_copies(plan, data, carry, copies, forward_only)
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
@@ -281,6 +284,18 @@ class SharedPrefixMixin:
             metrics |= self.verifier.take_metrics()
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
+
+    def _tell_of_copies(
+        self, plan: MicroBatchPlan, data: TensorDict, carry: CarryPolicy | None, copies: CopiedKeys, forward_only: bool
+    ) -> None:
+        if self._told_of_copies:
+            return
+        memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
+        a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
+        told = cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
+        if told is not None:
+            logger.warning("%s", told)
+            self._told_of_copies = True
 
     def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
         assert self.sharing is not None

@@ -282,6 +282,21 @@ def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | N
     ]
 
 
+def num_parts(
+    sequences: Sequences,
+    order: PrefixOrder,
+    data: TensorDict,
+    sp_size: int,
+    min_dedup_ratio: float,
+    carry: CarryPolicy | None,
+    copies: CopiedKeys,
+) -> tuple[int, int]:
+    """Micro-batches of this rank before ranks agree, and those that compute attention again for their backward."""
+    limits = replace(_limits(data, sp_size), copies=copies)
+    parts = [part for cut in _cut(sequences, order, limits, min_dedup_ratio, carry) for part in cut.parts]
+    return len(parts), sum(part.recompute_attention for part in parts)
+
+
 def _limits(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):

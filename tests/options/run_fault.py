@@ -1,0 +1,38 @@
+"""Loaded by every worker of a run (``VERL_USE_EXTERNAL_MODULES``): rank 1 fails where ``FAULT_PLACE`` says.
+
+Either in front of its first forward, or in its first backward, inside the last layer's attention.
+"""
+
+import importlib
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl_pg_plugin.after_import import after_import
+
+FAULT = "the fault of rank 1"
+PLACES = {
+    "forward": ("verl_pg_plugin.engine.sharing_modes", "PackedMode", "to_device"),
+    "backward": ("verl_pg_plugin.attention.gather", None, "sum_over_readers"),
+}
+
+
+def _plant(module: str, owner: str | None, name: str) -> None:
+    place: Any = importlib.import_module(module)
+    place = place if owner is None else getattr(place, owner)
+    function = getattr(place, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("RANK") == "1":
+            Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
+            raise ZeroDivisionError(FAULT)
+        return function(*args, **kwargs)
+
+    setattr(place, name, failing)
+
+
+if "FAULT_PLACE" in os.environ:  # in a worker, and not in the test that starts it
+    _chosen = PLACES[os.environ["FAULT_PLACE"]]
+    after_import(_chosen[0], partial(_plant, *_chosen))
