@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """docs/models.md from the results of the tests of every architecture.
 
-    python -m pytest tests/architectures/test_every_model.py --junitxml=outputs/models.xml
+    python -m pytest -m "not slow" tests/architectures tests/mixers --junitxml=outputs/models.xml
     python scripts/make_models_table.py --record outputs/models.xml    # keeps them, and writes docs/models.md
     python scripts/make_models_table.py --check                        # fails if that would change it
 
-Results are kept by the version of transformers: run the tests under the lowest and the highest that is supported.
+Results are kept by the version of transformers: run the tests under the lowest and the highest that is supported. Those
+of ``tests/architectures/test_fused_kernels.py`` are slow, recorded the same way, and stay until they run again.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ TABLE, RECORD = Path("docs/models.md"), Path("docs/data/models.json")
 FUSED = "fused_kernels"
 """Of an outcome: whether verl's fused kernels run, as ``tests/architectures/test_fused_kernels.py`` has found it."""
 RENEW = (
-    "python -m pytest tests/architectures/test_every_model.py --junitxml=outputs/models.xml && "
+    "python -m pytest -m 'not slow' tests/architectures tests/mixers --junitxml=outputs/models.xml && "
     "python scripts/make_models_table.py --record outputs/models.xml"
 )
 HEADER = """\
 # Models that packed mode runs
 
-Made from the results of `tests/architectures/test_every_model.py` by `scripts/make_models_table.py`: every type that
+Made from the results of `tests/architectures` and `tests/mixers` by `scripts/make_models_table.py`: every type that
 transformers has a causal language model for, {versions}.
 
 **{exact} are exact**: through verl's FSDP2 engine, with gradient checkpointing where there is any, every log-prob,
-entropy and parameter's gradient is within 1e-5 of those of each sequence alone, in float32. Five of them, Gated
-DeltaNet hybrids, are held to other bounds by other tests, see below.
+entropy and parameter's gradient is within 1e-5 of those of each sequence alone, in float32. Gated DeltaNet hybrids are
+held to other bounds, see below.
 
-| model type | head in chunks | value head | kernels | needs |
-|---|---|---|---|---|
+| model type | head in chunks | fused kernels | value head | kernels | needs |
+|---|---|---|---|---|---|
 """
 NOTES = """
-- **head in chunks**: logits of `prefix_grouper.logits_chunk_size` rows at once, and verl's fused kernels where the head
-  has no bias. "no" where the model scales or caps its logits behind the head: those of all response rows are held.
+- **head in chunks**: logits of `prefix_grouper.logits_chunk_size` rows at once. "no" where the model scales or caps its
+  logits behind the head: those of all response rows are held.
+- **fused kernels**: verl's, which stand in for the head; run once per type with the torch back end and as exact as the
+  rest. "no" where the head does not come last or has a bias: refused by name, also by a test.
 - **value head**: a critic of this type runs, with the same exactness.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
   and is slow on a GPU. Capped scores (Gemma 2) need flash-attn; on a CPU they are tested with attention written out. On
@@ -70,14 +73,15 @@ NOTES = """
 
 
 def read_results(path: Path) -> tuple[str, dict[str, Any]]:
-    """Version of transformers and outcome by model type; ValueError where a test failed or said nothing."""
+    """Version of transformers and outcome by model type; ValueError where a test failed or none said anything."""
     versions, outcomes = set(), {}
     for case in ElementTree.parse(path).iter("testcase"):
         said = {entry.attrib["name"]: entry.attrib["value"] for entry in case.iter("property")}
-        if case.find("failure") is not None or case.find("error") is not None or "model" not in said:
+        if case.find("failure") is not None or case.find("error") is not None:
             raise ValueError(f"{path}: {case.attrib['name']} did not pass")
-        versions.add(said["transformers"])
-        outcomes.update(json.loads(said["model"]))
+        if "model" in said:
+            versions.add(said["transformers"])
+            outcomes.update(json.loads(said["model"]))
     if len(versions) != 1:
         raise ValueError(f"{path} holds results of {len(versions)} versions of transformers, wanted are those of one")
     return versions.pop(), outcomes
@@ -91,9 +95,12 @@ def read_record(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep(path: Path, root: Path) -> None:
-    """Replace what the record has of one version."""
+    """Renew what the record has of one version; what these tests say nothing about stays."""
     version, outcomes = read_results(path)
-    record = {**read_record(root), version: dict(sorted(outcomes.items()))}
+    record = read_record(root)
+    before = record.get(version, {})
+    renewed = {model_type: {**before.get(model_type, {}), **found} for model_type, found in outcomes.items()}
+    record[version] = dict(sorted({**before, **renewed}.items()))
     (root / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -109,7 +116,8 @@ def render(record: dict[str, dict[str, Any]]) -> str:
     for model_type, (version, outcome) in sorted(latest.items()):
         name = f"{model_type}{_versions(model_type, version, newest, record)}"
         if outcome["status"] == "exact":
-            yes = ["yes" if outcome[column] else "no" for column in ("head_in_chunks", "value_head")]
+            columns = ("head_in_chunks", FUSED, "value_head")
+            yes = [{True: "yes", False: "no", None: "not run"}[outcome.get(column)] for column in columns]
             cells = [
                 name,
                 *yes,
@@ -137,7 +145,7 @@ def _versions(model_type: str, version: str, newest: str, record: dict[str, dict
     if version != newest:
         return f" (up to {version})"
     of_type = {other: outcomes.get(model_type) for other, outcomes in record.items()}
-    notes = []
+    notes = [of_type[newest]["why"]] if of_type[newest]["status"] == "exact" and of_type[newest]["why"] else []
     for other, outcome in of_type.items():
         if outcome is None:
             notes.append(f"not in {other}")
