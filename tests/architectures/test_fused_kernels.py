@@ -37,7 +37,7 @@ def test_fused_kernels_are_exact_or_refused_by_name(
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     if config.get_text_config().to_dict().get("attn_logit_softcapping"):
         write_capped_scores_out(monkeypatch)
-    obstacle = fused_obstacle(skeleton(config.get_text_config()))
+    obstacle = fused_obstacle(skeleton(tiny_config(model_type).get_text_config()))
     settings = {**FUSED_HEAD, "enable_gradient_checkpointing": supports_checkpointing(model_type)}
     if obstacle:
         with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {re.escape(obstacle)} \(fix: .*=False"):

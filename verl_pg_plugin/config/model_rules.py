@@ -53,7 +53,7 @@ def no_kernel_fits(value: Any, facts: Facts) -> str:
 
 def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
     needs = attention_needs(facts.hf_config.get_text_config())
-    fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs)]
+    fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs, facts.device_name)]
     elsewhere = f"{settings[0].key}={fitting[-1]} (on another device), or " if fitting else ""
     return f"{elsewhere}{USE_PREFIX_GROUPER}=False (stock verl)"
 
