@@ -57,18 +57,23 @@ NOTES = """
   kernels that want it.
 - **Pictures**: Qwen2.5-VL, Qwen3-VL (dense and MoE) and released Qwen3.5, images and videos, are tested by
   `tests/modalities` on tiny models: log-probs, entropies and gradients of text, tower, projector and embeddings within
-  1e-5 of every row alone (Qwen3.5 2e-5, 1e-4 for gradients that nearly cancel), on both versions of transformers. Other
-  multimodal types are refused. On an H200 Qwen3-VL in bf16 is as close to float32 as stock verl, tower included.
+  1e-5 of every row alone (Qwen3.5 2e-5, 1e-4 for gradients that nearly cancel), on both versions of transformers; the
+  mixtures of experts among them are slow tests. Other multimodal types are refused. On an H200 Qwen3-VL in bf16 is as
+  close to float32 as stock verl, tower included.
 - **Gated DeltaNet hybrids** (Qwen3-Next, Qwen3.5) are tested by
   `tests/mixers`: layers and models within 1e-10 in float64; text models in the float32 engine within 1e-5 of float64,
-  the gradients of their decays within twice stock float32's own error, multimodal ones within 2e-5 of float32. On
-  transformers 5.5.3 their layers and models are tested, not the engine. On an H200, through fla's kernels, Qwen3.5 in
-  bf16 is as close to float32 as stock padded mode, and runs at 91% and 88% of the bound ([log-probs and
+  the gradients of their decays within twice stock float32's own error, multimodal ones within 2e-5 of float32, on both
+  versions of transformers. On an H200, through fla's kernels, Qwen3.5 in bf16 is as close to float32 as stock padded
+  mode, and runs at 91% and 88% of the bound ([log-probs and
   update](benchmarks.md#mixture-of-experts-hybrids-pictures)). Critics of them are refused.
-- **Learned attention sinks** (gpt-oss) are refused: a sink is one more key of every row, and no kernel here is told of
-  it. A correction by each row's log-sum-exp has not been tried.
+- **Learned attention sinks** (gpt-oss) run on a CPU alone: each row's output is corrected by its log-sum-exp, exactly,
+  gradients included. The same correction suits flash-attn, whose backward takes both; nobody has run it on a GPU, where
+  gpt-oss is refused by name.
 - **Biases that softmax ignores** (of OPT's keys) have a gradient of zero, and are held against the largest of the
   weight beside them.
+- **Slow tests** of hybrids, pictures, latent attention, fused kernels and compiled layers, and whole runs of a mixture
+  of experts, a hybrid and a model with pictures, are not in the quick suite:
+  [outcome, commit and versions of each](data/slow_tests_models.csv).
 """
 
 

@@ -49,6 +49,17 @@ def test_a_document_that_differs_is_stale_and_a_failed_test_is_no_record(
     (tmp_path / RECORD).write_text(json.dumps(OUTCOMES))
     assert main(["--root", str(tmp_path)]) == 0
     assert main(["--root", str(tmp_path), "--check"]) == 0
+    before = read_record(tmp_path)["5.5.3"]
+    fused = tmp_path / "fused.xml"
+    said = {"transformers": "5.5.3", "model": json.dumps({"qwen3": {FUSED: True}})}
+    properties = "".join(f"<property name='{name}' value='{value}'/>" for name, value in said.items())
+    fused.write_text(
+        f"<testsuite><testcase classname='a' name='silent'/><testcase classname='a' name='test[qwen3]'><properties>"
+        f"{properties}</properties></testcase></testsuite>"
+    )
+    assert main(["--root", str(tmp_path), "--record", str(fused)]) == 0
+    renewed = read_record(tmp_path)["5.5.3"]
+    assert renewed == {**before, "qwen3": {**before["qwen3"], FUSED: True}}, "what other tests found stays"
     table = tmp_path / "docs/models.md"
     table.write_text(table.read_text().replace("| qwen3 | yes |", "| qwen3 | no |"))
     assert main(["--root", str(tmp_path), "--check"]) == 1
