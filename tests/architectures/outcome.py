@@ -1,6 +1,8 @@
 """What packed mode does with an architecture, as far as configs and classes tell."""
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 
 import transformers
 from transformers import PretrainedConfig
@@ -23,7 +25,7 @@ NOT_BUILT = {
     "musicgen_melody": "its config needs those of three other models",
 }
 HYBRIDS = stateful_model_types()
-"""Run by ``tests/mixers`` and held against float64 there: their decays' gradients are 1e-5 off in any float32."""
+"""Run and recorded by ``tests/mixers``, held against float64: their decays' gradients are 1e-5 off in any float32."""
 
 RELEASED: dict[str, dict[str, int]] = {"glm4_moe": {"head_dim": 128}}
 """What checkpoints say of a head, where the default config does not."""
@@ -35,7 +37,7 @@ class Outcome:
 
     Attributes:
         status: ``EXACT`` once a test has shown it.
-        why: of a status that is not exact.
+        why: of a status that is not exact; of one that is, where its test is, if that is not the one of all types.
         head_in_chunks: the head comes last, so chunks and verl's fused kernels can stand in for it.
         value_head: a critic of this type runs.
         kernels: those that fit the heads of a released checkpoint.
@@ -67,13 +69,20 @@ def outcome_of(model_type: str) -> Outcome:
         overrides.append("enable_gradient_checkpointing=False")
     return Outcome(
         EXACT,
+        "by tests/mixers" if model_type in HYBRIDS else "",
         head_in_chunks=not head_obstacle(skeleton(tiny_config(model_type).get_text_config())),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         and not unsupported_reasons(tiny_config(model_type), trust_remote_code=False, value_model=True),
-        kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
+        kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs, spec.device_type or "cpu")],
         needs=overrides,
         compiled=model_type in COMPILED_TYPES,
     )
+
+
+def record_outcome(record_property: Callable[[str, object], None], model_type: str) -> None:
+    """Write into the results of a test that it bears out what is expected of a type, for make_models_table.py."""
+    record_property("transformers", transformers.__version__)
+    record_property("model", json.dumps({model_type: asdict(outcome_of(model_type))}))
 
 
 def supports_checkpointing(model_type: str) -> bool:

@@ -13,6 +13,7 @@ from tests.architectures.outcome import EXACT, HYBRIDS, supports_checkpointing
 from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
 from tests.architectures.tiny_configs import tiny_config
 from tests.mixers import hybrids
+from tests.mixers import test_multimodal_text as multimodal
 from tests.mixers.test_gated_delta_engine import SAMPLES as HYBRID_SAMPLES
 from tests.mixers.test_gated_delta_engine import assert_exact, rows_alone
 from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
@@ -37,7 +38,7 @@ def test_fused_kernels_are_exact_or_refused_by_name(
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     if config.get_text_config().to_dict().get("attn_logit_softcapping"):
         write_capped_scores_out(monkeypatch)
-    obstacle = fused_obstacle(skeleton(config.get_text_config()))
+    obstacle = fused_obstacle(skeleton(tiny_config(model_type).get_text_config()))
     settings = {**FUSED_HEAD, "enable_gradient_checkpointing": supports_checkpointing(model_type)}
     if obstacle:
         with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {re.escape(obstacle)} \(fix: .*=False"):
@@ -58,5 +59,18 @@ def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_pa
     engine = make_engine(path, packed=True, model=FUSED_HEAD)
     assert isinstance(engine.job_head, FusedHead)
     assert_exact(run_engine(engine, make_batch(HYBRID_SAMPLES), actor_loss()), rows_alone(path, kind))
+    record_property("transformers", transformers.__version__)
+    record_property("model", json.dumps({kind: {FUSED: True}}))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_fused_kernels_of_multimodal_hybrids_are_as_exact_as_their_layers(
+    kind: str, tmp_path: Path, record_property
+) -> None:
+    path = hybrids.save_multimodal(tmp_path, kind)
+    engine = make_engine(path, packed=True, model=FUSED_HEAD)
+    assert isinstance(engine.job_head, FusedHead)
+    got = run_engine(engine, make_batch(multimodal.SAMPLES), actor_loss())
+    assert_same(got, multimodal.reference(path), tolerance=2e-5)
     record_property("transformers", transformers.__version__)
     record_property("model", json.dumps({kind: {FUSED: True}}))

@@ -73,7 +73,6 @@ def test_a_model_that_does_not_hand_the_layout_down_is_refused() -> None:
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask"),
         ({"dropout": 0.1}, "attention dropout 0.1"),
         ({"is_causal": False}, "bidirectional attention"),
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"position_bias": torch.zeros(4), "dropout": 0.5}, "attention dropout 0.5, position_bias"),
     ],
 )
@@ -104,6 +103,11 @@ def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:
 
 def test_moe_decoders_hand_on_output_router_logits() -> None:
     assert torch.equal(call(output_router_logits=True), expected())
+
+
+def test_learned_sinks_are_handed_on() -> None:
+    sinks = torch.zeros(2)
+    assert attention_options(torch.nn.Linear(1, 1), torch.zeros(1, 2, 3, 4), None, s_aux=sinks).sinks is sinks
 
 
 def test_softcap_and_number_of_the_layer_are_handed_on() -> None:

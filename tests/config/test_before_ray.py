@@ -13,7 +13,7 @@ import pytest
 from config_support import TINY, compose_config, save_checkpoint, save_data
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
-from transformers import Gemma2Config, GptOssConfig
+from transformers import BloomConfig, Gemma2Config
 from wrong_settings import ACTOR, MODEL, ROLLOUT, WRONG, Wrong
 
 from verl_pg_plugin.cli.doctor.overrides import settings
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_data(folder / "no_truth.parquet", reward_model=[{"style": "rule"}] * 8)
     pq.write_table(pq.read_table(folder / "rows.parquet").slice(0, 0), folder / "empty.parquet")
     save_checkpoint(folder / "gemma2", Gemma2Config(**TINY))
-    save_checkpoint(folder / "sinks", GptOssConfig(**TINY, num_local_experts=2))
+    save_checkpoint(folder / "bloom", BloomConfig(hidden_size=TINY["hidden_size"], n_head=TINY["num_attention_heads"]))
     (folder / "rows.csv").write_text("prompt\n")
     (folder / "broken.parquet").write_text("PAR0")
     (folder / "lines.jsonl").write_text('{"question": "2+2", "data_source": "a", "reward_model": {}}\n')

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from config_support import TINY, save_checkpoint
 
-from verl_pg_plugin.config import Mode
+from verl_pg_plugin.config import Mode, facts
 from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
 
 PATH = "actor_rollout_ref.model.path"
@@ -35,6 +35,18 @@ def test_capped_scores_are_refused_where_no_kernel_caps_them(violations_of, tmp_
     assert "sdpa does not cap scores" in violation.why
 
 
+def test_learned_sinks_are_taken_on_a_cpu_and_refused_on_a_gpu(violations_of, tmp_path, monkeypatch):
+    checkpoint = save_checkpoint(tmp_path, transformers.GptOssConfig(**TINY, num_local_experts=2))
+    assert violations_of(checkpoint) == []
+    monkeypatch.setattr(facts, "get_device_name", lambda: "cuda")
+    (violation,) = violations_of(checkpoint)
+    assert violation.rule == "attention_kernel_model"
+    assert "flash_attn_2 takes no learned attention sinks" in violation.why
+    (violation,) = violations_of(checkpoint, **{"prefix_grouper.attention_kernel": "sdpa"})
+    assert "sdpa takes no learned attention sinks on a cuda device, only on cpu" in violation.why
+    assert "use_prefix_grouper=False" in violation.fix
+
+
 def test_sliding_window_is_accepted(violations_of, tmp_path):
     hf_config = transformers.Qwen2Config(**TINY, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     assert violations_of(save_checkpoint(tmp_path, hf_config)) == []
@@ -57,7 +69,6 @@ ROPE_BY_LAYER_TYPE = {
         (transformers.MambaConfig(), "layers other than causal attention: mamba"),
         (transformers.JambaConfig(), "layers other than causal attention: mamba"),
         (transformers.RwkvConfig(), "recurrent state"),
-        (transformers.GptOssConfig(), "attention sinks"),
         (transformers.Llama4TextConfig(), "chunked_attention"),
         (transformers.BloomConfig(), "attention interface"),
         (transformers.BertConfig(), "is an encoder"),

@@ -12,6 +12,7 @@ import torch
 import transformers
 from verl.utils import tensordict_utils as tu
 
+from tests.architectures.outcome import record_outcome
 from tests.engine.ranks import on_ranks
 from tests.mixers.hybrids import KINDS, modeling_file, save_hybrid
 from tests.support import (
@@ -78,10 +79,13 @@ def assert_exact(got: Result, references: tuple[Result, Result]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_is_that_of_the_row_alone(kind: str, hybrids: dict, references: dict) -> None:
+def test_every_number_is_that_of_the_row_alone(
+    kind: str, hybrids: dict, references: dict, record_property: Any
+) -> None:
     engine = make_engine(hybrids[kind], packed=True)
     assert_exact(run_engine(engine, make_batch(SAMPLES), actor_loss()), references[kind])
     assert engine.shared_model.layers == {"gated_delta": 3, "attention": 1}
+    record_outcome(record_property, kind)
 
 
 BUDGET = {"max_token_len_per_gpu": 180}

@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers
 from verl.workers.engine.fsdp import transformer_impl
 
+from tests.architectures.outcome import record_outcome
 from tests.mixers.hybrids import save_multimodal
 from tests.support import Result, actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures.checks import unsupported_reasons
@@ -40,7 +42,7 @@ def positions_in_four_planes(batch):
     return batch
 
 
-def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str) -> None:
+def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str, record_property: Any) -> None:
     engine, want = make_engine(qwen3_5, packed=True), reference(qwen3_5)
     for batch in (make_batch(SAMPLES), positions_in_four_planes(make_batch(SAMPLES))):
         assert_same(run_engine(engine, batch, actor_loss()), want, tolerance=2e-5)
@@ -50,11 +52,13 @@ def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str) -> None:
     with engine.train_mode():
         engine.forward_backward_batch(make_batch(SAMPLES), actor_loss())
         assert engine.optimizer_step() > 0  # weights of the tower have no gradient
+    record_outcome(record_property, "qwen3_5")
 
 
-def test_the_mixture_of_experts_is_exact(tmp_path: Path) -> None:
+def test_the_mixture_of_experts_is_exact(tmp_path: Path, record_property: Any) -> None:
     path = save_multimodal(tmp_path, "qwen3_5_moe")
     assert_same(run_engine(make_engine(path, packed=True), make_batch(SAMPLES), actor_loss()), reference(path), 2e-5)
+    record_outcome(record_property, "qwen3_5_moe")
 
 
 def test_forwards_of_transformers_stay_as_they_are(qwen3_5: str) -> None:

@@ -62,7 +62,10 @@ def test_an_adapter_on_tower_and_layers_is_exact(path: str, tmp_path: Path) -> N
     [(CHAIN, 62), (TURNS, 52), (FORKS, 60)],
     ids=["a_group", "pictures_in_responses", "forks_behind_a_picture"],
 )
-def test_pictures_of_a_chain_are_computed_by_the_part_that_owns_them(path: str, samples: list, budget: int) -> None:
+def test_pictures_of_a_chain_are_computed_by_the_part_that_owns_them(
+    path: str, samples: list, budget: int, record_property: Any
+) -> None:
+    record_property("option", "a group larger than the token budget")
     batch = picture_batch(load(path), samples, max_token_len_per_gpu=budget)
     engine = carrying_engine(path)
     with carrying(engine):

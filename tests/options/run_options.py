@@ -74,6 +74,18 @@ RUN_OPTIONS: tuple[Option, ...] = (
         proofs=(f"{EXACTNESS}::test_every_token_and_gradient_equals_the_sequence_alone[uneven",),
     ),
     Option(
+        "pictures and videos",
+        "(a checkpoint of Qwen2.5-VL, Qwen3-VL or Qwen3.5)",
+        proofs=(
+            "tests/modalities/test_pictures.py",
+            "tests/modalities/test_picture_options.py",
+            "tests/modalities/test_picture_ranks.py",
+            "tests/test_end_to_end.py::test_pictures",
+        ),
+        note="each distinct picture goes through the tower once per micro-batch; no critics; Qwen3.5 within 2e-5, 1e-4 "
+        "for gradients that nearly cancel",
+    ),
+    Option(
         "group filtering (DAPO)",
         "algorithm.filter_groups.enable=True",
         proofs=(f"{SUPPORT}/test_rollouts.py::test_groups", f"{SUPPORT}/test_training_runs.py::test_group_filtering"),

@@ -29,6 +29,7 @@ def run(*command: str) -> str:
         "upkeep/draw_chain.py",
         "upkeep/draw_packed_rows.py",
         "upkeep/draw_tries.py",
+        "upkeep/record_outcomes.py",
     ],
 )
 def test_script_explains_itself(script: str) -> None:

@@ -83,6 +83,7 @@ def attention_options(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionOptions:
     """What a layer asks of attention, from the keywords of transformers' attention functions.
@@ -91,10 +92,10 @@ def attention_options(
         query: (B, H, T, D); its D gives the default scaling.
         attention_mask: must be None, the layout says what a row sees.
         sliding_window: tokens a query sees, itself included, as transformers counts them.
+        s_aux: (H,) learned attention sinks.
 
     Raises:
-        RuntimeError: the model needs what the kernels do not compute (a mask, dropout, sinks, biases, non-causal
-            layers).
+        RuntimeError: the model needs what the kernels do not compute (a mask, dropout, biases, non-causal layers).
     """
     unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in _WITHOUT_EFFECT]
     if attention_mask is not None:
@@ -113,6 +114,7 @@ def attention_options(
         window_size=-1 if sliding_window is None else sliding_window - 1,
         softcap=softcap or 0.0,
         layer_idx=getattr(module, "layer_idx", 0),
+        sinks=s_aux,
     )
 
 

@@ -26,17 +26,20 @@ class AttentionOptions:
     Attributes:
         softmax_scale, window_size, softcap: see ``VarlenAttention``.
         layer_idx: place of the layer in the model.
+        sinks: (H,) learned attention sinks of the heads of ``query``, if the layer has any.
     """
 
     softmax_scale: float
     window_size: int = -1
     softcap: float = 0.0
     layer_idx: int = 0
+    sinks: torch.Tensor | None = None
 
     @property
     def of_kernel(self) -> dict[str, Any]:
         """Keywords of a ``VarlenAttention``."""
-        return {"softmax_scale": self.softmax_scale, "window_size": self.window_size, "softcap": self.softcap}
+        sinks = {} if self.sinks is None else {"sinks_H": self.sinks}
+        return {"softmax_scale": self.softmax_scale, "window_size": self.window_size, "softcap": self.softcap, **sinks}
 
 
 class SharedRows(ABC):

@@ -7,6 +7,8 @@ what a single rank runs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
@@ -55,5 +57,8 @@ class UlyssesRows(SharedRows):
             gather_seq_scatter_heads(x, seq_dim=2, head_dim=1, unpadded_dim_size=self.num_rows, group=self.group)
             for x in (query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1))
         )
+        if options.sinks is not None:
+            of_ranks = options.sinks.tensor_split(sp_size)
+            options = replace(options, sinks=of_ranks[dist.get_rank(self.group)])
         out = self.over_all_rows.attend(local_query, local_key, local_value, options)
         return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=self.group)

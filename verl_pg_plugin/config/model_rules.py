@@ -7,7 +7,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from verl_pg_plugin.architectures.head_probe import fused_obstacle
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures.skeleton import text_skeleton
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
@@ -53,7 +53,7 @@ def no_kernel_fits(value: Any, facts: Facts) -> str:
 
 def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
     needs = attention_needs(facts.hf_config.get_text_config())
-    fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs)]
+    fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs, facts.device_name)]
     elsewhere = f"{settings[0].key}={fitting[-1]} (on another device), or " if fitting else ""
     return f"{elsewhere}{USE_PREFIX_GROUPER}=False (stock verl)"
 
@@ -64,7 +64,7 @@ def head_is_not_fused(facts: Facts) -> str:
     A class that the checkpoint brings along is examined by the engine that has built it.
     """
     known = type(facts.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return fused_obstacle(skeleton(facts.hf_config)) if known else ""
+    return fused_obstacle(text_skeleton(facts.hf_config)) if known else ""
 
 
 def cannot_checkpoint(hf_config: Any) -> bool:

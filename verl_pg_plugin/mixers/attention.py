@@ -13,7 +13,8 @@ from verl_pg_plugin.mixers.protocol import PairCost
 from verl_pg_plugin.reason import Reason
 
 # Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
-SINK_MODEL_TYPES = frozenset({"gpt_oss", "deepseek_v4", "openai_privacy_filter"})
+SINK_MODEL_TYPES = frozenset({"gpt_oss"})
+UNTRIED_SINK_MODEL_TYPES = frozenset({"deepseek_v4", "openai_privacy_filter"})
 # What a shared row would draw once for all its samples. Dropout that is a module is found in the model itself.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -30,7 +31,7 @@ class Attention:
 
     def obstacles(self, config: PretrainedConfig) -> list[Reason]:
         reasons = []
-        if config.model_type in SINK_MODEL_TYPES:
+        if config.model_type in UNTRIED_SINK_MODEL_TYPES:
             reasons.append(Reason(f"{config.model_type} adds learned attention sinks to the softmax"))
         if getattr(config, "index_topk", None):
             reasons.append(Reason(f"{config.model_type} selects keys with a sparse-attention indexer"))
@@ -80,7 +81,11 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     """
     known = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
     widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if known else set()
-    return AttentionNeeds(frozenset(widths), softcap=bool(getattr(config, "attn_logit_softcapping", None)))
+    return AttentionNeeds(
+        frozenset(widths),
+        softcap=bool(getattr(config, "attn_logit_softcapping", None)),
+        sinks=getattr(config, "model_type", "") in SINK_MODEL_TYPES,
+    )
 
 
 def _head_dims(config: PretrainedConfig, kind: str) -> tuple[int, int]:

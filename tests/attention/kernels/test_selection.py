@@ -185,4 +185,4 @@ def test_narrow_values_are_padded_for_a_kernel_that_takes_none_and_cut_again() -
 )
 def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], misfit: str) -> None:
     needs = specs.AttentionNeeds(head_dims=frozenset({dims}))
-    assert specs.KERNELS["flash_attn_2"].misfit(needs) == misfit
+    assert specs.KERNELS["flash_attn_2"].misfit(needs, "cuda") == misfit

@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from verl_pg_plugin.attention.kernels.sinks import attend_with_sinks
+
 
 def attend(
     q_THD: torch.Tensor,
@@ -16,8 +18,9 @@ def attend(
     softmax_scale: float,
     window_size: int = -1,
     softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Any floating dtype and head dim.
+    """Any floating dtype and head dim; sinks on a CPU.
 
     Raises:
         NotImplementedError: the model caps its scores.
@@ -32,11 +35,16 @@ def attend(
         q_HLD, k_GLD, v_GLD = q_LHD.transpose(0, 1), k_LGD.transpose(0, 1), v_LGD.transpose(0, 1)
         num_q, num_k = q_HLD.shape[1], k_GLD.shape[1]
         square = num_q == num_k and window_size < 0
+        mask = None if square else _causal_mask(num_q, num_k, window_size, q_THD.device)
+        if sinks_H is not None:
+            out_HLD = attend_with_sinks(q_HLD, k_GLD, v_GLD, sinks_H, mask, softmax_scale)
+            outputs.append(out_HLD.transpose(0, 1))
+            continue
         out_1HLD = F.scaled_dot_product_attention(
             q_HLD.unsqueeze(0),
             k_GLD.unsqueeze(0),
             v_GLD.unsqueeze(0),
-            attn_mask=None if square else _causal_mask(num_q, num_k, window_size, q_THD.device),
+            attn_mask=mask,
             is_causal=square,
             scale=softmax_scale,
             enable_gqa=q_THD.shape[1] != k_KGD.shape[1],

@@ -32,6 +32,7 @@ class VarlenAttention(Protocol):
         softmax_scale: multiplies the scores.
         window_size: keys a query sees besides itself, to the left; -1 for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 switches it off.
+        sinks_H: one more score of every query of a head, whose value is zero; handed to kernels that take it alone.
 
     Returns:
         (T, H, D), dtype of ``q_THD``.
@@ -73,7 +74,14 @@ class VarlenKernel:
     def __call__(
         self, q_THD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """A ``VarlenAttention`` whose values may be narrower than its keys, as in multi-head latent attention."""
+        """A ``VarlenAttention`` whose values may be narrower than its keys, as in multi-head latent attention.
+
+        Raises:
+            NotImplementedError: a model has learned attention sinks, and the kernel takes none.
+        """
+        sinks = AttentionNeeds(sinks=True)
+        if "sinks_H" in kwargs and (misfit := KERNELS[self.name].misfit(sinks, q_THD.device.type)):
+            raise NotImplementedError(f"{self.name} {misfit}; set actor_rollout_ref.actor.use_prefix_grouper=False")
         narrower = k_KGD.shape[-1] - v_KGD.shape[-1]
         if not narrower or KERNELS[self.name].narrow_values:
             return self.attend(q_THD, k_KGD, v_KGD, *args, **kwargs)
@@ -98,7 +106,9 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
         raise ValueError(f"unknown attention kernel {name!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
     reasons = [f"{ATTENTION_KERNEL}={name}" + (f" on device {device_type}" if name == "auto" else "")]
     for candidate in candidates(name, device_type):
-        obstacle = kernel_obstacle(candidate, device_type) or KERNELS[candidate].misfit(needs or AttentionNeeds())
+        obstacle = kernel_obstacle(candidate, device_type) or KERNELS[candidate].misfit(
+            needs or AttentionNeeds(), device_type
+        )
         if not obstacle:
             return VarlenKernel(candidate, "; ".join(reasons), load_kernel(candidate))
         reasons.append(f"{candidate} {obstacle}")

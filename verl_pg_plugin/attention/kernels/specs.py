@@ -18,10 +18,12 @@ class AttentionNeeds:
     Attributes:
         head_dims: (width of queries and keys, width of values) of every kind of layer.
         softcap: scores are capped.
+        sinks: every head has a learned sink.
     """
 
     head_dims: frozenset[tuple[int, int]] = frozenset()
     softcap: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class KernelSpec:
         head_dim_multiple: what divides every width of a head that it takes.
         max_head_dim: the largest width that it takes; None for no largest.
         softcap: whether it caps scores.
+        sinks_on: the type of device on which it takes learned attention sinks; None for nowhere.
         narrow_values: whether values may be narrower than keys; where not, ``VarlenKernel`` pads them.
         widens_gradients: where several query heads share a key/value head, the backward holds gradients of keys and
             values for each query head and then sums them; else it sums them in float32 as it goes.
@@ -54,6 +57,7 @@ class KernelSpec:
     head_dim_multiple: int = 1
     max_head_dim: int | None = None
     softcap: bool = False
+    sinks_on: str | None = None
     narrow_values: bool = False
     widens_gradients: bool = False
 
@@ -72,10 +76,13 @@ class KernelSpec:
             return False
         return True
 
-    def misfit(self, needs: AttentionNeeds) -> str:
-        """What a model needs and this kernel does not compute; empty if nothing."""
+    def misfit(self, needs: AttentionNeeds, device_type: str) -> str:
+        """What a model needs and this kernel does not compute on a device; empty if nothing."""
         if needs.softcap and not self.softcap:
             return "does not cap scores (softcap)"
+        if needs.sinks and self.sinks_on != device_type:
+            where = f" on a {device_type} device, only on {self.sinks_on}" if self.sinks_on else ""
+            return f"takes no learned attention sinks{where}"
         for width in sorted({max(dims) for dims in needs.head_dims}):
             if width % self.head_dim_multiple:
                 return f"takes heads of a multiple of {self.head_dim_multiple} numbers, the model's have {width}"
@@ -137,6 +144,7 @@ KERNELS: dict[str, KernelSpec] = {
             "aten::_scaled_dot_product_efficient_attention",
             "aten::_scaled_dot_product_cudnn_attention",
         ),
+        sinks_on="cpu",
         narrow_values=True,
     ),
 }
@@ -157,5 +165,5 @@ def candidates(name: str, device_type: str) -> tuple[str, ...]:
 
 def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
     """Why no kernel that ``name`` stands for computes a model's attention, installed or not; empty if one does."""
-    misfits = [f"{kernel} {why}" for kernel in candidates(name, device_type) if (why := KERNELS[kernel].misfit(needs))]
-    return "; ".join(misfits) if len(misfits) == len(candidates(name, device_type)) else ""
+    found = {kernel: KERNELS[kernel].misfit(needs, device_type) for kernel in candidates(name, device_type)}
+    return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""
