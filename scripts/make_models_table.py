@@ -77,7 +77,7 @@ NOTES = """
   gpt-oss is refused by name.
 - **Biases that softmax ignores** (of OPT's keys) have a gradient of zero, and are held against the largest of the
   weight beside them.
-- **Slow tests** of hybrids, pictures, latent attention and fused kernels, and whole runs of a mixture
+- **Slow tests** of hybrids, pictures, latent attention, fused kernels and compiled layers, and whole runs of a mixture
   of experts, a hybrid and a model with pictures, are not in the quick suite:
   [outcome, commit and versions of each](data/slow_tests_models.csv).
 """
