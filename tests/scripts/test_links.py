@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def test_no_page_is_passed_over() -> None:
     assert {"README.md", "CONTRIBUTING.md", "scripts/README.md", "docs/design.md", "docs/api.md"} <= named
     assert sum(len(links(page.read_text())) for page in PAGES) > 80
     assert "github.com" in external()
+
+
+def test_no_page_shows_the_marks_of_a_merge() -> None:
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    assert marks.search("<<<<<<< HEAD\n")
+    assert [page for page in PAGES if marks.search(page.read_text())] == []
 
 
 def test_a_link_that_leads_nowhere_is_told_with_its_reason(tmp_path: Path) -> None:
