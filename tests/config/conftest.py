@@ -14,8 +14,8 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
-from rule_cases import GEMMA2, HYBRID, JETMOE, VISION
-from transformers import Gemma2Config, JetMoeConfig, Qwen3NextConfig, Qwen3VLConfig
+from rule_cases import GEMMA2, HYBRID, JETMOE, QWEN3, VISION
+from transformers import Gemma2Config, JetMoeConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
 from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES
 from verl_pg_plugin.config import Mode
@@ -34,7 +34,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     no_checkpointing = JetMoeConfig(**TINY, kv_channels=8, pad_token_id=0)
     hybrid = Qwen3NextConfig(**TINY, layer_types=["linear_attention", "full_attention"])
     vision = Qwen3VLConfig(text_config=TINY)
-    configs = {GEMMA2: Gemma2Config(**TINY), JETMOE: no_checkpointing, HYBRID: hybrid, VISION: vision}
+    configs = {
+        GEMMA2: Gemma2Config(**TINY),
+        JETMOE: no_checkpointing,
+        HYBRID: hybrid,
+        VISION: vision,
+        QWEN3: Qwen3Config(**TINY),
+    }
     return {
         name: str(save_checkpoint(tmp_path_factory.mktemp(config.model_type), config))
         for name, config in configs.items()

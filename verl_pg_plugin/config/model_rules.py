@@ -11,6 +11,7 @@ from verl_pg_plugin.architectures.skeleton import text_skeleton
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
+from verl_pg_plugin.config.layer_compiler import asks_to_compile, model_obstacle
 from verl_pg_plugin.config.rule import PACKED, SHARING, Rule, is_on, set_to
 from verl_pg_plugin.config.violation import Setting
 from verl_pg_plugin.mixers.attention import attention_needs
@@ -74,6 +75,15 @@ def cannot_checkpoint(hf_config: Any) -> bool:
 
 
 MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "compile_layers_model",
+        PACKED,
+        ("compile_layers",),
+        lambda value, facts: asks_to_compile(value) and bool(model_obstacle(facts.hf_config.model_type)),
+        lambda value, facts: model_obstacle(facts.hf_config.model_type),
+        set_to("False"),
+        needs_model=True,
+    ),
     Rule(
         "ulysses_heads",
         SHARING,

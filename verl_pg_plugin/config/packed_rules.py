@@ -7,7 +7,7 @@ from typing import Any
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.fused_kernels import fused_backend_problem
 from verl_pg_plugin.config.keys import OPTIONS
-from verl_pg_plugin.config.layer_compiler import asks_to_compile, compiler_obstacle, model_obstacle
+from verl_pg_plugin.config.layer_compiler import asks_to_compile, compiler_obstacle
 from verl_pg_plugin.config.rule import PACKED, Rule, is_off, is_on, is_verifying, set_to
 
 __all__ = ["PACKED_RULES"]
@@ -87,15 +87,6 @@ PACKED_RULES: tuple[Rule, ...] = (
         lambda value, facts: asks_to_compile(value) and bool(compiler_obstacle(facts.device_name)),
         lambda value, facts: compiler_obstacle(facts.device_name),
         set_to("False"),
-    ),
-    Rule(
-        "compile_layers_model",
-        PACKED,
-        ("compile_layers",),
-        lambda value, facts: asks_to_compile(value) and bool(model_obstacle(facts.hf_config.model_type)),
-        lambda value, facts: model_obstacle(facts.hf_config.model_type),
-        set_to("False"),
-        needs_model=True,
     ),
     Rule(
         "keep_activations_without_checkpointing",

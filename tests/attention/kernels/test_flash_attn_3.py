@@ -132,7 +132,7 @@ def test_lengths_caps_and_determinism_arrive_where_upstream_reads_them(kernel: A
 def test_checkpointed_layers_keep_its_output(kernel: Any) -> None:
     """Under the operator's name that the spec lists; else every backward would run attention again."""
     tensors, bounds, longest = inputs()
-    contexts = SavedAttention("flash_attn_3")._contexts
+    contexts = SavedAttention("flash_attn_3").contexts
 
     def layer(*tensors: torch.Tensor) -> torch.Tensor:
         return kernel.attend(*[tensor.sin() for tensor in tensors], *bounds, *longest, softmax_scale=0.3).sin()
