@@ -62,7 +62,8 @@ def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
-        return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        with _bounded():  # here too: settings are a thread's own, and a GPU's backward has one of its own
+            return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
     return of_plain_inputs
 
@@ -84,6 +85,10 @@ class _SameStorage(torch.autograd.Function):
         return gradient
 
 
+def _bounded() -> Any:
+    return config.patch(recompile_limit=GRAPHS_PER_FUNCTION, fail_on_recompile_limit_hit=True)
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Around forwards and backwards of compiled layers: what torch cannot compile is an error that names the option.
@@ -92,14 +97,13 @@ def compiling() -> Iterator[None]:
         LayerCompilerError: from torch's own error. Nothing falls back to uncompiled layers, which would be slower and
             tell nobody.
     """
-    bound = max(config.recompile_limit, GRAPHS_PER_FUNCTION)
     try:
-        with config.patch(recompile_limit=bound, fail_on_recompile_limit_hit=True):
+        with _bounded():
             yield
     except FailOnRecompileLimitHit as error:
         raise LayerCompilerError(
-            f"torch.compile has made {bound} graphs of one function of a decoder layer and would run it uncompiled "
-            f"from here on ({_first_line(error.__cause__ or error)}); {OFF}"
+            f"torch.compile has made {GRAPHS_PER_FUNCTION} graphs of one function of a decoder layer and would run it "
+            f"uncompiled from here on ({_first_line(error.__cause__ or error)}); {OFF}"
         ) from error
     except FAILURES as error:
         raise LayerCompilerError(

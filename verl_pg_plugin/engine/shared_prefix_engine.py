@@ -30,7 +30,7 @@ from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import CompilerFacts, Decision, decide
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.activation_budget import Held
-from verl_pg_plugin.engine.batch.cut_for_copies import cut_for_copies
+from verl_pg_plugin.engine.batch.cut_for_copies import copies_count, cut_for_copies
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
@@ -94,7 +94,7 @@ class SharedPrefixMixin:
         self.carrier: Carrier | None = None
         self.keeper: Keeper | None = None
         self._told_of_rmpad = False
-        self._told_of_copies = False
+        self._compared_copies: set[bool] = set()
         if not asked:
             fault = rmpad_fault(self.model_config.hf_config, get_device_name())
             if self.model_config.use_remove_padding and fault and self.rank == 0:
@@ -241,7 +241,6 @@ class SharedPrefixMixin:
                 data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
             )
             plans.append(plan)
-            self._tell_of_copies(plan, data, carry, copies, forward_only)
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
@@ -259,6 +258,7 @@ class SharedPrefixMixin:
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
             copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
+            self._tell_of_copies(plans[0], data, forward_only)
             figures = figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
             return figures, None if keeper is None else keeper.held()
 
@@ -285,17 +285,19 @@ class SharedPrefixMixin:
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
 
-    def _tell_of_copies(
-        self, plan: MicroBatchPlan, data: TensorDict, carry: CarryPolicy | None, copies: CopiedKeys, forward_only: bool
-    ) -> None:
-        if self._told_of_copies:
+    def _tell_of_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> None:
+        """Once, and looked for once in each kind of phase, since the mini-batch is cut twice more to know."""
+        copies = self._copied_keys(forward_only)
+        if forward_only in self._compared_copies or not copies_count(plan, copies):
             return
+        self._compared_copies.add(forward_only)
         memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
         a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
+        carry = self._carry_policy(forward_only)
         told = cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
         if told is not None:
             logger.warning("%s", told)
-            self._told_of_copies = True
+            self._compared_copies = {True, False}
 
     def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
         assert self.sharing is not None

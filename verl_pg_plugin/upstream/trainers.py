@@ -90,7 +90,7 @@ def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], 
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> None:
-        if not self.use_prefix_grouper:
+        if not getattr(self, "use_prefix_grouper", False):  # recipes set it by hand, or not
             return balance(self, batch, metrics, logging_prefix, keep_minibatch)
         with verls_groups_off(self):
             balance(self, batch, metrics, logging_prefix, keep_minibatch)
@@ -123,7 +123,7 @@ def fit_v0_within(context: Callable[[Any], AbstractContextManager[None]]) -> Non
 
     @functools.wraps(fit)
     def fit_within(self: Any) -> None:
-        if not self.use_prefix_grouper:
+        if not getattr(self, "use_prefix_grouper", False):
             return fit(self)
         with context(self):
             fit(self)

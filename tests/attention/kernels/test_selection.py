@@ -1,5 +1,6 @@
 """The kernel of a process: chosen by name or by device, with a reason, and never replaced behind the user's back."""
 
+import re
 import sys
 from importlib.metadata import PackageNotFoundError
 
@@ -78,8 +79,6 @@ def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
     [
         ((9, 0), set(), "torch_varlen", 'flash_attn_2 needs flash-attn, which is not installed: pip install "verl'),
         ((8, 0), {"flash-attn-4"}, "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this GPU has (8, 0)"),
-        ((8, 0), {"flash-attn-3"}, "torch_varlen", "flash_attn_3 needs compute capability (9, 0), this GPU has (8, 0)"),
-        ((10, 0), {"flash-attn-3"}, "torch_varlen", "flash_attn_3 runs up to compute capability (9, 0), this GPU has"),
     ],
 )
 def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
@@ -101,7 +100,7 @@ def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
     ("packages", "chosen"),
     [
         ({"flash-attn-4", "flash-attn-3", "flash-attn"}, "flash_attn_4"),
-        ({"flash-attn-3", "flash-attn"}, "flash_attn_3"),
+        ({"flash-attn-3", "flash-attn"}, "flash_attn_2"),  # 3 was never run: by name alone
         ({"flash-attn"}, "flash_attn_2"),
     ],
 )
@@ -110,6 +109,17 @@ def test_auto_on_hopper_takes_the_latest_that_is_installed(packages, chosen, ins
     monkeypatch.setattr(selection, "load_kernel", lambda name: attend_sdpa)
     installed |= packages
     assert select_kernel("auto", "cuda").name == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "because"),
+    [((8, 0), "needs compute capability (9, 0)"), ((10, 0), "runs up to compute capability (9, 0)")],
+)
+def test_a_kernel_for_hopper_is_refused_on_other_gpus(capability, because, installed, monkeypatch) -> None:
+    pretend_gpu(monkeypatch, capability)
+    installed.add("flash-attn-3")
+    with pytest.raises(RuntimeError, match=re.escape(f"flash_attn_3 {because}, this GPU has {capability}")):
+        select_kernel("flash_attn_3", "cuda")
 
 
 def test_auto_never_takes_the_slow_kernel_on_an_old_gpu_but_names_it(

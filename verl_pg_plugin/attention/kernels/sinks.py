@@ -36,7 +36,8 @@ def attend_with_sinks(
         (H, L, D), dtype of ``q_HLD``.
     """
     repeats = len(q_HLD) // len(k_GMD)
-    k_HMD, v_HMD = (x.repeat_interleave(repeats, dim=0) for x in (k_GMD, v_GMD))
+    # Called by name the kernel is out of autocast's reach, which may have left one of them in another dtype.
+    k_HMD, v_HMD = (x.to(q_HLD.dtype).repeat_interleave(repeats, dim=0) for x in (k_GMD, v_GMD))
     bias = None
     if mask_LM is not None:
         bias = torch.zeros(mask_LM.shape, dtype=q_HLD.dtype).masked_fill_(~mask_LM, -torch.inf)[None, None]

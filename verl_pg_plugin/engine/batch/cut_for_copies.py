@@ -9,6 +9,11 @@ from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, num_parts
 
 
+def copies_count(plan: MicroBatchPlan, copies: CopiedKeys) -> bool:
+    """Whether some micro-batch of this rank copies more keys than are free."""
+    return bool(copies.weight) and any(copies.take(lay.num_copied_keys, lay.num_rows) > 0 for lay in plan.layouts)
+
+
 def cut_for_copies(
     plan: MicroBatchPlan,
     data: TensorDict,
@@ -20,14 +25,12 @@ def cut_for_copies(
 ) -> str | None:
     """What copies did to the plan of this rank, in one line; None where they did nothing.
 
-    Cuts the mini-batch again, with copies and without, if some micro-batch copies more keys than are free.
+    Cuts the mini-batch again, with copies and without; ask ``copies_count`` first.
 
     Args:
         plan: made from ``data`` with the next four, see ``plan_micro_batches``.
         bytes_of_a_copy: of a key and its value in one layer of this rank, with their gradients in an update.
     """
-    if not copies.weight or not any(copies.take(lay.num_copied_keys, lay.num_rows) for lay in plan.layouts):
-        return None
     order = plan.sequences.order()
     cut, recomputing = num_parts(plan.sequences, order, data, sp_size, min_dedup_ratio, carry, copies)
     rows_alone, spared = num_parts(plan.sequences, order, data, sp_size, min_dedup_ratio, carry, CopiedKeys())

@@ -32,6 +32,8 @@ from verl_pg_plugin.engine.steps.token_comparison import (
 )
 
 logger = logging.getLogger(__name__)
+FIRST_WITHIN = 100
+"""Micro-batches of each kind among which ``verify=first`` looks for one to verify; ranks ask each other in each."""
 
 ForwardStep: TypeAlias = Callable[[TensorDict, Callable | None, bool], tuple[torch.Tensor, dict[str, Any]]]
 """verl's ``forward_step``: micro-batch, loss function, forward only -> loss, outputs."""
@@ -101,7 +103,7 @@ class Verifier:
         self.seen[kind] += 1
         if self.options.verify == "every_n":
             return index % self.options.verify_every == 0
-        if self.verified.get(kind):
+        if self.verified.get(kind) or index >= FIRST_WITHIN:
             return False
         # The first that shares anything on any rank: the others would prove nothing. Where no sequence attended to rows
         # of another in it (turns that only continue one another, the owner of a chain's prompt), the first in which one
