@@ -37,10 +37,9 @@ if not torch.cuda.is_available():
 import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, parse_case, rows_of_ranks
-from benchmarks.actor_engines import EnginePath, build_engine, shared_model
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.common import environment, write_csv
 from benchmarks.pictures import picture_flops
-from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -161,17 +160,9 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="use this many layers of the model")
+    add_engine_arguments(parser)
     parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case(512, "64", "8", 4)])
-    default_paths = [EnginePath("rmpad"), EnginePath("packed")]
-    parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
-    parser.add_argument("--optimizer", default="AdamW")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
-    parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
-    parser.add_argument("--no-gradient-checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--csv", type=Path)

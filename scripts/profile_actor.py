@@ -33,11 +33,10 @@ import torch.distributed as dist
 import transformers
 from bench_actor import run_phase
 from benchmarks.actor_cases import PHASES, AnyCase, Case, parse_case, rows_of_ranks
-from benchmarks.actor_engines import EnginePath, build_engine, shared_model
+from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.common import environment, write_csv
 from benchmarks.device_time import PhaseProfile, device_activities, marked, read_profile
 from benchmarks.kernel_classes import CLASSES, OTHER
-from benchmarks.shapes import SHAPES
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -138,17 +137,9 @@ def rows_of(found: PhaseProfile, about: dict[str, Any]) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
-    parser.add_argument("--layers", type=int, help="use this many layers of the model")
+    add_engine_arguments(parser)
     parser.add_argument("--cases", nargs="+", type=parse_text_case, default=[Case(512, "64", "8", 4)])
-    default_paths = [EnginePath("rmpad"), EnginePath("packed")]
-    parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["update_actor"])
-    parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
-    parser.add_argument("--optimizer", default="AdamW")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
-    parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
-    parser.add_argument("--no-gradient-checkpointing", action="store_true")
     parser.add_argument("--warmup", type=int, default=2, help="runs before the profiled one, at least 1")
     parser.add_argument("--traces", type=Path, help="folder for the traces, for Perfetto or chrome://tracing")
     parser.add_argument("--csv", type=Path)

@@ -63,6 +63,19 @@ class EnginePath:
         return PrefixGrouperOptions(**OmegaConf.from_dotlist(self.options.split(",") if self.options else []))
 
 
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of every script that builds the engines of a model: ``args`` of the functions below."""
+    parser.add_argument("--model", default="tiny", help=f"{', '.join(SHAPES)}, or a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="use this many layers of the model")
+    default_paths = [EnginePath("rmpad"), EnginePath("packed")]
+    parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
+    parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
+    parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
+    parser.add_argument("--no-gradient-checkpointing", action="store_true")
+
+
 def shared_model(args: argparse.Namespace, folder: str) -> str:
     """Folder with random weights, written once by rank 0."""
     names = [folder]

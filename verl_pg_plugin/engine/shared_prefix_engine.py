@@ -35,6 +35,7 @@ from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
+from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.forward_rows import ForwardRows
@@ -93,8 +94,7 @@ class SharedPrefixMixin:
         self.verifier: Verifier | None = None
         self.carrier: Carrier | None = None
         self.keeper: Keeper | None = None
-        self._told_of_rmpad = False
-        self._compared_copies: set[bool] = set()
+        self._remarks = PlanRemarks()
         if not asked:
             fault = rmpad_fault(self.model_config.hf_config, get_device_name())
             if self.model_config.use_remove_padding and fault and self.rank == 0:
@@ -258,7 +258,8 @@ class SharedPrefixMixin:
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
             copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
-            self._tell_of_copies(plans[0], data, forward_only)
+            if copies_count(plans[0], self._copied_keys(forward_only)):
+                self._remarks.on_copies(partial(self._cut_for_copies, plans[0], data, forward_only), forward_only)
             figures = figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
             return figures, None if keeper is None else keeper.held()
 
@@ -276,7 +277,7 @@ class SharedPrefixMixin:
             raise
         finally:
             self.carrier = outer  # and with ours the rows of a chain that an error has cut short are gone
-        self._tell_of_rmpad(plans[0])
+        self._remarks.on_rmpad(plans[0], self.min_dedup_ratio)
         metrics = plan_metrics([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size)
         if keeper is not None:
             metrics |= keeper.learn([held for _, held in ranks if held is not None])
@@ -285,19 +286,11 @@ class SharedPrefixMixin:
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
 
-    def _tell_of_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> None:
-        """Once, and looked for once in each kind of phase, since the mini-batch is cut twice more to know."""
-        copies = self._copied_keys(forward_only)
-        if forward_only in self._compared_copies or not copies_count(plan, copies):
-            return
-        self._compared_copies.add(forward_only)
+    def _cut_for_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> str | None:
         memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
         a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
-        carry = self._carry_policy(forward_only)
-        told = cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
-        if told is not None:
-            logger.warning("%s", told)
-            self._compared_copies = {True, False}
+        carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
+        return cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
 
     def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
         assert self.sharing is not None
@@ -324,13 +317,6 @@ class SharedPrefixMixin:
 
     def _price(self, layout: Layout) -> float:
         return self.shared_model.flops.forward([layout])
-
-    def _tell_of_rmpad(self, plan: MicroBatchPlan) -> None:
-        if 1 < self.min_dedup_ratio < math.inf and plan.num_rmpad:
-            level = logging.DEBUG if self._told_of_rmpad else logging.WARNING
-            text = "%d of %d micro-batches ran as plain rmpad: prefix_grouper.min_dedup_ratio=%s"
-            logger.log(level, text, plan.num_rmpad, len(plan.micro_batches), self.min_dedup_ratio)
-            self._told_of_rmpad = True
 
     def rows_of(self, micro_batch: TensorDict) -> ForwardRows:
         """The micro-batch's layout, planned or made now, on its device."""

@@ -28,10 +28,12 @@ def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
         elif field.layout == torch.jagged and field.lengths() is None and getattr(field, "_ragged_idx", 1) == 1:
             offsets = field.offsets()
             lengths = offsets.diff()
+            if id(offsets) not in bounds:
+                bounds[id(offsets)] = send(offsets, device)
             sent[name] = torch.nested.nested_tensor_from_jagged(
                 send(field.values(), device),
                 # Fields with the same offsets have one raggedness, and keep it.
-                bounds.setdefault(id(offsets), send(offsets, device)),
+                bounds[id(offsets)],
                 min_seqlen=int(lengths.min()),
                 max_seqlen=int(lengths.max()),
             )
