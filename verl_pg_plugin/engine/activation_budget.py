@@ -71,6 +71,11 @@ class ActivationBudget:
         """The last layer of every kind that no mini-batch has measured."""
         return last_of_each(self.kinds, self.bytes_per_row.__contains__)
 
+    @property
+    def wants_rise(self) -> bool:
+        """The update that begins is to show by how much an update raises the memory in use."""
+        return self.asked == "auto" and self._rise is None
+
     def begin(self, ranks: Sequence[DeviceMemory | None]) -> None:
         """See what ``auto`` may use of every rank's device, at the start of an update."""
         self._left = None

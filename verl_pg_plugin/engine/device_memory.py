@@ -16,7 +16,7 @@ class DeviceMemory:
         total: of the device.
         usable: that this process may still allocate: what no process has, and what torch has cached.
         allocated: in tensors of this process.
-        peak: the most that ever was.
+        peak: the most that was since ``forget_peak``, or ever.
         retries: allocations that succeeded only after torch gave its whole cache back.
     """
 
@@ -40,3 +40,9 @@ class DeviceMemory:
             peak=torch.cuda.max_memory_allocated(),
             retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),
         )
+
+    @staticmethod
+    def forget_peak() -> None:
+        """The next ``peak`` is of what happens from here on; verl's ``perf/max_memory_allocated_gb`` is too."""
+        if get_device_name() == "cuda":
+            torch.cuda.reset_peak_memory_stats()

@@ -66,6 +66,8 @@ class Keeper:
     def start(self, everyone: dist.ProcessGroup | None) -> None:
         """At the start of an update, on every rank."""
         self._kept, self._bytes_per_row = [], {}
+        if self.budget.wants_rise:  # and not that of whatever this process did before: loading weights, a rollout
+            DeviceMemory.forget_peak()
         self._before = DeviceMemory.read()
         if self.budget.asked == "auto":  # on every rank or on none
             self.budget.begin(over_ranks(self._before, everyone))
