@@ -242,7 +242,7 @@ def _pytest(copy: Path, tests: tuple[str, ...], results: Path, output: Path) -> 
     # Python takes compiled files for fresh by size and second, and two changes may share both: write none.
     sys.dont_write_bytecode = True
     os.environ |= {
-        "PYTHONPATH": str(copy),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")])),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HYPOTHESIS_PROFILE": "first_failure",
     }
