@@ -24,6 +24,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "
 HEADS = {"num_attention_heads": 4, "head_dim": 64}
 # A token visits all experts: rounding that sends it to other ones than float32 would be all that is seen.
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 4}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -33,16 +34,21 @@ LATENT = {
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
     "head_dim": 32,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
+    **ROUTED,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "afmoe": {**HEADS, **EXPERTS, "num_experts": 4, "num_dense_layers": 1},
+    "cohere2_moe": {**HEADS, **EXPERTS, "num_experts": 4},
+    "deepseek_v2": {**LATENT, **EXPERTS},
     "deepseek_v3": {**LATENT, **EXPERTS},
+    "ernie4_5_moe": {**HEADS, "moe_intermediate_size": 128, "moe_num_experts": 4, "moe_k": 4},
+    "glm4_moe": {**HEADS, **EXPERTS, **ROUTED},
     "glm4_moe_lite": {**LATENT, **EXPERTS},
-    "qwen3_moe": {**HEADS, **EXPERTS, "num_experts": 4},
+    "granitemoe": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 4},
     "mixtral": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 4},
+    "olmoe": {**HEADS, "num_experts": 4, "num_experts_per_tok": 4},
+    "qwen2_moe": {**HEADS, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128},
+    "qwen3_moe": {**HEADS, **EXPERTS, "num_experts": 4},
 }
 EXPERT_IMPLEMENTATIONS = ("eager", "grouped_mm")
 

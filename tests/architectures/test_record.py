@@ -6,11 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from make_models_table import FUSED, RECORD, RENEW, main, read_record
 
 from tests.architectures.outcome import outcome_of
-from tests.architectures.tiny_configs import MODEL_TYPES
+from tests.architectures.test_gpu_models import MODELS
+from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, UNTRIED_ON_GPU
 
 REPOSITORY = Path(__file__).parents[2]
 OUTCOMES = read_record(REPOSITORY)
@@ -40,6 +43,21 @@ def test_every_type_of_the_installed_transformers_is_in_the_record_as_it_is() ->
     for model_type in MODEL_TYPES:
         found = {name: value for name, value in recorded[model_type].items() if name != FUSED}
         assert asdict(outcome_of(model_type)) == found, f"{model_type}: run {RENEW}"
+
+
+def test_every_mixture_that_auto_compiles_on_a_gpu_has_a_test_there() -> None:
+    with torch.device("meta"):
+        models = {
+            model_type: transformers.AutoModelForCausalLM.from_config(tiny_config(model_type))
+            for model_type in (COMPILED_TYPES - UNTRIED_ON_GPU) & set(MODEL_TYPES)
+        }
+    parts = {model_type: {type(part).__name__ for part in model.modules()} for model_type, model in models.items()}
+    mixtures = {
+        model_type
+        for model_type, names in parts.items()
+        if any(name.endswith(("Experts", "Moe", "MoE")) for name in names)
+    }
+    assert mixtures == MODELS.keys()
 
 
 def test_a_document_that_differs_is_stale_and_a_failed_test_is_no_record(

@@ -46,7 +46,12 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.Temp
     samples, loss = pictured_groups(), actor_loss(**SMOOTH_LOSS)
     batch = picture_batch(load(path), samples, max_token_len_per_gpu=1200)
     reference = run_alone(path, samples, clone(batch), loss)
-    packed = make_engine(path, packed=True, engine=BF16, model=FLASH)
-    found = errors(run_engine(packed, batch, loss), reference)
+    engines = [
+        make_engine(path, packed=True, engine={**BF16, "compile_layers": compiled}, model=FLASH)
+        for compiled in (False, True)
+    ]
+    found = [errors(run_engine(packed, batch, loss), reference) for packed in engines]
     stock = make_engine(path, packed=False, engine=BF16, model=FLASH, engine_cls=FSDPEngineWithLMHead)
-    assert_no_worse(found, errors(run_engine(stock, batch, loss), reference))
+    baseline = errors(run_engine(stock, batch, loss), reference)
+    for uncompiled_then_compiled in found:
+        assert_no_worse(uncompiled_then_compiled, baseline)
