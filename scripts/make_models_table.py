@@ -46,14 +46,15 @@ NOTES = """
   rest. "no" where the head does not come last or has a bias: refused by name, also by a test.
 - **value head**: a critic of this type runs, with the same exactness.
 - **compiled**: the decoder layers run under `torch.compile`, which `prefix_grouper.compile_layers=auto` does on a GPU
-  under FSDP2 where layers have no recurrence or pictures (less tried on a GPU; `True` compiles them):
+  under FSDP2, but for types with recurrence or pictures, GraniteMoe (less tried there, `True` compiles them) and Ernie
+  4.5 (whose MoE fails there):
   `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and no
   graph is added by ragged batches (torch 2.13 on a CPU, transformers {newest}; experts as one product of matrices). So
   are Qwen2.5-VL and Qwen3-VL (`tests/modalities`). Apertus is refused compiled; where "no" stands otherwise nobody has
   tried, and `True` tries.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
   and is slow on a GPU. Capped scores (Gemma 2) need flash-attn; on a CPU they are tested with attention written out. On
-  a GPU qwen3 was run, and the types with latent attention or experts that are compiled there.
+  a GPU qwen3 was run, and the ten types with latent attention or experts that are compiled there.
 - **needs**: overrides under `++actor_rollout_ref.model.override_config.` (checkpointing: under
   `actor_rollout_ref.model.`) without which the type's default config is refused.
 - **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The

@@ -10,10 +10,11 @@ from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.engine import compiled_layers
-from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_layers
+from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_layers, compiling
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -114,6 +115,15 @@ def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_
     engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
     with pytest.raises(LayerCompilerError, match=r"ran out of disk.*set prefix_grouper\.compile_layers=False"):
         run_update(engine, actor_loss())
+
+
+def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with_the_way_around() -> None:
+    """As compiled layers of Ernie 4.5 MoE are on a GPU."""
+    dtypes = iter((torch.bfloat16, torch.float32))
+    x = torch.ones(3, requires_grad=True)
+    way_around = r"CheckpointError.*metadata.*set prefix_grouper.compile_layers=False"
+    with pytest.raises(LayerCompilerError, match=way_around), compiling():
+        checkpoint(lambda x: x.to(next(dtypes)) ** 2, x, use_reentrant=False).sum().backward()
 
 
 def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, compile_with, monkeypatch) -> None:

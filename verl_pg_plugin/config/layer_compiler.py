@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, UNTRIED_ON_GPU
+from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, NOT_ON_GPU
 from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import Mode, is_set
@@ -138,8 +138,8 @@ def obstacles(facts: CompilerFacts) -> Iterator[Obstacle]:
         yield Obstacle("the checkpoint brings a model class of its own", forbids=False)
     elif facts.model_type not in COMPILED_TYPES:
         yield Obstacle(f"compiled layers of {facts.model_type} have not been tested", forbids=False)
-    elif facts.model_type in UNTRIED_ON_GPU:
-        yield Obstacle(f"compiled layers of {facts.model_type} have been tested on a CPU only", forbids=False)
+    elif facts.model_type in NOT_ON_GPU:
+        yield Obstacle(f"compiled layers of {facts.model_type} {NOT_ON_GPU[facts.model_type]}", forbids=False)
     if facts.strategy != "fsdp2":
         yield Obstacle(f"compiled layers have not been tested with strategy={facts.strategy}", forbids=False)
     if facts.liger:

@@ -10,14 +10,19 @@ from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
+from torch.utils.checkpoint import CheckpointError
 
 GRAPHS_PER_FUNCTION = 64
 """Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at 8,
 after which it would run the rest uncompiled and say so in a warning among others."""
 
 OFF = "set prefix_grouper.compile_layers=False"
-FAILURES = (TorchDynamoException, FailOnRecompileLimitHit, CppCompileError, InvalidCxxCompiler, OperatorIssue)
-"""What torch raises where it cannot compile; the last three where the backward is compiled, which is when it runs."""
+FAILURES = (
+    *(TorchDynamoException, FailOnRecompileLimitHit),
+    *(CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError),
+)
+"""What torch raises where it cannot compile; the second line where the backward is compiled, which is when it runs, or
+where a layer that is recomputed there takes another graph than its forward took."""
 
 
 class LayerCompilerError(RuntimeError):

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, UNTRIED_ON_GPU
+from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, NOT_ON_GPU
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.estimate.sources import Model
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
@@ -53,7 +53,7 @@ def are_layers_compiled(asked: str, model: Model) -> bool:
     Args:
         asked: auto, True or False.
     """
-    return model.config.model_type in COMPILED_TYPES - UNTRIED_ON_GPU if asked == "auto" else asked == "True"
+    return model.config.model_type in COMPILED_TYPES - NOT_ON_GPU.keys() if asked == "auto" else asked == "True"
 
 
 def best(forecasts: list[Forecast], memory_gib: float | None) -> Forecast | None:
