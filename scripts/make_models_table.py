@@ -46,8 +46,8 @@ NOTES = """
   rest. "no" where the head does not come last or has a bias: refused by name, also by a test.
 - **value head**: a critic of this type runs, with the same exactness.
 - **compiled**: the decoder layers run under `torch.compile`, which `prefix_grouper.compile_layers=auto` does on a GPU
-  under FSDP2, but for types with recurrence or pictures, GraniteMoe (less tried there, `True` compiles them) and Ernie
-  4.5 (whose MoE fails there):
+  under FSDP2, but for types with recurrence or pictures, GraniteMoe and Ernie 4.5 (less tried there, `True` compiles
+  them):
   `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and no
   graph is added by ragged batches (torch 2.13 on a CPU, transformers {newest}; experts as one product of matrices). So
   are Qwen2.5-VL and Qwen3-VL (`tests/modalities`). Apertus is refused compiled; where "no" stands otherwise nobody has
@@ -71,7 +71,7 @@ NOTES = """
   `tests/mixers`: layers and models within 1e-10 in float64; text models in the float32 engine within 1e-5 of float64,
   the gradients of their decays within twice stock float32's own error, multimodal ones within 2e-5 of float32, on both
   versions of transformers. On an H200, through fla's kernels, Qwen3.5 in bf16 is as close to float32 as stock padded
-  mode, and runs at 91% and 88% of the bound ([log-probs and
+  mode, and runs at 95% and 91% of the bound ([log-probs and
   update](benchmarks.md#mixture-of-experts-hybrids-pictures)). Critics of them are refused.
 - **Learned attention sinks** (gpt-oss) run on a CPU alone: each row's output is corrected by its log-sum-exp, exactly,
   gradients included. The same correction suits flash-attn, whose backward takes both; nobody has run it on a GPU, where

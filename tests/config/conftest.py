@@ -18,7 +18,7 @@ from rule_cases import GEMMA2, HYBRID, JETMOE, QWEN3, VISION
 from transformers import Gemma2Config, JetMoeConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
 from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES
-from verl_pg_plugin.config import Mode
+from verl_pg_plugin.config import Mode, model_rules
 from verl_pg_plugin.mixers.gated_delta import kernels
 from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
 
@@ -61,6 +61,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             monkeypatch.setenv("CXX", "no-such-compiler")
         if rule_name == "compile_layers_model":
             monkeypatch.setitem(BREAKING_TYPES, "qwen3", "do not come out right")
+        if rule_name == "gradient_checkpointing_angles":
+            monkeypatch.setattr(model_rules, "fsdp2_recomputes_as_it_ran", lambda: False)
+            monkeypatch.setattr(model_rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
         if rule_name == "mixer_kernels":
             monkeypatch.setattr(kernels, "has_fla", lambda: False)
             monkeypatch.setattr(GatedDelta, "machine_obstacles", lambda self, device: kernels.kernel_obstacles("cuda"))

@@ -99,6 +99,9 @@ BREAKING: Cases = {
     "modality_padded_groups": [{f"{MODEL}.path": VISION}],
     "tower_attention": [{f"{MODEL}.path": VISION}],  # there is no flash-attn for a CPU
     "fused_kernels_model": [{f"{MODEL}.path": GEMMA2, f"{MODEL}.use_fused_kernels": True}],
+    "gradient_checkpointing_angles": [
+        {f"{MODEL}.enable_gradient_checkpointing": True, f"{ACTOR}.strategy": "fsdp2"}  # before torch 2.13
+    ],
     "gradient_checkpointing_model": [{f"{MODEL}.path": JETMOE, f"{MODEL}.enable_gradient_checkpointing": True}],
 }
 """What both the validators and the engine see."""

@@ -27,7 +27,7 @@ UNTESTED: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "fsdp"}, "strategy=fsdp"),
     ({"liger": True}, "Liger"),
     ({"tiled_mlp": True}, "tiled MLP"),
-    ({"model_type": "qwen3_vl"}, "qwen3_vl have been tested on a CPU only"),
+    ({"model_type": "granitemoe"}, "granitemoe have been tested on a CPU only"),
 ]
 
 

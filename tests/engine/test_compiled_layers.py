@@ -118,7 +118,6 @@ def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_
 
 
 def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with_the_way_around() -> None:
-    """As compiled layers of Ernie 4.5 MoE are on a GPU."""
     dtypes = iter((torch.bfloat16, torch.float32))
     x = torch.ones(3, requires_grad=True)
     way_around = r"CheckpointError.*metadata.*set prefix_grouper.compile_layers=False"

@@ -88,6 +88,10 @@ SOURCES: dict[str, Source] = {
     # What the engine is told.
     "strategy": Source(("{role}.strategy",), lambda engine, model: engine.strategy),
     "use_orig_params": Source(("{engine}.use_orig_params",), lambda engine, model: engine.use_orig_params),
+    "param_dtype": Source(
+        ("{engine}.mixed_precision.param_dtype",),
+        lambda engine, model: (engine.mixed_precision or {}).get("param_dtype"),
+    ),
     "use_dynamic_bsz": Source(
         # verl's trainers leave the critic's engine at its default, whatever the config says.
         {Role.ACTOR: ("{role}.use_dynamic_bsz",), Role.REF: ("{role}.log_prob_use_dynamic_bsz",)},

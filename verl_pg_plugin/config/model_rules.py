@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from verl.utils.torch_dtypes import PrecisionType
 
 from verl_pg_plugin.architectures.head_probe import fused_obstacle
+from verl_pg_plugin.architectures.rotary_angles import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
 from verl_pg_plugin.architectures.skeleton import text_skeleton
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
@@ -74,6 +77,12 @@ def cannot_checkpoint(hf_config: Any) -> bool:
     return not MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].supports_gradient_checkpointing
 
 
+def recomputes_other_angles(facts: Facts) -> bool:
+    """Whether FSDP2 gives a layer rotary angles of another dtype in its recomputation than in its forward."""
+    casts = facts.value("strategy") == "fsdp2" and not PrecisionType.is_fp32(facts.value("param_dtype"))
+    return casts and facts.hf_config.model_type in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran()
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "compile_layers_model",
@@ -112,6 +121,21 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda value, facts: is_on(value, facts) and cannot_checkpoint(facts.hf_config),
         lambda value, facts: f"transformers has no gradient checkpointing for {facts.hf_config.model_type}",
         set_to("False"),
+        needs_model=True,
+    ),
+    Rule(
+        "gradient_checkpointing_angles",
+        SHARING,
+        ("gradient_checkpointing",),
+        lambda value, facts: is_on(value, facts) and recomputes_other_angles(facts),
+        lambda value, facts: (
+            f"FSDP2 of torch {torch.__version__} recomputes layers of {facts.hf_config.model_type} with rotary angles "
+            "of another dtype than their forward had, so that the first update fails, in stock verl too"
+        ),
+        lambda settings, facts: (
+            f"{set_to('False')(settings, facts)}, or {facts.role.value}.strategy=fsdp, or pip install 'torch>=2.13'"
+        ),
+        roles=frozenset({Role.ACTOR, Role.CRITIC}),
         needs_model=True,
     ),
     Rule(

@@ -231,6 +231,8 @@ VERL_PARTS: tuple[Part, ...] = (
         index_select_tensor_dict="(batch, indices)",
         nested_tensor_from_tensor_list="(tensors, ragged_idx=None)",
     ),
+    *_parts("verl.utils.torch_dtypes", "config/model_rules.py", PrecisionType=EXISTS),
+    *_parts("verl.utils.torch_dtypes.PrecisionType", "config/model_rules.py", is_fp32="(precision)"),
     *_parts("verl.utils.torch_dtypes", "cpu/server.py", PrecisionType=EXISTS),
     *_parts("verl.utils.torch_dtypes.PrecisionType", "cpu/server.py", to_dtype="(precision)"),
     *_parts(

@@ -111,9 +111,8 @@ def compiling() -> Iterator[None]:
             f"uncompiled from here on ({_first_line(error.__cause__ or error)}); {OFF}"
         ) from error
     except FAILURES as error:
-        raise LayerCompilerError(
-            f"torch.compile failed on a decoder layer: {_first_line(getattr(error, 'inner_exception', error))}; {OFF}"
-        ) from error
+        cause = _first_line(getattr(error, "inner_exception", error))
+        raise LayerCompilerError(f"torch failed with decoder layers compiled: {cause}; {OFF}") from error
 
 
 def _first_line(error: BaseException) -> str:
