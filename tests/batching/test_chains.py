@@ -169,6 +169,20 @@ def test_a_large_batch_is_cut_into_chains_in_seconds(group_size: int, response: 
     assert plan.recomputed_rows == 0
 
 
+@pytest.mark.slow
+def test_two_parts_for_each_of_many_groups_are_made_equal_in_seconds() -> None:
+    """Log-probs of 65,536 short responses, cut by what attention copies; a search from far off takes eight passes."""
+    rows = 2047 + np.random.default_rng(0).integers(32, 64, 65_536)
+    order = PrefixOrder(np.arange(65_536), rows, np.where(np.arange(65_536) % 256, 2047, 0))
+    limits = MicroBatchLimits(16_384, copies=CopiedKeys(weight=0.0085, free=15.25))
+    start = time.process_time()
+    plan = cut_with_chains(order, limits, CarryWeights(0.305, 0.305), export_cost=0.0)
+    assert time.process_time() - start < 2
+    assert (len(plan.parts), plan.num_chains, plan.recomputed_rows) == (512, 256, 0)
+    rows_of_parts = np.array([[part.num_rows for part in chain] for chain in plan.chains])
+    assert rows_of_parts.min() > 0.85 * rows_of_parts.max()
+
+
 def plan_group(max_rows: int | None, **options: float) -> ChainPlan:
     weights = CarryWeights(options.pop("carried", 0.0), options.pop("owed", 0.0))
     return cut_with_chains(GROUP.order(), MicroBatchLimits(max_rows), weights, **({"part_cost": 4.0} | options))
