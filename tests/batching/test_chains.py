@@ -13,7 +13,7 @@ from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths
 from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
-from verl_pg_plugin.batching.cut_search import cut_tries
+from verl_pg_plugin.batching.cut_search import _Search, cut_tries
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -154,6 +154,18 @@ def test_tries_cut_together_are_cut_as_each_one_alone() -> None:
     maths = CutMaths(order, MicroBatchLimits(200), CarryWeights(0.5, 0.5), CarryCosts(0.25, 4.0))
     spans = [(int(stop - size), int(stop)) for stop, size in zip(np.cumsum(sizes), sizes, strict=True)]
     assert cut_tries(maths, spans) == [cut_tries(maths, [span])[0] for span in spans]
+
+
+def test_a_trie_is_cut_alike_one_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the parts of a block of ends have in common is handed on to the next block."""
+    rng = np.random.default_rng(0)
+    shared = np.append(0, rng.integers(1, 60, size=299))
+    order = PrefixOrder(np.arange(300), np.maximum(shared, np.append(shared[1:], 0)) + 20, shared)
+    limits = MicroBatchLimits(1500, copies=CopiedKeys(weight=1.0, free=1.0))
+    maths = CutMaths(order, limits, CarryWeights(0.5, 0.5), CarryCosts(0.25, 400.0))
+    in_blocks = cut_tries(maths, [(0, 300)])
+    monkeypatch.setattr(_Search, "ELEMENTS", 1)
+    assert cut_tries(maths, [(0, 300)]) == in_blocks
 
 
 @pytest.mark.parametrize(("group_size", "response"), [(256, 512), (8192, 512), (8192, 64)])
