@@ -12,7 +12,7 @@ import numpy as np
 from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths, FloatArray
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-MANY_PARTS = 64
+MANY_PARTS = 50
 """A large trie that has so many parts is not cut again to make them of one size."""
 
 
