@@ -5,7 +5,6 @@ micro-batches here, model inputs and model outputs in ``fsdp_engine``. Sharding,
 are verl's.
 """
 
-import copy
 import logging
 import math
 import time
@@ -47,8 +46,8 @@ from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.keep import Keeper
 from verl_pg_plugin.engine.steps.loss_guard import LossGuard
 from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.engine.unpatched_forward import unpatched_forward
 from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.modalities import Modality, modality_of
 
 logger = logging.getLogger(__name__)
@@ -125,26 +124,12 @@ class SharedPrefixMixin:
         if self.sharing is None:
             return super()._build_module()  # type: ignore[misc]
         prepare_config(self.model_config.hf_config, self.sharing.modality)
-        with self._stock_forward():
+        with unpatched_forward(self, self.sharing.modality):
             module: Any = super()._build_module()  # type: ignore[misc]
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
         self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)
         return module
-
-    @contextmanager
-    def _stock_forward(self) -> Iterator[None]:
-        """Keep verl from replacing the model's forward: its own drops keywords, ours among them."""
-        asked = self.model_config
-        self.model_config = copy.copy(asked)
-        object.__setattr__(self.model_config, "use_fused_kernels", False)  # verl's configs are frozen
-        assert self.sharing is not None
-        replaced = asked.hf_config.model_type in stateful_model_types() or self.sharing.modality.replaced_by_verl
-        try:
-            with upstream.forwards_left_alone() if replaced else nullcontext():
-                yield
-        finally:
-            self.model_config = asked
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         if self.sharing is not None:
