@@ -39,7 +39,8 @@ class LocalChoices:
     def log(self, mode: str) -> None:
         """Say them, once in a run. A warning, because verl's workers hide all below and they decide a run's speed."""
         logger.warning("%s mode: attention kernel %s (%s)", mode, self.kernel.name, self.kernel.reason)
-        logger.warning("%s mode: %s (%s)", mode, _layers(self.layer_compilation), self.layer_compilation.reason)
+        layers = "%s mode: layers compiled (%s)" if self.layer_compilation.on else "%s mode: layers not compiled (%s)"
+        logger.warning(layers, mode, self.layer_compilation.reason)
 
 
 @dataclass(frozen=True)
