@@ -13,7 +13,7 @@ from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryCosts, CarryWeights, Cut, CutMaths
 from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
-from verl_pg_plugin.batching.cut_search import cut_tries
+from verl_pg_plugin.batching.cut_search import _Search, cut_tries
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -156,6 +156,18 @@ def test_tries_cut_together_are_cut_as_each_one_alone() -> None:
     assert cut_tries(maths, spans) == [cut_tries(maths, [span])[0] for span in spans]
 
 
+def test_a_trie_is_cut_alike_one_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the parts of a block of ends have in common is handed on to the next block."""
+    rng = np.random.default_rng(0)
+    shared = np.append(0, rng.integers(1, 60, size=299))
+    order = PrefixOrder(np.arange(300), np.maximum(shared, np.append(shared[1:], 0)) + 20, shared)
+    limits = MicroBatchLimits(1500, copies=CopiedKeys(weight=1.0, free=1.0))
+    maths = CutMaths(order, limits, CarryWeights(0.5, 0.5), CarryCosts(0.25, 400.0))
+    in_blocks = cut_tries(maths, [(0, 300)])
+    monkeypatch.setattr(_Search, "ELEMENTS", 1)
+    assert cut_tries(maths, [(0, 300)]) == in_blocks
+
+
 @pytest.mark.parametrize(("group_size", "response"), [(256, 512), (8192, 512), (8192, 64)])
 def test_a_large_batch_is_cut_into_chains_in_seconds(group_size: int, response: int) -> None:
     """With copied keys counted; looking at all starts for every end, one at a time, takes a minute for 65,536."""
@@ -167,6 +179,20 @@ def test_a_large_batch_is_cut_into_chains_in_seconds(group_size: int, response: 
     assert time.process_time() - start < 2
     assert plan.num_chains == 8192 // group_size
     assert plan.recomputed_rows == 0
+
+
+@pytest.mark.slow
+def test_two_parts_for_each_of_many_groups_are_made_equal_in_seconds() -> None:
+    """Log-probs of 65,536 short responses, cut by what attention copies; a search from far off takes eight passes."""
+    rows = 2047 + np.random.default_rng(0).integers(32, 64, 65_536)
+    order = PrefixOrder(np.arange(65_536), rows, np.where(np.arange(65_536) % 256, 2047, 0))
+    limits = MicroBatchLimits(16_384, copies=CopiedKeys(weight=0.0085, free=15.25))
+    start = time.process_time()
+    plan = cut_with_chains(order, limits, CarryWeights(0.305, 0.305), export_cost=0.0)
+    assert time.process_time() - start < 2
+    assert (len(plan.parts), plan.num_chains, plan.recomputed_rows) == (512, 256, 0)
+    rows_of_parts = np.array([[part.num_rows for part in chain] for chain in plan.chains])
+    assert rows_of_parts.min() > 0.85 * rows_of_parts.max()
 
 
 def plan_group(max_rows: int | None, **options: float) -> ChainPlan:

@@ -1,7 +1,12 @@
 """FSDP2 over two processes: exact however the groups fall on the ranks, and no rank waits for one that failed."""
 
+import os
+import re
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +24,9 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
+from verl_pg_plugin.attention.kernels import selection
+from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.config import layer_compiler
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -90,8 +98,69 @@ def fail_on_rank_one(rank: int, path: str) -> list[str]:
     return messages
 
 
-def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(qwen3: str) -> None:
-    first, second = on_ranks(2, fail_on_rank_one, qwen3)
+def build_on_unlike_machines(rank: int, path: str) -> dict[str, str]:
+    """How building an engine ends on this rank where rank 1 lacks something, and then where it lacks nothing."""
+    fast = replace(KERNELS["sdpa"], package="fast-attention" if rank == 1 else None, install="pip install it")
+    either = patch.object(selection, "candidates", lambda name, device: ("fast", "sdpa"))
+    no_compiler = patch.dict(os.environ, {"CXX": "/nowhere/c++"}) if rank == 1 else nullcontext()
+    compiled_here = patch.object(layer_compiler, "PROVEN_DEVICE", "cpu")
+    cases: dict[str, tuple[dict, list[Any]]] = {
+        "kernel": ({}, [patch.dict(KERNELS, {"fast": fast}), either]),
+        "compiler": ({}, [compiled_here, no_compiler]),
+        "compiler, by name": ({"compile_layers": True}, [no_compiler]),
+        "nothing": ({}, []),
+    }
+    ended = {}
+    for name, (options, patches) in cases.items():
+        with ExitStack() as stack:
+            for each in patches:
+                stack.enter_context(each)
+            try:
+                ended[name] = type(make_engine(path, packed=True, engine=options).sharing).__name__
+            except (ValueError, RuntimeError) as error:
+                ended[name] = f"{type(error).__name__}: {error}"
+    return ended
+
+
+def run_failures(rank: int, path: str) -> tuple[list[str], dict[str, str]]:
+    return fail_on_rank_one(rank, path), build_on_unlike_machines(rank, path)
+
+
+@pytest.fixture(scope="module")
+def failures(qwen3: str) -> list[tuple[list[str], dict[str, str]]]:
+    return on_ranks(2, run_failures, qwen3)
+
+
+def test_a_rank_that_would_take_another_kernel_stops_both(failures: list) -> None:
+    (_, first), (_, second) = failures
+    assert first["kernel"] == second["kernel"]
+    assert re.search(
+        r"RanksDifferError: .*attention kernels: fast on rank 0 of .*, sdpa on rank 1 of .*; fast needs "
+        r"fast-attention, which is not installed: pip install it\); .* or set prefix_grouper\.attention_kernel=sdpa",
+        first["kernel"],
+    )
+    assert first["nothing"] == second["nothing"] == "PackedMode"
+
+
+def test_a_rank_without_a_compiler_stops_both(failures: list) -> None:
+    (_, first), (_, second) = failures
+    assert first["compiler"] == second["compiler"]
+    assert re.search(
+        r"RanksDifferError: .*layers compiled on rank 0 of .*\(.*: tested with qwen3 on cpu\), layers not compiled on "
+        r"rank 1 of .*needs a C\+\+ compiler.*install g\+\+.* or set prefix_grouper\.compile_layers=False",
+        first["compiler"],
+    )
+
+
+def test_a_rank_that_cannot_compile_as_it_is_told_stops_both(failures: list) -> None:
+    (_, told), (_, raised) = failures
+    cause = raised["compiler, by name"]
+    assert re.search(r"ValueError: .*needs a C\+\+ compiler.*compile_layers=False", cause)
+    assert told["compiler, by name"] == f"RankError: rank 1: {cause}"
+
+
+def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list) -> None:
+    (first, _), (second, _) = failures
     expected = ("row 7 has an empty response", "no responses", "ppo_max_token_len_per_gpu")
     assert len(first) == len(second) == len(expected)
     for told, raised, cause in zip(first, second, expected, strict=True):

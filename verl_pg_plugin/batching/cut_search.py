@@ -12,7 +12,7 @@ import numpy as np
 from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths, FloatArray
 from verl_pg_plugin.layout.prefix_order import IntArray
 
-MANY_PARTS = 64
+MANY_PARTS = 50
 """A large trie that has so many parts is not cut again to make them of one size."""
 
 
@@ -102,7 +102,7 @@ class _Tries:
     def _next_budget(low: FloatArray, high: FloatArray, mean: FloatArray) -> FloatArray:
         """Between ``low`` and ``high``: first near what parts take on average, then the middle."""
         budget = np.floor((low + high) / 2)
-        for factor in (0.995, 1.08, 1.02, 1.005):  # of several the last
+        for factor in (0.986, 0.995, 1.08, 1.02, 1.005):  # of several the last
             near = np.floor(factor * mean)
             budget = np.where((low < near) & (near < high), near, budget)
         return budget
@@ -219,19 +219,10 @@ class _Search:
         low = int(self.low[first])
         starts, ends, last = slice(low, stop - 1), slice(first, stop), slice(first - 1, stop - 1)
         shared, read = self.shared[:, None, starts], self.shared[:, ends, None]
-        # Rows that the last sequence of a part shares with the one before it, where that is in the part too.
-        inside = np.arange(low, stop - 1) < np.arange(first - 1, stop - 1)[:, None]
-        joined = np.where(inside, self.shared[:, last, None], np.inf)
-        unbranched = np.minimum.accumulate(np.concatenate([self.unbranched[:, None, starts], joined], axis=1), axis=1)
         spare = self._spare(starts, ends)
+        unbranched, prefix = self._grow(first, stop, starts)
         if self.copies.weight:
-            prefix = self.prefix[:, None, starts]
-            counted = self.counted[:, last, None]
-            if counted.any():
-                prefix = prefix + np.cumsum((joined < unbranched[:, :-1]) * counted, axis=1)
-                self.prefix[:, starts] = prefix[:, -1]
             spare = self._less_copies(spare, starts, ends, prefix)
-        self.unbranched[:, starts] = unbranched[:, -1]
 
         ending = np.arange(stop - first)
         single = (slice(None), ending, ending + first - 1 - low)  # parts of one sequence, which may keep less
@@ -240,7 +231,7 @@ class _Search:
         spare[1][single] += (1 - self.weights.recomputing) * own
         spare[1][self.new_before[:, ends, None] == self.new_before[:, None, starts]] = -1.0  # no row of its own
 
-        kept = np.minimum(np.floor(unbranched[:, 1:]), read)  # by all sequences of the part
+        kept = np.minimum(np.floor(unbranched), read)  # by all sequences of the part
         missing = shared - kept
         exported = self.costs.export * (missing + self.costs.part * (missing > 0))
         cost = np.empty((stop - first, 2, len(self.shared), 2, stop - 1 - low))
@@ -251,6 +242,28 @@ class _Search:
         by_end[0, 0] = np.where(spare[0] >= 0, 0.0, np.inf)
         by_end[0, 1] = np.where(spare[1] >= 0, self.export_all[:, None, starts], np.inf)
         return cost
+
+    def _grow(self, first: int, stop: int, starts: slice) -> tuple[FloatArray, FloatArray]:
+        """``unbranched`` and ``prefix`` (g, k, w) of the parts that end before ``first <= b < stop``.
+
+        A part that gets one sequence more branches where that parts from the one before it.
+        """
+        last = slice(first - 1, stop - 1)
+        # Rows that the last sequence of a part shares with the one before it, where that is in the part too.
+        inside = np.arange(starts.start, stop - 1) < np.arange(first - 1, stop - 1)[:, None]
+        joined = np.where(inside, self.shared[:, last, None], np.inf)
+        unbranched = np.empty((len(joined), stop - first + 1, stop - 1 - starts.start))
+        unbranched[:, 0] = self.unbranched[:, starts]
+        for k in range(stop - first):  # faster than ``np.minimum.accumulate``, and so is the sum below
+            np.minimum(unbranched[:, k], joined[:, k], out=unbranched[:, k + 1])
+        prefix, counted = self.prefix[:, None, starts], self.counted[:, last, None]
+        if counted.any():
+            again = np.where(joined < unbranched[:, :-1], counted, 0.0)
+            for k in range(stop - first):
+                again[:, k] += again[:, k - 1] if k else self.prefix[:, starts]
+            prefix, self.prefix[:, starts] = again, again[:, -1]
+        self.unbranched[:, starts] = unbranched[:, -1]
+        return unbranched[:, 1:], prefix
 
     def _spare(self, starts: slice, ends: slice) -> list[FloatArray]:
         """Rows (g, k, w) that parts leave of the budget: computing their prefix, carrying it."""

@@ -28,7 +28,7 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
     *_parts("transformers.PretrainedConfig", "mixers/attention.py", _attn_implementation=EXISTS),
     *_parts(
         "transformers.PretrainedConfig",
-        "cost/flops.py engine/shared_model.py engine/shared_prefix_engine.py",
+        "cost/flops.py engine/local_choices.py engine/shared_model.py engine/shared_prefix_engine.py",
         get_text_config="(self, decoder=None, encoder=None)",
     ),
     *_parts(

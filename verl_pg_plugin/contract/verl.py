@@ -191,8 +191,8 @@ VERL_PARTS: tuple[Part, ...] = (
     *_parts(
         "verl.utils.device",
         "config/facts.py config/before_ray/machines.py cli/doctor/fresh_process.py cli/doctor/overrides.py "
-        "engine/device_memory.py engine/fsdp_engine.py engine/heads/fused_head.py engine/shared_prefix_engine.py "
-        "engine/steps/keep.py main_ppo.py",
+        "engine/device_memory.py engine/fsdp_engine.py engine/heads/fused_head.py engine/local_choices.py "
+        "engine/shared_prefix_engine.py engine/steps/keep.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
         get_device_id="()",

@@ -5,7 +5,6 @@ micro-batches here, model inputs and model outputs in ``fsdp_engine``. Sharding,
 are verl's.
 """
 
-import copy
 import logging
 import math
 import time
@@ -23,11 +22,10 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
-from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.in_force import assert_in_force
-from verl_pg_plugin.config.layer_compiler import CompilerFacts, Decision, decide
+from verl_pg_plugin.config.layer_compiler import Decision
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.activation_budget import Held
 from verl_pg_plugin.engine.batch.cut_for_copies import copies_count, cut_for_copies
@@ -39,6 +37,7 @@ from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.forward_rows import ForwardRows
+from verl_pg_plugin.engine.local_choices import choose_alike
 from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
@@ -47,9 +46,8 @@ from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.keep import Keeper
 from verl_pg_plugin.engine.steps.loss_guard import LossGuard
 from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.engine.unpatched_forward import unpatched_forward
 from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.mixers import stateful_model_types
-from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality, modality_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +69,8 @@ class SharedPrefixMixin:
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
-        RuntimeError: verl's registry holds another engine, or the attention kernel is missing.
+        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks would run
+            different ones or compile on some alone.
     """
 
     engine_config: Any
@@ -88,7 +87,7 @@ class SharedPrefixMixin:
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         asked = getattr(engine_config, "use_prefix_grouper", False)
         if asked:  # first, so that a setting is refused in the words of the validators and not in verl's
-            check_options(engine_config, model_config)
+            on_every_rank(partial(check_options, engine_config, model_config), dist.group.WORLD)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self.sharing: SharingMode | None = None
         self.verifier: Verifier | None = None
@@ -101,26 +100,15 @@ class SharedPrefixMixin:
                 logger.warning("%s; %s", fault.why, fault.fix)
             return
         assert_in_force(self.engine_config.strategy, self.model_config.model_type)
-        hf_config = self.model_config.hf_config
-        kernel = select_kernel(
-            self.engine_config.prefix_grouper.attention_kernel,
-            get_device_name(),
-            attention_needs(hf_config.get_text_config()),
-        )
-        modality = modality_of(hf_config)
+        choices = choose_alike(self.engine_config, self.model_config, dist.group.WORLD)
+        self.layer_compilation = choices.layer_compilation
+        modality = modality_of(self.model_config.hf_config)
         if self.model_config.use_remove_padding:
-            self.sharing = self._packed_mode(kernel, modality)
+            self.sharing = self._packed_mode(choices.kernel, modality)
         else:
-            self.sharing = PaddedGroupsMode(kernel=kernel, modality=modality)
-        self.layer_compilation = decide(
-            self.engine_config.prefix_grouper.compile_layers,
-            CompilerFacts.of(Facts.from_engine(self.engine_config, self.model_config)),
-        )
+            self.sharing = PaddedGroupsMode(kernel=choices.kernel, modality=modality)
         if self.rank == 0:
-            # A warning, because verl's workers hide everything below and the choices decide the speed of the run.
-            logger.warning("%s mode: attention kernel %s (%s)", self.sharing.name, kernel.name, kernel.reason)
-            text = "%s mode: layers compiled (%s)" if self.layer_compilation.on else "%s mode: layers not compiled (%s)"
-            logger.warning(text, self.sharing.name, self.layer_compilation.reason)
+            choices.log(self.sharing.name)
 
     def _packed_mode(self, kernel: VarlenKernel, modality: Modality) -> PackedMode:
         config = self.engine_config
@@ -136,26 +124,12 @@ class SharedPrefixMixin:
         if self.sharing is None:
             return super()._build_module()  # type: ignore[misc]
         prepare_config(self.model_config.hf_config, self.sharing.modality)
-        with self._stock_forward():
+        with unpatched_forward(self, self.sharing.modality):
             module: Any = super()._build_module()  # type: ignore[misc]
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
         self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)
         return module
-
-    @contextmanager
-    def _stock_forward(self) -> Iterator[None]:
-        """Keep verl from replacing the model's forward: its own drops keywords, ours among them."""
-        asked = self.model_config
-        self.model_config = copy.copy(asked)
-        object.__setattr__(self.model_config, "use_fused_kernels", False)  # verl's configs are frozen
-        assert self.sharing is not None
-        replaced = asked.hf_config.model_type in stateful_model_types() or self.sharing.modality.replaced_by_verl
-        try:
-            with upstream.forwards_left_alone() if replaced else nullcontext():
-                yield
-        finally:
-            self.model_config = asked
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         if self.sharing is not None:
