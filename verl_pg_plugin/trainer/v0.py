@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.batching.session_order import common_prefix
+from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
 from verl_pg_plugin.trainer.whole_groups import (
-    BatchRows,
     actor_flops,
     balance_metrics,
     deal_groups,

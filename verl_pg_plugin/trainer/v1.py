@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from verl_pg_plugin.batching.session_order import common_prefix
+from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
 from verl_pg_plugin.trainer.console import console
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
 from verl_pg_plugin.trainer.modes import PREFIX
 from verl_pg_plugin.trainer.whole_groups import (
     ESTIMATED_ROWS,
-    BatchRows,
     balance_metrics,
     deal_groups,
     num_ranks_of,
