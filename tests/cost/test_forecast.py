@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
 from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.layout import build_prefix_order
 
 CONFIG = Qwen3Config(
     vocab_size=4096,
@@ -75,6 +77,33 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
     assert recomputing.update < predict().update
     assert recomputing.old_log_prob == predict().old_log_prob
     assert predict(settings=replace(WHOLE, checkpointing=False)).alone[1] < predict().alone[1]
+
+
+def rows_of(*rows: tuple[str, int, int, int, int], common: int = 0) -> BatchRows:
+    uids, *columns = zip(*rows, strict=True)
+    return BatchRows(uids, *map(np.array, columns), common_tokens=common)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "computed"),
+    [
+        (rows_of(*(("a", session, 0, 9, 4) for session in range(3))), 8 + 3 * 4),
+        (rows_of(("a", 0, 0, 9, 4), ("b", 0, 0, 9, 4), common=5), 2 * 12 - 4),
+        (rows_of(("a", 0, 0, 9, 4), ("a", 0, 1, 20, 3), ("a", 1, 0, 9, 2)), 22 + 2),
+        # The second session goes on from the prompt, whatever shorter context the first one ended with.
+        (rows_of(("a", 0, 0, 9, 4), ("a", 0, 1, 5, 1), ("a", 1, 0, 9, 2)), 12 + 1 + 2),
+        # A prompt that was not among those compared is shorter than what these have in common.
+        (rows_of(("a", 0, 0, 4, 1), ("b", 0, 0, 9, 4), common=7), 4 + 12 - 4),
+    ],
+    ids=["responses", "system prompt", "turns", "edited context", "prompt shorter than what is common"],
+)
+def test_sequences_known_by_their_lengths_share_what_a_balance_expects(rows: BatchRows, computed: int) -> None:
+    order = rows.order()
+    batch = Batch.of_order(order, rows.prompt_lengths)
+    assert batch.lengths.tolist() == rows.lengths[order.sequences].tolist()
+    assert batch.prompt_lengths.tolist() == rows.prompt_lengths[order.sequences].tolist()
+    assert build_prefix_order(batch.tokens, batch.offsets).num_new.sum() == computed
+    assert predict(batch).physical_tokens == computed
 
 
 @pytest.mark.parametrize(("prompts", "responses"), [([], []), ([4], [[]]), ([4], [[0]]), ([0], [[4]])])

@@ -57,7 +57,7 @@ class BatchRows:
             self.groups, self.sessions, self.places, self.prompt_lengths, self.response_lengths, self.common_tokens
         )
 
-    def select(self, rows: Sequence[int]) -> BatchRows:
+    def select(self, rows: Sequence[int] | IntArray) -> BatchRows:
         """Some of the sequences, in the order of ``rows``."""
         places = np.asarray(rows, dtype=np.int64)
         return replace(

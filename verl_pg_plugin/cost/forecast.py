@@ -21,7 +21,7 @@ from verl_pg_plugin.cost.pairs import visible_pairs
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
 from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
 
 __all__ = ["Batch", "Forecast", "Settings", "forecast", "lay_out_chain"]
 
@@ -78,6 +78,25 @@ class Batch:
     def of_lengths(cls, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Batch:
         """As ``of_prompts``, with prompts that share nothing with each other."""
         return cls.of_prompts([np.full(length, g) for g, length in enumerate(prompts)], responses)
+
+    @classmethod
+    def of_order(cls, order: PrefixOrder, prompt_lengths: IntArray) -> Batch:
+        """Sequences of which is known how many rows each shares with one before it, and nothing else.
+
+        Args:
+            order: of B sequences; what a sequence does not share it has alone.
+            prompt_lengths: (B,) tokens of their prompts, as numbered in ``order.sequences``.
+        """
+        sequences: list[IntArray] = []
+        for num_rows, num_shared in zip(order.num_rows.tolist(), order.num_shared.tolist(), strict=True):
+            tokens = np.full(num_rows + 1, FIRST_RESPONSE_TOKEN + len(sequences))
+            if num_shared:  # a row reads a token and predicts the next
+                long_enough = (before for before in reversed(sequences) if len(before) > num_shared)
+                shared = next(long_enough, sequences[-1])[: num_shared + 1]
+                tokens[: len(shared)] = shared
+            sequences.append(tokens)
+        offsets = np.append(0, np.cumsum([len(tokens) for tokens in sequences]))
+        return cls(np.concatenate(sequences), offsets, prompt_lengths[order.sequences])
 
     @property
     def lengths(self) -> IntArray:

@@ -17,6 +17,7 @@ from verl_pg_plugin.trainer.whole_groups import (
     deal_groups,
     num_ranks_of,
     some_prompts,
+    write_rollout_lengths,
 )
 
 __all__ = ["KeepsGroupsV1"]
@@ -55,7 +56,9 @@ class KeepsGroupsV1(KeepsGroups):
         )
         num_ranks = num_ranks_of(self.actor_rollout_wg)
         balance = deal_groups(rows, self.model_flops, num_ranks, type(self).num_mini_batches(self, len(rows.uids)))
-        batch.reorder(balance.order.tolist())
+        order = balance.order.tolist()
+        write_rollout_lengths(self, rows.select([row for row in order if not batch.tags[row].get("is_padding")]))
+        batch.reorder(order)
         metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
         self._is_balanced = True
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from verl_pg_plugin.batching.balance import Balance, balance_groups
 from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.reporting.rollout_lengths import write_lengths
 
 __all__ = [
     "ESTIMATED_ROWS",
@@ -23,6 +25,7 @@ __all__ = [
     "mini_batches_of_config",
     "num_ranks_of",
     "some_prompts",
+    "write_rollout_lengths",
 ]
 
 ESTIMATED_ROWS = "prefix_grouper/balance/estimated_rows"
@@ -80,6 +83,18 @@ def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix:
         "prefix_grouper/balance/cut_groups": balance.num_cut_groups,
         ESTIMATED_ROWS: balance.num_rows / balance.cost.shape[1],
     }
+
+
+def write_rollout_lengths(trainer: Any, rows: BatchRows) -> None:
+    """Beside verl's dump of a step's rollouts, where ``trainer.rollout_data_dir`` asks for one.
+
+    Args:
+        trainer: any of verl's.
+        rows: of the step, in the order of the ranks.
+    """
+    folder = OmegaConf.select(trainer.config, "trainer.rollout_data_dir")
+    if folder:
+        write_lengths(Path(folder), trainer.global_steps, rows)
 
 
 def num_ranks_of(workers: Any) -> int:
