@@ -182,3 +182,34 @@ def test_layers_are_forecast_compiled_where_they_would_be(capsys, model: str, tm
     assert update() == update("--compile-layers", "True") > update("--compile-layers", "False")
     monkeypatch.setattr(report, "COMPILED_TYPES", frozenset())
     assert update() == update("--compile-layers", "False")
+
+
+def test_kept_activations_are_forecast_with_their_memory(capsys, model: str, tmp_path: Path) -> None:
+    def figures(*options: str) -> dict:
+        file = tmp_path / "figures.json"
+        lengths = ("--model", model, "--prompt", 64, "--response", 16, "--budget", 400, "--json", file)
+        assert estimate(capsys, *lengths, *options)[0] == 0
+        return json.loads(file.read_text())[0]
+
+    default, all_kept = figures(), figures("--keep-activations", "all")
+    assert all_kept["update"] > default["update"]
+    assert all_kept["activation_gib"] > default["activation_gib"]
+    assert figures("--keep-activations", "1e-9") == default, "no layer fits"
+
+
+def test_layers_of_experts_are_not_guessed(capsys, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    lengths = ("--model", tmp_path, "--prompt", 64, "--response", 8)
+    assert estimate(capsys, *lengths)[0] == 0
+    code, _, err = estimate(capsys, *lengths, "--keep-activations", "5")
+    assert code == 2
+    assert (
+        "--keep-activations 5.0: what a layer of qwen3_moe holds is known for attention with a dense MLP alone" in err
+    )
+
+
+@pytest.mark.parametrize("value", ["auto", "0", "-1", "inf", "nan"])
+def test_kept_activations_are_attention_all_or_a_number_of_gib(capsys, model: str, value: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--model", model, "--prompt", "4", "--response", "4", "--keep-activations", value])
+    assert "--keep-activations" in capsys.readouterr().err

@@ -55,6 +55,13 @@ def add_parser(subparsers: Any) -> None:
         default="auto",
         help="prefix_grouper.compile_layers (auto: what it comes to for such a model under FSDP2 on a GPU)",
     )
+    parser.add_argument(
+        "--keep-activations",
+        type=_kept,
+        default="attention",
+        metavar="{attention,all,GIB}",
+        help="prefix_grouper.keep_activations (attention); for auto name the GiB that the device will have left",
+    )
     parser.add_argument("--kernel", choices=("flash_attn_2", "flash_attn_4"), default="flash_attn_2")
     parser.add_argument("--no-carry", action="store_true", help="prefix_grouper.carry=never")
     parser.add_argument("--no-ref", action="store_true", help="the step has no reference policy")
@@ -88,6 +95,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         report.plot(forecasts, args.plot)
     return 0
+
+
+def _kept(text: str) -> str | float:
+    if text in ("attention", "all"):
+        return text
+    gib = float(text)
+    if not 0 < gib < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is neither attention nor all nor GiB above 0")
+    return gib
 
 
 def _positive(text: str) -> int:
