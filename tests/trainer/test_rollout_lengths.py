@@ -57,14 +57,14 @@ def test_filler_of_verls_is_nobodys_rollout(dumping: DictConfig, tmp_path: Path)
     assert [line["uid"] for line in written(tmp_path)] == ["a", "a"]
 
 
-def test_a_v0_trainer_counts_no_padding(dumping: DictConfig, tmp_path: Path) -> None:
-    trainer = Stock(dumping)
+def test_a_v0_trainer_writes_its_rows_as_ranks_hold_them_without_padding(dumping: DictConfig, tmp_path: Path) -> None:
+    trainer, responses = Stock(dumping), [3, 9, 4, 4, 30, 2, 8, 8, 1, 40, 6, 6]
     trainer.global_steps = STEP
-    batch = make_batch("abab", [4, 40, 6, 2], prompt=9)
+    batch = make_batch("aabbccddeeff", responses, prompt=9)
     trainer._balance_batch(batch, {})
-    records = written(tmp_path)
-    assert [line["uid"] for line in records] == batch.non_tensor_batch["uid"].tolist()
-    assert sorted(line["response_len"] for line in records) == [2, 4, 6, 40]
+    records, order = written(tmp_path), batch.batch["row"].tolist()
+    assert [line["uid"] for line in records] == ["aabbccddeeff"[row] for row in order]
+    assert [line["response_len"] for line in records] == [responses[row] for row in order]
     assert {line["prompt_len"] for line in records} == {9}
 
 

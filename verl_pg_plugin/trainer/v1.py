@@ -56,9 +56,9 @@ class KeepsGroupsV1(KeepsGroups):
         )
         num_ranks = num_ranks_of(self.actor_rollout_wg)
         balance = deal_groups(rows, self.model_flops, num_ranks, type(self).num_mini_batches(self, len(rows.uids)))
-        order = balance.order.tolist()
-        write_rollout_lengths(self, rows.select([row for row in order if not batch.tags[row].get("is_padding")]))
-        batch.reorder(order)
+        rollouts = [row for row in balance.order if not batch.tags[row].get("is_padding")]
+        write_rollout_lengths(self, rows.select(rollouts))
+        batch.reorder(balance.order.tolist())
         metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
         self._is_balanced = True
         return batch
