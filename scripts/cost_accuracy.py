@@ -1,6 +1,8 @@
 """How well the cost model predicts what ``bench_actor.py`` measured.
 
-    python scripts/cost_accuracy.py [--csv docs/data/actor_*.csv]
+    python scripts/cost_accuracy.py [--csv FILE ...]
+
+The files are those of docs/data that hold speed-ups of text models over stock verl.
 
 FLOPs are counted anew from model and case, every rank of a case with the balance its trainer would give it. "rank" is
 Spearman's correlation of the FLOPs of the slowest rank with the seconds, over all cases of one device and phase, stock
@@ -22,19 +24,21 @@ import csv
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.actor_cases import Work, parse_case, rows_of_ranks
+from benchmarks.actor_cases import CaseRows, Work, parse_case, rows_of_ranks
 from benchmarks.shapes import SHAPES, config_of
 from rich.console import Console
 from rich.table import Table
+from transformers import PretrainedConfig
 
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, Settings, forecast
+from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
 from verl_pg_plugin.cost.row_memory import RowMemory
 
 DATA = Path(__file__).parents[1] / "docs/data"
@@ -43,6 +47,9 @@ STOCK = ("rmpad", "padded")
 USUAL_BUDGET = 20480
 BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 """``--max-token-len`` of bench_actor.py in files that were made with another."""
+LAYERS = {"moe_30b_a3b_12_layers": 12, "hybrid_9b_16_layers": 16}
+"""``--layers`` in files that were made with fewer than the model has."""
+FILES = [*sorted(DATA.glob("actor_*.csv")), *(DATA / f"{name}.csv" for name in ("kept_activations_4b", *LAYERS))]
 PLAIN = ("packed", "packed:compile_layers=False", "packed:attention_kernel=flash_attn_2")
 
 
@@ -69,12 +76,35 @@ class Measurement:
     case: str
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A model of a file, some of its layers left away where the file was made so."""
+
+    name: str
+    layers: int | None
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        config = config_of(self.name)
+        if self.layers is not None:
+            config.num_hidden_layers = self.layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[: self.layers]
+        return config
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        return ModelFlops.of_config(self.config)
+
+    def rows(self, case_name: str, world_size: int) -> CaseRows:
+        return parse_case(case_name).rows(SHAPES[self.name]["vocab_size"], world_size)
+
+
 @cache
-def prices_of(model: str, case_name: str, stock: bool, world_size: int, settings: Settings) -> list[dict[str, float]]:
+def prices_of(model: Shape, case_name: str, stock: bool, world_size: int, settings: Settings) -> list[dict[str, float]]:
     """Price of each phase on every rank: of stock verl with its own balance, or shared with ours."""
-    config = config_of(model)
-    flops = ModelFlops.of_config(config)
-    rows = parse_case(case_name).rows(SHAPES[model]["vocab_size"], world_size)
+    config, flops = model.config, model.flops
+    rows = model.rows(case_name, world_size)
     samples = rows.samples
     keeps = not settings.recompute_attention
     memory = RowMemory.of(config, torch.bfloat16, settings.checkpointing, keeps, settings.kernel)
@@ -109,18 +139,30 @@ def forecast_of(file: Path, row: dict[str, str]) -> float | None:
         compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
         kernel=options.get("attention_kernel", "flash_attn_2"),
     )
-    model, case, ranks, phase = row["model"], row["case"], int(row["world_size"]), row["phase"]
+    model, case, ranks, phase = shape_of(file, row), row["case"], int(row["world_size"]), row["phase"]
+    if (asked := options.get("keep_activations", "attention")) != "attention":
+        layer, gib = LayerActivations.of(model.config, torch.bfloat16), float("inf") if asked == "all" else float(asked)
+        shared = replace(shared, kept=KeptBudget(layer, model.config.num_hidden_layers, gib))
     alone = max(price[phase] for price in prices_of(model, case, True, ranks, stock))
     return alone / max(price[phase] for price in prices_of(model, case, False, ranks, shared))
 
 
 @cache
-def work_of(model: str, case_name: str, stock: bool, world_size: int) -> Work:
+def shape(name: str, layers: int | None) -> Shape:
+    return Shape(name, layers)
+
+
+def shape_of(file: Path, row: dict[str, str]) -> Shape:
+    """The model of a line, the same object for the same model."""
+    return shape(row["model"], LAYERS.get(file.stem))
+
+
+@cache
+def work_of(model: Shape, case_name: str, stock: bool, world_size: int) -> Work:
     """FLOPs of the case on every rank, as ``bench_actor.py`` ran it."""
-    flops = ModelFlops.of_config(config_of(model))
-    rows = parse_case(case_name).rows(SHAPES[model]["vocab_size"], world_size)
-    parts = rows_of_ranks(rows, stock, flops, world_size)
-    return Work.of([[rows.samples[row] for row in part] for part in parts], flops, checkpointing=True)
+    rows = model.rows(case_name, world_size)
+    parts = rows_of_ranks(rows, stock, model.flops, world_size)
+    return Work.of([[rows.samples[row] for row in part] for part in parts], model.flops, checkpointing=True)
 
 
 def read(path: Path) -> list[Measurement]:
@@ -131,7 +173,7 @@ def read(path: Path) -> list[Measurement]:
             if row["phase"] not in PHASES:
                 continue
             stock, phase = row["path"] in STOCK, row["phase"]
-            work = work_of(row["model"], row["case"], stock, int(row["world_size"]))
+            work = work_of(shape_of(path, row), row["case"], stock, int(row["world_size"]))
             done = (work.alone if stock else work.packed)[phase]
             found.append(
                 Measurement(
@@ -172,7 +214,7 @@ def median_error(errors: Sequence[float]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, nargs="+", default=sorted(DATA.glob("actor_*.csv")))
+    parser.add_argument("--csv", type=Path, nargs="+", default=FILES)
     parser.add_argument("--cases", action="store_true", help="list the forecast of every case")
     args = parser.parse_args()
     measurements = [m for path in args.csv for m in read(path)]

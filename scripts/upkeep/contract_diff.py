@@ -1,4 +1,4 @@
-"""Print the parts of verl and transformers that look otherwise than when our code was written, as a diff.
+"""Print the parts of verl, transformers and torch that look otherwise than when our code was written, as a diff.
 
     python scripts/upkeep/contract_diff.py
 

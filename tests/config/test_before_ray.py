@@ -106,6 +106,16 @@ def test_the_doctor_lists_the_same(config_of):
     assert [problem.fix for problem in settings(config).problems] == [found.fix for found in everything(config)]
 
 
+def test_a_folder_to_dump_to_need_not_be_there_and_must_be_writable(config_of, tmp_path, monkeypatch):
+    folder = tmp_path / "made" / "later"
+    row = Wrong((f"trainer.rollout_data_dir={folder}",), "", "")
+    assert everything(config_of(row)) == []
+    monkeypatch.setattr("verl_pg_plugin.config.before_ray.files.os.access", lambda path, mode: path != tmp_path)
+    (found,) = everything(config_of(row))
+    assert f"{tmp_path} cannot be written to" in found.why
+    assert found.fix == "trainer.rollout_data_dir=<folder>"
+
+
 def test_a_filter_that_takes_too_long_to_tell_is_left_to_verl(config_of, monkeypatch):
     row = next(row for row in WRONG if "data.max_prompt_length=2" in row.overrides)
     monkeypatch.setattr(prompts, "DEADLINE_S", -1.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch._dynamo import config
+from torch._inductor.cpp_builder import cpp_compiler_search
+from torch._inductor.exc import InvalidCxxCompiler
 
 from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, NOT_ON_GPU
 from verl_pg_plugin.config import Mode
@@ -92,15 +95,31 @@ def test_facts_of_a_run_are_read_from_its_config(make_config) -> None:
 def test_a_missing_compiler_is_found_without_compiling(monkeypatch, device: str, missing: str, why: str) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    there = {"gcc": "/usr/bin/gcc", "clang": None, "g++": "/usr/bin/g++", "clang++": None, missing: None}
+    there = {"gcc": "/usr/bin/gcc", "clang": None, "g++": "/usr/bin/g++", "clang++": "/usr/bin/clang++", missing: None}
     monkeypatch.setattr(under_test.shutil, "which", there.get)
     monkeypatch.setattr(under_test.importlib.util, "find_spec", lambda name: None if name == missing else object())
     assert why in compiler_obstacle(device)
 
 
-def test_a_compiler_that_is_named_and_not_there_is_missing(monkeypatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "CXX" in compiler_obstacle("cpu")
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("no-such-compiler", "does not find CXX='no-such-compiler': correct it"),
+        ("no-such-cache g++", "does not find CXX='no-such-cache g++'"),
+        ("env g++", "runs CXX='env g++' as the name of one program"),
+        ("", "does not find CXX=''"),
+    ],
+)
+def test_a_compiler_that_is_named_and_that_torch_cannot_start_is_missing(monkeypatch, named: str, why: str) -> None:
+    monkeypatch.setenv("CXX", named)
+    assert why in compiler_obstacle("cpu")
+    with pytest.raises((InvalidCxxCompiler, OSError)):
+        cpp_compiler_search((named,))
+
+
+def test_a_compiler_that_is_named_is_enough(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    assert compiler_obstacle("cpu") == ""
 
 
 @pytest.mark.parametrize(("name", "why"), [("disable", "switched off"), ("suppress_errors", "hide failures")])

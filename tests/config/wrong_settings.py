@@ -155,6 +155,7 @@ WRONG: tuple[Wrong, ...] = (
     ),
     one("reward.custom_reward_function.path={folder}/broken.py", "is no Python: ", "repair "),
     one(f"{ROLLOUT}.multi_turn.function_tool_path={{folder}}/gone.py", "no such file"),
+    one("trainer.rollout_data_dir={folder}/rows.csv/dumps", "rows.csv is no folder"),
     Wrong(
         ("trainer.resume_mode=resume_path", "trainer.resume_from_path={folder}"),
         "trainer.resume_from_path",

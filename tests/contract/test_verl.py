@@ -1,4 +1,4 @@
-"""The parts of verl and transformers that we build on look as they did, and all of them are in the table."""
+"""The parts of verl, transformers and torch that we build on look as they did, and all of them are in the table."""
 
 import importlib
 import inspect
@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 import verl_pg_plugin
 from tests.contract.upstream_names import UPSTREAM, upstream_names
+from verl_pg_plugin.contract import torch as torch_contract
 from verl_pg_plugin.contract import transformers as transformers_contract
 from verl_pg_plugin.contract import verl as verl_contract
 from verl_pg_plugin.contract.table import EXISTS, Part
@@ -27,7 +28,7 @@ def listed(path: str) -> Part:
     return next(part for part in PARTS if part.path == path)
 
 
-def test_installed_verl_and_transformers_are_what_our_code_was_written_for() -> None:
+def test_installed_verl_transformers_and_torch_are_what_our_code_was_written_for() -> None:
     assert changes() == []
 
 
@@ -43,7 +44,7 @@ def test_every_file_that_the_table_names_exists() -> None:
 def test_the_table_lists_every_upstream_name_that_a_file_uses(file: Path) -> None:
     user = str(file.relative_to(PACKAGE))
     unlisted = {path for path in upstream_names(file.read_text()) if user not in TABLE.get(path, ())}
-    assert not unlisted, f"add these to contract/verl.py, verl_cpu.py or transformers.py, with {user} as a user"
+    assert not unlisted, f"add these to a table of contract/, with {user} as a user"
 
 
 def test_names_are_found_in_functions_and_behind_modules() -> None:
@@ -59,6 +60,12 @@ def bare():
     import verl.utils.ulysses
     verl.utils.ulysses.gather_outputs_and_unpad(transformers.AutoConfig)
 tu.assign_non_tensor(patched.not_a_module)
+def private():
+    import torch
+    from torch import nn
+    from torch._dynamo import config as settings
+    from torch.utils import _pytree
+    settings.patch(_pytree.tree_leaves(torch._C._dynamo.eval_frame._set_lru_cache(nn.Module)))
 """
     assert upstream_names(source) == {
         "verl.utils.device.get_device_name",
@@ -67,6 +74,9 @@ tu.assign_non_tensor(patched.not_a_module)
         "verl.utils.tensordict_utils.assign_non_tensor",
         "verl.utils.ulysses.gather_outputs_and_unpad",
         "transformers.AutoConfig",
+        "torch._dynamo.config.patch",
+        "torch.utils._pytree.tree_leaves",
+        "torch._C._dynamo.eval_frame._set_lru_cache",
     }
 
 
@@ -126,6 +136,8 @@ def test_the_table_lists_every_method_that_we_override() -> None:
 @pytest.mark.parametrize(
     "path",
     [
+        "torch._C._dynamo.eval_frame._set_lru_cache",
+        "torch.nn.attention.varlen.varlen_attn",
         *(f"{ENGINE}.{name}" for name in ("prepare_micro_batches", "postprocess_batch_func", "CPUOffloadPolicy")),
         "verl.utils.model.load_valuehead_model",
         *(f"{ENGINE}.FSDPEngine.{name}" for name in ("_build_module", "forward_backward_batch")),
@@ -143,7 +155,7 @@ def test_a_patched_or_overridden_part_that_disappears_is_reported(path: str, mon
         if name in vars(cls):
             monkeypatch.delattr(cls, name)
     (message,) = {message for message in changes() if message.startswith(f"{path} ")}
-    assert f"{path} is gone from verl " in message
+    assert f"{path} is gone from {path.partition('.')[0]} " in message
     assert listed(path).used_by[0] in message
 
 
@@ -153,7 +165,13 @@ def test_the_tables_name_the_versions_that_the_tests_run_on() -> None:
         line.split("==") for line in (repository / "constraints.txt").read_text().splitlines() if "==" in line
     )
     declared = [Requirement(line) for line in requires("verl-pg-plugin") or ()]
-    (transformers,) = (requirement for requirement in declared if requirement.name == "transformers")
-    (lowest,) = (bound.version for bound in transformers.specifier if bound.operator == ">=")
+    lowest = {
+        requirement.name: bound.version
+        for requirement in declared
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    }
     assert pinned["verl"] == verl_contract.VERL_VERSION
-    assert f"{lowest} to {pinned['transformers']}" == transformers_contract.TRANSFORMERS_VERSIONS
+    assert f"{lowest['transformers']} to {pinned['transformers']}" == transformers_contract.TRANSFORMERS_VERSIONS
+    highest_torch = pinned["torch"].rpartition(".")[0]
+    assert f"{lowest['torch']} to {highest_torch}" == torch_contract.TORCH_VERSIONS

@@ -1,12 +1,18 @@
-"""Names of verl and transformers that a source file uses, read from its syntax."""
+"""Names of verl and transformers that a source file uses, and private ones of torch, read from its syntax."""
 
 import ast
+import sys
+from functools import cache
 from importlib.util import find_spec
 
 UPSTREAM = ("verl", "transformers")
+READ = (*UPSTREAM, "torch")
 
 
+@cache
 def is_module(path: str) -> bool:
+    if path in sys.modules:  # one that is written in C has no file of its own
+        return True
     try:
         return find_spec(path) is not None
     except ModuleNotFoundError:  # its parent is no package
@@ -14,7 +20,7 @@ def is_module(path: str) -> bool:
 
 
 class UpstreamNames(ast.NodeVisitor):
-    """Dotted paths of verl and transformers that a file uses; a name counts in the function that imports it."""
+    """Dotted paths of the packages in ``READ`` that a file uses; a name counts in the function that imports it."""
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
@@ -28,11 +34,11 @@ class UpstreamNames(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             package = alias.name.partition(".")[0]
-            if package in UPSTREAM:
+            if package in READ:
                 self.modules[alias.asname or package] = alias.name if alias.asname else package
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if (node.module or "").partition(".")[0] not in UPSTREAM or node.level:
+        if (node.module or "").partition(".")[0] not in READ or node.level:
             return
         for alias in node.names:
             path = f"{node.module}.{alias.name}"
@@ -61,4 +67,8 @@ class UpstreamNames(ast.NodeVisitor):
 def upstream_names(source: str) -> set[str]:
     visitor = UpstreamNames()
     visitor.visit(ast.parse(source))
-    return visitor.paths
+    return {path for path in visitor.paths if not path.startswith("torch.") or is_private(path)}
+
+
+def is_private(path: str) -> bool:
+    return any(name.startswith("_") and not name.startswith("__") for name in path.split("."))

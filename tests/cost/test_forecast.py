@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
+from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
 from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.layout import build_prefix_order
 
 CONFIG = Qwen3Config(
     vocab_size=4096,
@@ -26,6 +30,7 @@ FLOPS = ModelFlops.of_config(CONFIG)
 MEMORY = RowMemory.of(CONFIG, torch.bfloat16, checkpointing=True, keeps_attention=True)
 P, R, N, G = 2048, 256, 8, 4
 GROUPS = Batch.of_lengths([P] * G, [[R] * N] * G)
+ROWS = G * (P - 1 + N * R)
 WHOLE = Settings(budget=G * N * (P + R), compile_layers=False)
 
 
@@ -75,6 +80,50 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
     assert recomputing.update < predict().update
     assert recomputing.old_log_prob == predict().old_log_prob
     assert predict(settings=replace(WHOLE, checkpointing=False)).alone[1] < predict().alone[1]
+
+
+def test_kept_layers_take_memory_and_save_the_update_a_forward() -> None:
+    layer = LayerActivations.of(CONFIG, torch.bfloat16)
+    kept = {
+        share: predict(settings=replace(WHOLE, kept=KeptBudget(layer, 4, share * layer.bytes * ROWS / 2**30)))
+        for share in (0.9, 2.0, math.inf)
+    }
+    assert kept[0.9] == predict(), "half a layer is none"
+    assert predict().update < kept[2.0].update < kept[math.inf].update
+    assert kept[math.inf].old_log_prob == predict().old_log_prob
+    gib = layer.bytes * ROWS / 2**30
+    assert kept[2.0].activation_gib == pytest.approx(predict().activation_gib + 2 * gib)
+    assert kept[math.inf].activation_gib == pytest.approx(predict().activation_gib + 4 * gib)
+    price = {share: found.alone[1] / found.update for share, found in {**kept, None: predict()}.items()}
+    assert price[None] - price[math.inf] == pytest.approx(FLOPS.per_row * ROWS), "one pass over every layer"
+    assert price[None] - price[2.0] == pytest.approx(FLOPS.per_row * ROWS / 2)
+
+
+def rows_of(*rows: tuple[str, int, int, int, int], common: int = 0) -> BatchRows:
+    uids, *columns = zip(*rows, strict=True)
+    return BatchRows(uids, *map(np.array, columns), common_tokens=common)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "computed"),
+    [
+        (rows_of(*(("a", session, 0, 9, 4) for session in range(3))), 8 + 3 * 4),
+        (rows_of(("a", 0, 0, 9, 4), ("b", 0, 0, 9, 4), common=5), 2 * 12 - 4),
+        (rows_of(("a", 0, 0, 9, 4), ("a", 0, 1, 20, 3), ("a", 1, 0, 9, 2)), 22 + 2),
+        # The second session goes on from the prompt, whatever shorter context the first one ended with.
+        (rows_of(("a", 0, 0, 9, 4), ("a", 0, 1, 5, 1), ("a", 1, 0, 9, 2)), 12 + 1 + 2),
+        # A prompt that was not among those compared is shorter than what these have in common.
+        (rows_of(("a", 0, 0, 4, 1), ("b", 0, 0, 9, 4), common=7), 4 + 12 - 4),
+    ],
+    ids=["responses", "system prompt", "turns", "edited context", "prompt shorter than what is common"],
+)
+def test_sequences_known_by_their_lengths_share_what_a_balance_expects(rows: BatchRows, computed: int) -> None:
+    order = rows.order()
+    batch = Batch.of_order(order, rows.prompt_lengths)
+    assert batch.lengths.tolist() == rows.lengths[order.sequences].tolist()
+    assert batch.prompt_lengths.tolist() == rows.prompt_lengths[order.sequences].tolist()
+    assert build_prefix_order(batch.tokens, batch.offsets).num_new.sum() == computed
+    assert predict(batch).physical_tokens == computed
 
 
 @pytest.mark.parametrize(("prompts", "responses"), [([], []), ([4], [[]]), ([4], [[0]]), ([0], [[4]])])

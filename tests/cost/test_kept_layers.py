@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from verl_pg_plugin.cost.kept_layers import LayerActivations, last_of_each, last_that_fit
+from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations, last_of_each, last_that_fit
 
 QWEN3_4B = transformers.Qwen3Config(
     hidden_size=2560, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=9728
@@ -35,6 +35,14 @@ def test_a_row_of_a_layer_of_qwen3_4b() -> None:
     layer = LayerActivations.of(QWEN3_4B, torch.bfloat16)
     assert layer.bytes == 2 * (2560 + 2 * 4096 + 2 * 1024 + 1024 + 2560 + 2 * 9728) + 4 * 42
     assert layer.flops == 2 * 2560 * (4096 + 1024 + 1024 + 4096 + 3 * 9728)
+
+
+def test_a_micro_batch_keeps_as_many_whole_layers_as_its_rows_leave_room_for() -> None:
+    layer = LayerActivations.of(QWEN3_4B, torch.bfloat16)
+    budget = KeptBudget(layer, 36, gib=3 * 1000 * layer.bytes / 2**30)
+    assert [budget.layers(rows) for rows in (10, 500, 1000, 1001, 3001)] == [36, 6, 3, 2, 0]
+    assert budget.held(1001) == 2 * 1001 * layer.bytes
+    assert KeptBudget(layer, 36, gib=float("inf")).layers(10**9) == 36
 
 
 def test_attention_saves_more_for_a_byte_than_any_matrix() -> None:

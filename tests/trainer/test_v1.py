@@ -1,5 +1,6 @@
 """V1 trainers find batches in which the rows of one prompt meet on one rank and in one mini-batch."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_an_import_of_a_verl_without_the_look_up_warns_and_goes_on(
     plugin._keep_groups_in_v1()
     assert "trainers of this verl are left alone: module 'verl.trainer.ppo.v1" in caplog.text
     assert f"no attribute '{name}'" in caplog.text
+
+
+def test_what_keeps_verl_from_being_imported_is_named_and_verl_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl.trainer.ppo
+
+    for module in [name for name in sys.modules if name.startswith("verl.trainer.ppo.v1")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr(verl.trainer.ppo, "v1")
+    monkeypatch.setitem(sys.modules, "transfer_queue", None)
+    with pytest.raises(upstream.UpstreamChangedError) as caught:
+        upstream.look_up_group_trainers("pg_", keep_groups)
+    assert "verl cannot be imported here: ModuleNotFoundError: import of transfer_queue halted" in str(caught.value)
+    assert "the plugin needs verl" not in str(caught.value)
 
 
 def test_verl_sees_the_plain_name_of_its_mode(trainer: Any) -> None:

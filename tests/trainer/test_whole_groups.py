@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from transformers import AutoConfig
 
 from tests.trainer.workers import Workers
+from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.trainer.whole_groups import (
-    BatchRows,
     actor_flops,
     deal_groups,
     mini_batches_of_config,

@@ -12,11 +12,62 @@ What all prompts begin with, a system prompt, shows in the tokens of a few of th
 some prompts alone, and how much an edited context kept beyond its prompt.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """What is known about the B sequences of a batch.
+
+    Attributes:
+        uids: (B,) sequences with one prompt have one uid.
+        sessions, places: (B,) int64, which of a prompt's sessions a row is from, and which of its rows it is.
+        prompt_lengths, response_lengths: (B,) int64, tokens.
+        common_tokens: that all prompts begin with.
+    """
+
+    uids: Sequence[str]
+    sessions: IntArray
+    places: IntArray
+    prompt_lengths: IntArray
+    response_lengths: IntArray
+    common_tokens: int = 0
+
+    @property
+    def lengths(self) -> IntArray:
+        """(B,) tokens of each sequence."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def groups(self) -> IntArray:
+        """(B,) numbers of the uids, in the order in which they come: verl draws uids anew in every run."""
+        numbers: dict[str, int] = {}
+        return np.array([numbers.setdefault(uid, len(numbers)) for uid in self.uids], dtype=np.int64)
+
+    def order(self) -> PrefixOrder:
+        """What they share, as far as this tells."""
+        return order_by_sessions(
+            self.groups, self.sessions, self.places, self.prompt_lengths, self.response_lengths, self.common_tokens
+        )
+
+    def select(self, rows: Sequence[int] | IntArray) -> BatchRows:
+        """Some of the sequences, in the order of ``rows``."""
+        places = np.asarray(rows, dtype=np.int64)
+        return replace(
+            self,
+            uids=[self.uids[row] for row in places],
+            sessions=self.sessions[places],
+            places=self.places[places],
+            prompt_lengths=self.prompt_lengths[places],
+            response_lengths=self.response_lengths[places],
+        )
 
 
 def order_by_sessions(

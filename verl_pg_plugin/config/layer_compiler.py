@@ -164,20 +164,31 @@ def compiler_obstacle(device: str) -> str:
         return "torch would hide failures and run layers uncompiled; unset TORCHDYNAMO_SUPPRESS_ERRORS"
     if device == "cuda":
         return _triton_obstacle()
-    if not _found(os.environ.get("CXX", ""), "g++", "clang++"):
-        return "torch.compile needs a C++ compiler and finds none: install g++, or name one in CXX"
-    return ""
+    why = _missing("CXX", "g++")  # all that torch looks for on Linux
+    return f"torch.compile needs a C++ compiler and {why}" if why else ""
 
 
 def _triton_obstacle() -> str:
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton, which is not installed: pip install triton"
-    if not _found(os.environ.get("CC", ""), "gcc", "clang"):
-        return "Triton needs a C compiler and finds none: install gcc, or name one in CC"
+    if why := _missing("CC", "gcc", "clang"):
+        return f"Triton needs a C compiler and {why}"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Triton needs Python.h and finds none: install python3-dev"
     return ""
 
 
-def _found(named: str, *usual: str) -> bool:
-    return any(shutil.which(name) for name in ([named] if named else usual))
+def _missing(variable: str, *usual: str) -> str:
+    """Why there is no compiler; empty if the one that ``variable`` names, or a usual one where it is unset, is there.
+
+    torch and Triton run what the variable holds as the name of one program, blanks and all.
+    """
+    named = os.environ.get(variable)
+    if named is None:
+        return "" if any(map(shutil.which, usual)) else f"finds none: install {usual[0]}, or name one in {variable}"
+    if shutil.which(named):
+        return ""
+    words = named.split()
+    if len(words) > 1 and shutil.which(words[0]):
+        return f"runs {variable}={named!r} as the name of one program: name one without arguments, or a script"
+    return f"does not find {variable}={named!r}: correct it, or unset it and install {usual[0]}"

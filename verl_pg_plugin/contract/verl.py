@@ -1,13 +1,14 @@
 """The parts of verl that this package overrides, calls or replaces, and how they must look.
 
-``changes()`` compares this table, and that of transformers, with what is installed; ``python -m verl_pg_plugin doctor``
-shows the result, and a test fails when the package imports a name that no table lists. After a difference was looked
-at and our code still fits, correct the table.
+``changes()`` compares this table, and those of transformers and torch, with what is installed; the doctor
+(``python -m verl_pg_plugin doctor --full``) shows the result, and a test fails when the package imports a name that no
+table lists. After a difference was looked at and our code still fits, correct the table.
 """
 
 from __future__ import annotations
 
 from verl_pg_plugin.contract.table import EXISTS, VERL_VERSION, Part, differences, parts_of
+from verl_pg_plugin.contract.torch import TORCH_PARTS
 from verl_pg_plugin.contract.transformers import TRANSFORMERS_PARTS
 from verl_pg_plugin.contract.verl_cpu import VERL_CPU_PARTS
 
@@ -278,9 +279,9 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
 )
 
-PARTS = VERL_PARTS + VERL_CPU_PARTS + TRANSFORMERS_PARTS
+PARTS = VERL_PARTS + VERL_CPU_PARTS + TRANSFORMERS_PARTS + TORCH_PARTS
 
 
 def changes() -> list[str]:
-    """One readable message for every part of verl or transformers that is missing or looks otherwise than listed."""
+    """One readable message for every part that is missing or looks otherwise than listed."""
     return differences(PARTS)

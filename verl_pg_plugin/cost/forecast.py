@@ -17,11 +17,12 @@ from verl_pg_plugin.batching.chain_cuts import PART_COST
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.cost.kept_layers import KeptBudget
 from verl_pg_plugin.cost.pairs import visible_pairs
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
 from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
 
 __all__ = ["Batch", "Forecast", "Settings", "forecast", "lay_out_chain"]
 
@@ -79,6 +80,25 @@ class Batch:
         """As ``of_prompts``, with prompts that share nothing with each other."""
         return cls.of_prompts([np.full(length, g) for g, length in enumerate(prompts)], responses)
 
+    @classmethod
+    def of_order(cls, order: PrefixOrder, prompt_lengths: IntArray) -> Batch:
+        """Sequences of which is known how many rows each shares with one before it, and nothing else.
+
+        Args:
+            order: of B sequences; what a sequence does not share it has alone.
+            prompt_lengths: (B,) tokens of their prompts, as numbered in ``order.sequences``.
+        """
+        sequences: list[IntArray] = []
+        for num_rows, num_shared in zip(order.num_rows.tolist(), order.num_shared.tolist(), strict=True):
+            tokens = np.full(num_rows + 1, FIRST_RESPONSE_TOKEN + len(sequences))
+            if num_shared:  # a row reads a token and predicts the next
+                long_enough = (before for before in reversed(sequences) if len(before) > num_shared)
+                shared = next(long_enough, sequences[-1])[: num_shared + 1]
+                tokens[: len(shared)] = shared
+            sequences.append(tokens)
+        offsets = np.append(0, np.cumsum([len(tokens) for tokens in sequences]))
+        return cls(np.concatenate(sequences), offsets, prompt_lengths[order.sequences])
+
     @property
     def lengths(self) -> IntArray:
         """(B,) tokens of the sequences."""
@@ -103,6 +123,8 @@ class Settings:
         compile_layers: whether its layers are compiled, which is what the option's default comes to on a GPU for the
             types that are tested.
         kernel: of packed mode; stock verl runs flash_attn_2.
+        kept: what whole layers keep of an update (``keep_activations``), under gradient checkpointing; None for
+            attention's outputs alone.
     """
 
     budget: int
@@ -111,6 +133,7 @@ class Settings:
     recompute_attention: bool = False
     compile_layers: bool = True
     kernel: str = "flash_attn_2"
+    kept: KeptBudget | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +147,8 @@ class Forecast:
         flop_bound: FLOPs of every sequence alone over those of the shared rows, were the batch one micro-batch.
         old_log_prob, update: predicted speed-up; the reference policy's log-probs cost what the old ones do.
         alone: price of the two phases by stock verl, in FLOPs.
-        activation_gib: what the largest micro-batch of the update keeps for its backward, its logits not counted.
+        activation_gib: what the largest micro-batch of the update keeps for its backward, kept layers included and its
+            logits not counted.
     """
 
     budget: int
@@ -145,7 +169,13 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Work:
-    """Rows, FLOPs of (query, key) pairs and of heads, in one pass; ``again`` of pairs are run twice by the backward."""
+    """Rows, FLOPs of (query, key) pairs and of heads, in one pass.
+
+    Attributes:
+        again: of the pairs, FLOPs that the backward runs once more.
+        kept: rows that it need not run once more, by the share of the layers that keep them.
+        held: bytes of that, in the micro-batch with most.
+    """
 
     rows: float = 0.0
     pairs: float = 0.0
@@ -153,6 +183,8 @@ class _Work:
     again: float = 0.0
     exported: float = 0.0
     micro_batches: int = 0
+    kept: float = 0.0
+    held: int = 0
 
 
 def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Settings) -> Forecast:
@@ -193,7 +225,7 @@ def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Setti
         old_log_prob=prices[True][0] / prices[True][1],
         update=prices[False][0] / prices[False][1],
         alone=(prices[True][0], prices[False][0]),
-        activation_gib=min(settings.budget, shared[False].rows) * memory.activations / 2**30,
+        activation_gib=(min(settings.budget, shared[False].rows) * memory.activations + shared[False].held) / 2**30,
     )
 
 
@@ -207,7 +239,8 @@ def _alone(batch: Batch, flops: ModelFlops, settings: Settings) -> _Work:
 
 
 def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings: Settings, forward_only: bool) -> _Work:
-    rows = pairs = heads = again = exported = 0.0
+    rows = pairs = heads = again = exported = kept = 0.0
+    held = 0
     for chain in chains:
         for part, layout in zip(chain, lay_out_chain(batch, chain, forward_only), strict=True):
             of_pairs = flops.trunk(layout) - flops.per_row * layout.num_rows
@@ -216,7 +249,10 @@ def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings:
             again += of_pairs if settings.recompute_attention or part.recompute_attention else 0.0
             export = layout.export if isinstance(layout, CarriedLayout) else None
             exported += flops.trunk(export) if export is not None else 0.0
-    return _Work(rows, pairs, heads, again, exported, sum(map(len, chains)))
+            if settings.kept is not None and not part.recompute_attention:  # a part that does is short of room
+                kept += layout.num_rows * settings.kept.layers(layout.num_rows) / settings.kept.num_layers
+                held = max(held, settings.kept.held(layout.num_rows))
+    return _Work(rows, pairs, heads, again, exported, sum(map(len, chains)), kept, held)
 
 
 def lay_out_chain(batch: Batch, chain: list[Part], forward_only: bool) -> list[PackedLayout]:
@@ -257,5 +293,7 @@ def _price(work: _Work, flops: ModelFlops, settings: Settings, forward_only: boo
         return rows / row_speed + work.pairs / pair_speed + work.heads + per_part
     # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
     passes = 4 if settings.checkpointing else 3
+    kept = flops.per_row * work.kept if settings.checkpointing else 0.0
     pairs = (1 + BACKWARD_OF_PAIRS) * work.pairs + (work.again if settings.checkpointing else 0.0)
-    return passes * (rows / row_speed + per_part) + pairs / pair_speed + 3 * work.heads + work.exported / row_speed
+    rows = (passes * rows - kept + work.exported) / row_speed
+    return rows + passes * per_part + pairs / pair_speed + 3 * work.heads

@@ -62,6 +62,29 @@ class LayerActivations:
         return self.flops_of_projections + self.flops_of_mlp
 
 
+@dataclass(frozen=True)
+class KeptBudget:
+    """``prefix_grouper.keep_activations`` of a model whose layers are all alike.
+
+    Attributes:
+        layer: what one holds.
+        num_layers: of the model.
+        gib: that layers may hold; infinite for ``all``.
+    """
+
+    layer: LayerActivations
+    num_layers: int
+    gib: float
+
+    def layers(self, rows: int) -> int:
+        """How many a micro-batch of so many rows keeps."""
+        return int(min(self.num_layers, self.gib * 2**30 // (rows * self.layer.bytes)))
+
+    def held(self, rows: int) -> int:
+        """Bytes that these hold."""
+        return self.layers(rows) * rows * self.layer.bytes
+
+
 def last_that_fit(bytes_of_layers: Sequence[float], budget: float) -> frozenset[int]:
     """The most layers from the last one on that hold no more than ``budget`` bytes together.
 

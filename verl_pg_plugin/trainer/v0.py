@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.batching.session_order import common_prefix
+from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
 from verl_pg_plugin.trainer.whole_groups import (
-    BatchRows,
     actor_flops,
     balance_metrics,
     deal_groups,
     mini_batches_of_config,
     num_ranks_of,
     some_prompts,
+    write_rollout_lengths,
 )
 
 __all__ = ["KeepsGroupsV0", "regroup"]
@@ -74,4 +74,5 @@ def regroup(
     num_ranks = num_ranks_of(trainer.actor_rollout_wg)
     balance = deal_groups(rows, trainer.model_flops, num_ranks, num_mini_batches(trainer, len(rows.uids)))
     batch.reorder(torch.from_numpy(balance.order))
+    write_rollout_lengths(trainer, rows.select(balance.order))
     metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from verl_pg_plugin.batching.session_order import common_prefix
+from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
 from verl_pg_plugin.trainer.console import console
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
 from verl_pg_plugin.trainer.modes import PREFIX
 from verl_pg_plugin.trainer.whole_groups import (
     ESTIMATED_ROWS,
-    BatchRows,
     balance_metrics,
     deal_groups,
     num_ranks_of,
     some_prompts,
+    write_rollout_lengths,
 )
 
 __all__ = ["KeepsGroupsV1"]
@@ -56,6 +56,8 @@ class KeepsGroupsV1(KeepsGroups):
         )
         num_ranks = num_ranks_of(self.actor_rollout_wg)
         balance = deal_groups(rows, self.model_flops, num_ranks, type(self).num_mini_batches(self, len(rows.uids)))
+        rollouts = [row for row in balance.order if not batch.tags[row].get("is_padding")]
+        write_rollout_lengths(self, rows.select(rollouts))
         batch.reorder(balance.order.tolist())
         metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
         self._is_balanced = True

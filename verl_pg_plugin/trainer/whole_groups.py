@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,20 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.batching.balance import Balance, balance_groups
-from verl_pg_plugin.batching.session_order import order_by_sessions
+from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.reporting.rollout_lengths import write_lengths
 
 __all__ = [
     "ESTIMATED_ROWS",
-    "BatchRows",
     "actor_flops",
     "balance_metrics",
     "deal_groups",
     "mini_batches_of_config",
     "num_ranks_of",
     "some_prompts",
+    "write_rollout_lengths",
 ]
 
 ESTIMATED_ROWS = "prefix_grouper/balance/estimated_rows"
@@ -32,29 +33,6 @@ ESTIMATED_ROWS = "prefix_grouper/balance/estimated_rows"
 
 COMPARED_PROMPTS = 16
 """Of so many prompts of a batch the tokens are compared, to see what all begin with."""
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """What a balance knows about the B sequences of a batch.
-
-    Attributes:
-        uids: (B,) sequences with one prompt have one uid.
-        sessions, places: (B,) int64, which of a prompt's sessions a row is from, and which of its rows it is.
-        prompt_lengths, response_lengths: (B,) int64, tokens.
-        common_tokens: that all prompts begin with.
-    """
-
-    uids: Sequence[str]
-    sessions: IntArray
-    places: IntArray
-    prompt_lengths: IntArray
-    response_lengths: IntArray
-    common_tokens: int = 0
-
-    @property
-    def lengths(self) -> IntArray:
-        return self.prompt_lengths + self.response_lengths
 
 
 def actor_flops(config: DictConfig) -> ModelFlops:
@@ -93,13 +71,7 @@ def deal_groups(rows: BatchRows, flops: ModelFlops, num_ranks: int, num_mini_bat
     Raises:
         ValueError: the batch is no multiple of ``num_ranks * num_mini_batches``.
     """
-    numbers: dict[str, int] = {}
-    # Not in the order of the uids, which verl draws anew in every run.
-    group = np.array([numbers.setdefault(uid, len(numbers)) for uid in rows.uids])
-    order = order_by_sessions(
-        group, rows.sessions, rows.places, rows.prompt_lengths, rows.response_lengths, rows.common_tokens
-    )
-    return balance_groups(order, group, rows.response_lengths, flops.segments, num_ranks, num_mini_batches)
+    return balance_groups(rows.order(), rows.groups, rows.response_lengths, flops.segments, num_ranks, num_mini_batches)
 
 
 def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix: str) -> dict[str, float]:
@@ -111,6 +83,18 @@ def balance_metrics(balance: Balance, lengths: IntArray, num_ranks: int, prefix:
         "prefix_grouper/balance/cut_groups": balance.num_cut_groups,
         ESTIMATED_ROWS: balance.num_rows / balance.cost.shape[1],
     }
+
+
+def write_rollout_lengths(trainer: Any, rows: BatchRows) -> None:
+    """Beside verl's dump of a step's rollouts, where ``trainer.rollout_data_dir`` asks for one.
+
+    Args:
+        trainer: any of verl's.
+        rows: of the step, in the order of the ranks.
+    """
+    folder = OmegaConf.select(trainer.config, "trainer.rollout_data_dir")
+    if folder:
+        write_lengths(Path(folder), trainer.global_steps, rows)
 
 
 def num_ranks_of(workers: Any) -> int:

@@ -19,11 +19,17 @@ def names_of_verl() -> Iterator[None]:
     """Wraps the imports and look-ups of the names that a patch replaces.
 
     Raises:
-        UpstreamChangedError: a module has no such name any more, or there is no such module.
+        UpstreamChangedError: a module has no such name any more, there is no such module, or importing it failed for
+            want of something that is not verl's.
     """
     try:
         yield
-    except (AttributeError, ImportError) as error:
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "verl":
+            raise UpstreamChangedError(f"{error}; {SUPPORTED}") from error
+        why = f"{type(error).__name__}: {error}"
+        raise UpstreamChangedError(f"verl cannot be imported here: {why}; install or repair what it names") from error
+    except AttributeError as error:
         raise UpstreamChangedError(f"{error}; {SUPPORTED}") from error
 
 

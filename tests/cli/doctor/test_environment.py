@@ -31,6 +31,16 @@ def test_a_changed_part_of_verl_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
     assert "'verl<0.10,>=0.9.0'" in problem.fix
 
 
+def test_what_a_new_torch_has_taken_away_is_a_problem_that_names_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import exc
+
+    monkeypatch.delattr(exc, "OperatorIssue")
+    (problem,) = environment.parts().problems
+    assert problem.what.startswith("torch._inductor.exc.OperatorIssue is gone from torch 2.")
+    assert problem.what.endswith("needed by engine/compiled_layers.py")
+    assert problem.fix == "pip install 'torch<2.14,>=2.11'"
+
+
 def test_a_gpu_without_a_kernel_is_a_problem_and_no_gpu_is_not_two() -> None:
     (problem,) = environment.kernels("cuda", available=True).problems
     assert "flash_attn_2 needs flash-attn, which is not installed" in problem.what

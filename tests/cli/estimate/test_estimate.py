@@ -91,6 +91,54 @@ def test_rollouts_of_verl_are_read_by_their_prompts(capsys, model: str, tmp_path
     assert json.loads(figures.read_text())[0]["logical_tokens"] == (2 + 2) + (2 + 1) + (1 + 3)
 
 
+LENGTHS = [
+    {"step": 9, "uid": uid, "session": session, "turn": 0, "prompt_len": 20, "response_len": 6, "common_prompt_len": 0}
+    for uid in ("x", "y")
+    for session in (0, 1)
+]
+TEXT = [{"input": "a b", "output": "c d", "uid": "x_0_0", "score": 1.0}]
+
+
+def dump(file: Path, lines: list[dict]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("folder", [".", "lengths"])
+def test_exact_lengths_are_taken_before_text_of_the_same_step(capsys, model: str, tmp_path: Path, folder: str) -> None:
+    dump(tmp_path / "9.jsonl", TEXT)
+    dump(tmp_path / "lengths" / "9.jsonl", LENGTHS)
+    figures = tmp_path / "figures.json"
+    asked = ("--model", model, "--rollouts", tmp_path / folder, "--budget", 100, "--json", figures)
+    code, out, _ = estimate(capsys, *asked)
+    assert code == 0
+    assert "2 of 2 groups of lengths/9.jsonl: exact lengths, written by the trainer" in out
+    (found,) = json.loads(figures.read_text())
+    assert (found["logical_tokens"], found["physical_tokens"]) == (4 * 26, 2 * (19 + 2 * 6))
+    assert "1 of 2 groups of lengths/9.jsonl" in estimate(capsys, *asked, "--groups", 1)[1]
+    assert json.loads(figures.read_text())[0]["logical_tokens"] == 2 * 26
+
+
+def test_text_of_a_later_step_is_taken_before_exact_lengths_of_an_earlier_run(
+    capsys, model: str, tmp_path: Path
+) -> None:
+    dump(tmp_path / "10.jsonl", TEXT)
+    dump(tmp_path / "lengths" / "9.jsonl", LENGTHS)
+    out = estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100)[1]
+    assert "1 of 1 groups of 10.jsonl; the dump is text without special tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "is empty"), ('{"uid": "x', "line 1 is no JSON"), ("{}\n", "no in")]
+)
+def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "3.jsonl").write_text(text)
+    code, _, err = estimate(capsys, "--model", model, "--rollouts", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "3.jsonl" in err
+    assert message in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -134,3 +182,34 @@ def test_layers_are_forecast_compiled_where_they_would_be(capsys, model: str, tm
     assert update() == update("--compile-layers", "True") > update("--compile-layers", "False")
     monkeypatch.setattr(report, "COMPILED_TYPES", frozenset())
     assert update() == update("--compile-layers", "False")
+
+
+def test_kept_activations_are_forecast_with_their_memory(capsys, model: str, tmp_path: Path) -> None:
+    def figures(*options: str) -> dict:
+        file = tmp_path / "figures.json"
+        lengths = ("--model", model, "--prompt", 64, "--response", 16, "--budget", 400, "--json", file)
+        assert estimate(capsys, *lengths, *options)[0] == 0
+        return json.loads(file.read_text())[0]
+
+    default, all_kept = figures(), figures("--keep-activations", "all")
+    assert all_kept["update"] > default["update"]
+    assert all_kept["activation_gib"] > default["activation_gib"]
+    assert figures("--keep-activations", "1e-9") == default, "no layer fits"
+
+
+def test_layers_of_experts_are_not_guessed(capsys, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    lengths = ("--model", tmp_path, "--prompt", 64, "--response", 8)
+    assert estimate(capsys, *lengths)[0] == 0
+    code, _, err = estimate(capsys, *lengths, "--keep-activations", "5")
+    assert code == 2
+    assert (
+        "--keep-activations 5.0: what a layer of qwen3_moe holds is known for attention with a dense MLP alone" in err
+    )
+
+
+@pytest.mark.parametrize("value", ["auto", "0", "-1", "inf", "nan"])
+def test_kept_activations_are_attention_all_or_a_number_of_gib(capsys, model: str, value: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--model", model, "--prompt", "4", "--response", "4", "--keep-activations", value])
+    assert "--keep-activations" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Versions, attention kernels, and the parts of verl and transformers that we depend on."""
+"""Versions, attention kernels, and the parts of verl, transformers and torch that we depend on."""
 
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ def versions() -> Section:
 
 
 def parts() -> Section:
-    """Parts of verl and transformers that look otherwise than when our code was written, or are somebody else's now."""
+    """Parts of other packages that look otherwise than when our code was written, or are somebody else's now."""
     from verl_pg_plugin.config.other_packages import edited_files, installed_peers, replacements
     from verl_pg_plugin.contract.verl import PARTS, changes
 
     found = changes()
     state = f"{len(found)} of {len(PARTS)} differ" if found else f"all {len(PARTS)} are as they were"
-    fix = f"pip install '{_requirement('verl')}' '{_requirement('transformers')}'"
     rows = [("signatures", state)]
-    problems = [Problem(message, fix) for message in found]
+    problems = [Problem(message, f"pip install '{_requirement(message.partition('.')[0])}'") for message in found]
     for replacement in replacements():
         rows.append((replacement.path, f"replaced by {replacement.module}; in force: {replacement.in_force}"))
         problems.append(
@@ -77,7 +76,7 @@ def parts() -> Section:
                 is_warning=True,
             )
         )
-    return Section("Parts of verl and transformers that we build on", tuple(rows), tuple(problems))
+    return Section("Parts of verl, transformers and torch that we build on", tuple(rows), tuple(problems))
 
 
 def kernels(device: str, available: bool) -> Section:

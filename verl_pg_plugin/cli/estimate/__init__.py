@@ -19,8 +19,10 @@ Lengths come from one of:
   --data FILE.parquet --response R --n N
                                     prompts of a data set, through the model's tokenizer and chat template: what prompts
                                     share with each other (a system prompt) counts, as in a training
-  --rollouts DIR --n N              what verl wrote under trainer.rollout_data_dir: text without special tokens, so
-                                    lengths are some tokens short and turns of a chat run together
+  --rollouts DIR                    what a run wrote under trainer.rollout_data_dir. A run of packed mode leaves exact
+                                    lengths there (DIR/lengths/STEP.jsonl), which are taken first; else it is verl's
+                                    text without special tokens, so lengths are some tokens short and turns of a chat
+                                    run together. The last step is read
 """
 
 
@@ -36,10 +38,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt", type=_positive, help="tokens of each prompt")
     parser.add_argument("--response", type=_positive, help="tokens of each response (their mean)")
     parser.add_argument("--n", type=_positive, default=8, help="responses to a prompt (8)")
-    parser.add_argument("--groups", type=_positive, default=8, help="prompts of a mini-batch on one rank (8)")
+    parser.add_argument(
+        "--groups",
+        type=_positive,
+        default=8,
+        help="prompts of a mini-batch on one rank; of rollouts the first ones (8)",
+    )
     parser.add_argument("--data", type=Path, help="parquet file of prompts as verl reads it")
     parser.add_argument("--prompt-key", default="prompt", help="column of the messages (prompt)")
-    parser.add_argument("--rollouts", type=Path, help="folder of N.jsonl files, one for each step")
+    parser.add_argument("--rollouts", type=Path, help="folder that trainer.rollout_data_dir named")
     parser.add_argument("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
     parser.add_argument("--memory-gib", type=float, help="free for activations: picks the best budget within it")
     parser.add_argument(
@@ -47,6 +54,13 @@ def add_parser(subparsers: Any) -> None:
         choices=("auto", "True", "False"),
         default="auto",
         help="prefix_grouper.compile_layers (auto: what it comes to for such a model under FSDP2 on a GPU)",
+    )
+    parser.add_argument(
+        "--keep-activations",
+        type=_kept,
+        default="attention",
+        metavar="{attention,all,GIB}",
+        help="prefix_grouper.keep_activations (attention); for auto name the GiB that the device will have left",
     )
     parser.add_argument("--kernel", choices=("flash_attn_2", "flash_attn_4"), default="flash_attn_2")
     parser.add_argument("--no-carry", action="store_true", help="prefix_grouper.carry=never")
@@ -81,6 +95,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         report.plot(forecasts, args.plot)
     return 0
+
+
+def _kept(text: str) -> str | float:
+    if text in ("attention", "all"):
+        return text
+    gib = float(text)
+    if not 0 < gib < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is neither attention nor all nor GiB above 0")
+    return gib
 
 
 def _positive(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,31 +17,35 @@ from rich.table import Table
 from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, NOT_ON_GPU
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.estimate.sources import Model
+from verl_pg_plugin.cost.flops import EXPERTS
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
+from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
 from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.mixers import count_layers
 
-__all__ = ["best", "by_budget", "plot", "show", "step_seconds", "to_json"]
+__all__ = ["best", "by_budget", "kept_budget", "plot", "show", "step_seconds", "to_json"]
 
 USUAL_BUDGETS = (16384, 32768, 65536, 131072)
-ACCURACY = "Of 99 measurements on H200s the median error of such a prediction is 5% (scripts/cost_accuracy.py)."
+ACCURACY = "Of 150 measurements on H200s the median error of such a prediction is 5% (scripts/cost_accuracy.py)."
 
 
 def by_budget(batch: Batch, model: Model, args: argparse.Namespace) -> list[Forecast]:
     """One forecast for each budget, ascending.
 
     Raises:
-        CommandError: a budget that was asked for holds not even the longest sequence.
+        CommandError: a budget that was asked for holds not even the longest sequence, or see ``kept_budget``.
     """
     longest = int(batch.lengths.max())
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     config = model.config.get_text_config()
     memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel=args.kernel)
     compiled = are_layers_compiled(args.compile_layers, model)
+    kept = kept_budget(args.keep_activations, model)
     found: list[Forecast] = []
     for budget in sorted(args.budget or usual):
         if budget < longest:
             raise CommandError(f"--budget {budget} does not hold the longest sequence of {longest} tokens")
-        settings = Settings(budget, carry=not args.no_carry, compile_layers=compiled, kernel=args.kernel)
+        settings = Settings(budget, carry=not args.no_carry, compile_layers=compiled, kernel=args.kernel, kept=kept)
         found.append(forecast(batch, model.flops, memory, settings))
         if not args.budget and found[-1].micro_batches == 1:
             break  # a larger one changes nothing
@@ -54,6 +59,27 @@ def are_layers_compiled(asked: str, model: Model) -> bool:
         asked: auto, True or False.
     """
     return model.config.model_type in COMPILED_TYPES - NOT_ON_GPU.keys() if asked == "auto" else asked == "True"
+
+
+def kept_budget(asked: str | float, model: Model) -> KeptBudget | None:
+    """What ``prefix_grouper.keep_activations`` comes to.
+
+    Args:
+        asked: attention, all or GiB.
+
+    Raises:
+        CommandError: whole layers are to be kept, and they are not attention and a dense MLP each.
+    """
+    if asked == "attention":
+        return None
+    config = model.config.get_text_config()
+    if set(count_layers(config)) != {"attention"} or any(getattr(config, name, None) for name in EXPERTS):
+        raise CommandError(
+            f"--keep-activations {asked}: what a layer of {model.config.model_type} holds is known for attention with "
+            "a dense MLP alone; leave it away"
+        )
+    layer = LayerActivations.of(config, torch.bfloat16)
+    return KeptBudget(layer, config.num_hidden_layers, math.inf if asked == "all" else float(asked))
 
 
 def best(forecasts: list[Forecast], memory_gib: float | None) -> Forecast | None:

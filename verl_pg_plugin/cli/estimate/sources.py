@@ -1,14 +1,12 @@
-"""Where the lengths of an estimate come from: numbers, a data set, or rollouts that verl has written."""
+"""Where the lengths of an estimate come from: numbers, a data set, or the rollouts of a run."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
@@ -17,10 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.cli.command import CommandError
+from verl_pg_plugin.cli.estimate import rollouts
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch
 
-__all__ = ["Model", "load_model", "read_batch"]
+__all__ = ["Model", "load_model", "load_tokenizer", "read_batch"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,9 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
     if args.prompt is not None:
         responses = [[args.response] * args.n] * args.groups
         return Batch.of_lengths([args.prompt] * args.groups, responses), "every group alike; prompts share nothing"
-    tokenizer = _tokenizer(args.model)
-    return _of_data(args, tokenizer) if args.data is not None else _of_rollouts(args, tokenizer)
+    if args.data is not None:
+        return _of_data(args, load_tokenizer(args.model))
+    return rollouts.read_batch(args.rollouts, args.groups, lambda: load_tokenizer(args.model))
 
 
 def _folder(name: str) -> str:
@@ -72,7 +72,12 @@ def _folder(name: str) -> str:
         raise CommandError(f"--model {name} is neither a folder nor in the cache of huggingface_hub") from error
 
 
-def _tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Any:
+    """A checkpoint's tokenizer.
+
+    Raises:
+        CommandError: it has none.
+    """
     try:
         return AutoTokenizer.from_pretrained(_folder(name))
     except (OSError, ValueError, KeyError) as error:
@@ -88,41 +93,10 @@ def _of_data(args: argparse.Namespace, tokenizer: Any) -> tuple[Batch, str]:
     if not column:
         raise CommandError(f"--data {args.data} has no row")
     texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in column]
-    prompts = [_ids(tokenizer, text) for text in texts]
+    prompts = [rollouts.token_ids(tokenizer, text) for text in texts]
     batch = Batch.of_prompts(prompts, [[args.response] * args.n] * len(prompts))
     lengths = [len(prompt) for prompt in prompts]
     return batch, (
         f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, in the order of the file; responses of "
         f"{args.response} tokens each"
     )
-
-
-def _of_rollouts(args: argparse.Namespace, tokenizer: Any) -> tuple[Batch, str]:
-    """The groups of the last step that verl has dumped.
-
-    Its lines have ``input`` and ``output``, text without special tokens, and ``uid``, which sequences of one prompt
-    share up to ``_<session>_<output>``.
-    """
-    files = sorted(args.rollouts.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem))
-    if not files:
-        raise CommandError(
-            f"--rollouts {args.rollouts} has no .jsonl file; train with trainer.rollout_data_dir=<folder>"
-        )
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for number, line in enumerate(files[-1].read_text(encoding="utf-8").splitlines(), start=1):
-        record = json.loads(line)
-        if not {"input", "output"} <= record.keys():
-            raise CommandError(f"{files[-1]}, line {number}: no input and output; it is no rollout dump of verl's")
-        key = str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else record["input"]
-        groups.setdefault(key, []).append(record)
-    chosen = list(groups.values())[: args.groups]
-    prompts = [_ids(tokenizer, group[0]["input"]) for group in chosen]
-    responses = [[max(len(_ids(tokenizer, record["output"])), 1) for record in group] for group in chosen]
-    return Batch.of_prompts(prompts, responses), (
-        f"{len(chosen)} of {len(groups)} groups of {files[-1].name}; the dump is text without special tokens, so "
-        "lengths are a few tokens short (chat template, end of a turn), and ratios off by that share"
-    )
-
-
-def _ids(tokenizer: Any, text: str) -> np.ndarray:
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)

@@ -1,7 +1,8 @@
-"""Are the files and functions there that the config names: rewards, tools, a checkpoint to go on from?"""
+"""Are the files and functions there that the config names: rewards, tools, a checkpoint, folders to write to?"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from symtable import symtable
@@ -27,6 +28,8 @@ FILES = (
     f"{ROLLOUT}.multi_turn.interaction_config_path",
     AGENT_LOOPS,
 )
+DUMPS = ("trainer.rollout_data_dir", "trainer.validation_data_dir")
+"""Of folders that verl makes and writes to after the first rollouts."""
 RESUME_MODE, RESUME_FROM = "trainer.resume_mode", "trainer.resume_from_path"
 
 
@@ -40,12 +43,24 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
             yield wrong(config, "file", key, "no such file", f"{key}=<file>")
         elif key in OBJECTS and (missing := _missing_name(config, key, OBJECTS[key])):
             yield missing
+    for key in DUMPS:
+        path = OmegaConf.select(config, key)
+        if path and (obstacle := _unwritable(Path(str(path)))):
+            yield wrong(config, "folder", key, obstacle, f"{key}=<folder>")
     if OmegaConf.select(config, RESUME_MODE) == "resume_path":
         path = OmegaConf.select(config, RESUME_FROM)
         if not isinstance(path, str) or "global_step_" not in path or not (is_remote(path) or Path(path).is_dir()):
             why = f"{RESUME_MODE}=resume_path wants a folder named global_step_<number>, and this is none"
             fix = f"{RESUME_FROM}=<folder>/global_step_<number>, or {RESUME_MODE}=auto"
             yield wrong(config, "resume", (RESUME_FROM, RESUME_MODE), why, fix)
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be written to a folder that need not be there yet; empty if it can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 def _found(path: str) -> bool:
