@@ -47,8 +47,8 @@ STOCK = ("rmpad", "padded")
 USUAL_BUDGET = 20480
 BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 """``--max-token-len`` of bench_actor.py in files that were made with another."""
-LAYERS = {"moe_30b_a3b_12_layers": 12, "hybrid_9b_16_layers": 16}
-"""``--layers`` in files that were made with fewer than the model has."""
+LAYERS = {"moe_30b_a3b_12_layers": 12, "moe_30b_a3b_36_layers": 36, "hybrid_9b": 32}
+"""Layers of the models in files beside those of dense text models."""
 FILES = [*sorted(DATA.glob("actor_*.csv")), *(DATA / f"{name}.csv" for name in ("kept_activations_4b", *LAYERS))]
 PLAIN = ("packed", "packed:compile_layers=False", "packed:attention_kernel=flash_attn_2")
 

@@ -25,7 +25,7 @@ def work(case: AnyCase, world_size: int = 1) -> tuple[Work, int]:
 
 
 def test_ten_turns_are_ten_rows_of_which_each_is_computed_as_far_as_it_is_new() -> None:
-    """The chain of the issue: 2,000 prompt, 200 reply and 800 tool tokens a turn."""
+    """A chain of 2,000 prompt, 200 reply and 800 tool tokens a turn."""
     found, rows = work(parse_case("agent:2000,200,800,10,1,1"))
     assert rows == 10
     assert found.logical_tokens == 67_000

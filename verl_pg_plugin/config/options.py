@@ -29,8 +29,8 @@ class PrefixGrouperOptions:
             output, which takes about as much memory as the hidden states that are kept anyway.
         keep_activations: what gradient checkpointing keeps beside the layers' inputs. attention: the attention kernel's
             output. all: everything, so that the backward recomputes nothing. A number: as many whole layers as hold no
-            more than so many GiB of a device besides. auto: as many as fit into what a device has left after the first
-            update, less a tenth of its memory (``engine.activation_budget``); attention where that is unknown.
+            more than so many GiB of a device besides. auto: from the third update on as many as fit into what a device
+            has left, less a tenth of its memory (``engine.activation_budget``); attention where that is unknown.
         min_dedup_ratio: a micro-batch of packed mode that would share less than this (logical over physical tokens)
             runs as plain rmpad; 1 lets all of them share.
         verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
