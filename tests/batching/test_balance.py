@@ -241,6 +241,13 @@ def test_no_mini_batch_is_put_off_for_being_long(problem: Problem) -> None:
     assert firsts == sorted(firsts)
 
 
+@given(problems())
+def test_ranks_wait_least_for_each_other_since_cells_of_like_cost_make_a_mini_batch(problem: Problem) -> None:
+    balance = problem.solve(may_cut=False)
+    dearest_first = np.sort(balance.cost, axis=None)[::-1]
+    assert balance.time == pytest.approx(dearest_first[:: problem.num_ranks].sum(), rel=1e-12)
+
+
 def test_no_rank_gets_the_costliest_cell_of_every_mini_batch() -> None:
     """Passes without gradient wait at the end of the batch: 10 and 8 beside 9 and 7, and not 10 and 9 or 10 and 7."""
     problem = Problem(np.arange(4), np.ones(4, dtype=np.int64), np.array([10, 9, 8, 7]) * 1000, 2, 2)
