@@ -2,7 +2,7 @@
 """Do the tests notice? One small change to the package at a time, and the tests that must fail with it.
 
     python scripts/mutate.py                          # runs what docs/data/mutations.csv lacks, and adds it there
-    python scripts/mutate.py --all                    # runs all, twenty minutes on two cores
+    python scripts/mutate.py --all                    # runs all, a quarter of an hour on two cores
     python scripts/mutate.py --all --only swap gate/  # runs those with a word in their name or file
     python scripts/mutate.py --check                  # fails if the record is stale; runs nothing
 
