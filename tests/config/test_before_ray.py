@@ -116,6 +116,14 @@ def test_a_folder_to_dump_to_need_not_be_there_and_must_be_writable(config_of, t
     assert found.fix == "trainer.rollout_data_dir=<folder>"
 
 
+def test_a_folder_to_dump_to_is_no_link_that_leads_nowhere_and_has_no_file_where_lengths_go(config_of, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "lengths").touch()
+    for folder, named in ((tmp_path / "link" / "dumps", "link"), (tmp_path, "lengths")):
+        (found,) = everything(config_of(Wrong((f"trainer.rollout_data_dir={folder}",), "", "")))
+        assert f"{tmp_path / named} is no folder" in found.why
+
+
 def test_a_filter_that_takes_too_long_to_tell_is_left_to_verl(config_of, monkeypatch):
     row = next(row for row in WRONG if "data.max_prompt_length=2" in row.overrides)
     monkeypatch.setattr(prompts, "DEADLINE_S", -1.0)

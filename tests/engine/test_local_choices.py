@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import verl_pg_plugin.engine.shared_prefix_engine  # noqa: F401  (else a patched name would be imported for good)
 from tests.support import make_engine, save_tiny_model
 from verl_pg_plugin.engine import ranks
 from verl_pg_plugin.engine.local_choices import RanksDifferError, Told, describe_differences

@@ -60,11 +60,14 @@ COMPILED_TYPES: frozenset[str] = frozenset(
 NOT_ON_GPU: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("ernie4_5", "ernie4_5_moe"),  # rotary angles in float32, see rotary_angles
             "granitemoe",  # its experts are its own
             "qwen3_5_text",  # fla's recurrence
         ),
         "have been tested on a CPU only",
+    ),
+    **dict.fromkeys(
+        ("ernie4_5", "ernie4_5_moe", "olmo2"),
+        "take rotary angles in float32, and have been tested on a CPU only",
     ),
     **dict.fromkeys(
         ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),

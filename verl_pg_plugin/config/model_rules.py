@@ -133,7 +133,8 @@ MODEL_RULES: tuple[Rule, ...] = (
             "of another dtype than their forward had, so that the first update fails, in stock verl too"
         ),
         lambda settings, facts: (
-            f"{set_to('False')(settings, facts)}, or {facts.role.value}.strategy=fsdp, or pip install 'torch>=2.13'"
+            f"{set_to('False')(settings, facts)}, or {facts.role.value}.strategy=fsdp, "
+            "or pip install 'torch>=2.13,<2.14'"
         ),
         roles=frozenset({Role.ACTOR, Role.CRITIC}),
         needs_model=True,

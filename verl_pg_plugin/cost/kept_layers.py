@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,8 @@ class KeptBudget:
 
     def layers(self, rows: int) -> int:
         """How many a micro-batch of so many rows keeps."""
+        if math.isinf(self.gib):
+            return self.num_layers
         return int(min(self.num_layers, self.gib * 2**30 // (rows * self.layer.bytes)))
 
     def held(self, rows: int) -> int:

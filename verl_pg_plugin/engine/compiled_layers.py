@@ -112,7 +112,9 @@ def compiling() -> Iterator[None]:
         ) from error
     except FAILURES as error:
         cause = _first_line(getattr(error, "inner_exception", error))
-        raise LayerCompilerError(f"torch failed with decoder layers compiled: {cause}; {OFF}") from error
+        uncompiled_too = isinstance(error, CheckpointError)  # if a layer's inputs differ, compiled or not
+        way = f"{OFF}, or enable_gradient_checkpointing=False" if uncompiled_too else OFF
+        raise LayerCompilerError(f"torch failed with decoder layers compiled: {cause}; {way}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -43,6 +43,6 @@ class DeviceMemory:
 
     @staticmethod
     def forget_peak() -> None:
-        """The next ``peak`` is of what happens from here on; verl's ``perf/max_memory_allocated_gb`` is too."""
+        """The next ``peak`` is of what happens from here on; verl's ``perf/max_memory_*_gb`` are too."""
         if get_device_name() == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -99,7 +99,8 @@ class SharedPrefixMixin:
             if self.model_config.use_remove_padding and fault and self.rank == 0:
                 logger.warning("%s; %s", fault.why, fault.fix)
             return
-        assert_in_force(self.engine_config.strategy, self.model_config.model_type)
+        in_force = partial(assert_in_force, self.engine_config.strategy, self.model_config.model_type)
+        on_every_rank(in_force, dist.group.WORLD)
         choices = choose_alike(self.engine_config, self.model_config, dist.group.WORLD)
         self.layer_compilation = choices.layer_compilation
         modality = modality_of(self.model_config.hf_config)

@@ -31,7 +31,7 @@ def write_lengths(rollout_data_dir: Path, step: int, rows: BatchRows) -> Path:
     """Write one step's file; returns its path.
 
     Raises:
-        OSError: the folder cannot be written, where verl's own dump would fail as well.
+        OSError: the folder cannot be written.
     """
     columns = zip(
         rows.uids,
@@ -69,7 +69,13 @@ def read_lengths(records: list[dict[str, Any]]) -> BatchRows:
 
     Args:
         records: its lines, at least one.
+
+    Raises:
+        ValueError: names the first line whose numbers are no lengths.
     """
+    for number, record in enumerate(records, start=1):
+        if not _is_row(record):
+            raise ValueError(f"line {number} holds no lengths of a row: {json.dumps(record)[:200]}")
     columns = {name: np.array([record[name] for record in records], dtype=np.int64) for name in NUMBERS}
     return BatchRows(
         uids=[record["uid"] for record in records],
@@ -79,3 +85,12 @@ def read_lengths(records: list[dict[str, Any]]) -> BatchRows:
         response_lengths=columns["response_len"],
         common_tokens=int(columns["common_prompt_len"][0]),
     )
+
+
+def _is_row(record: dict[str, Any]) -> bool:
+    """Whether a line with all entries could have been written."""
+    if not isinstance(record["uid"], str) or any(type(record[name]) is not int for name in NUMBERS):
+        return False
+    if min(record["session"], record["turn"]) < 0 or min(record["prompt_len"], record["response_len"]) < 1:
+        return False
+    return 0 <= record["common_prompt_len"] <= record["prompt_len"]

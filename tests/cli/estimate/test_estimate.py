@@ -128,8 +128,44 @@ def test_text_of_a_later_step_is_taken_before_exact_lengths_of_an_earlier_run(
     assert "1 of 1 groups of 10.jsonl; the dump is text without special tokens" in out
 
 
+def test_lengths_of_an_earlier_run_do_not_pass_for_those_of_the_text_that_a_stock_run_wrote_over_it(
+    capsys, model: str, tmp_path: Path
+) -> None:
+    dump(tmp_path / "9.jsonl", [{**TEXT[0], "uid": "of another run_0_0"}])
+    dump(tmp_path / "lengths" / "9.jsonl", LENGTHS)
+    out = estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100)[1]
+    assert "1 of 1 groups of 9.jsonl; the dump is text without special tokens" in out
+
+
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "is empty"), ('{"uid": "x', "line 1 is no JSON"), ("{}\n", "no in")]
+    "wrong",
+    [
+        {"prompt_len": "abc"},
+        {"prompt_len": 20.7},
+        {"prompt_len": -3},
+        {"response_len": 0},
+        {"common_prompt_len": 21},
+        {"uid": ["x"]},
+        {"turn": None},
+    ],
+    ids=str,
+)
+def test_numbers_that_are_no_lengths_are_named_with_their_line(capsys, model: str, tmp_path: Path, wrong: dict) -> None:
+    dump(tmp_path / "lengths" / "9.jsonl", [LENGTHS[0], {**LENGTHS[1], **wrong}])
+    code, _, err = estimate(capsys, "--model", model, "--rollouts", tmp_path)
+    assert code == 2
+    assert "lengths/9.jsonl, line 2 holds no lengths of a row" in err
+
+
+def test_a_line_separator_of_unicode_in_a_response_ends_no_line(capsys, model: str, tmp_path: Path) -> None:
+    line = json.dumps({**TEXT[0], "output": "c\u2028d"}, ensure_ascii=False)
+    (tmp_path / "9.jsonl").write_text(line + "\n\n", encoding="utf-8")
+    assert "1 of 1 groups of 9.jsonl" in estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("[]\n", "line 1 is no JSON object"), ('{"uid": "x', "line 1 is no JSON"), ("{}\n", "no in")],
 )
 def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "3.jsonl").write_text(text)
@@ -208,8 +244,15 @@ def test_layers_of_experts_are_not_guessed(capsys, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["auto", "0", "-1", "inf", "nan"])
+def test_kept_activations_of_layers_that_are_not_compiled_have_no_forecast(capsys, model: str) -> None:
+    lengths = ("--model", model, "--prompt", "4", "--response", "4")
+    code, _, err = estimate(capsys, *lengths, "--keep-activations", "all", "--compile-layers", "False")
+    assert code == 2
+    assert "--keep-activations all: what a layer holds is known for compiled ones alone" in err
+
+
+@pytest.mark.parametrize("value", ["auto", "most", "0", "-1", "inf", "nan"])
 def test_kept_activations_are_attention_all_or_a_number_of_gib(capsys, model: str, value: str) -> None:
     with pytest.raises(SystemExit):
         main(["estimate", "--model", model, "--prompt", "4", "--response", "4", "--keep-activations", value])
-    assert "--keep-activations" in capsys.readouterr().err
+    assert f"--keep-activations: {value} is neither attention nor all nor GiB above 0" in capsys.readouterr().err

@@ -100,9 +100,13 @@ def run(args: argparse.Namespace) -> int:
 def _kept(text: str) -> str | float:
     if text in ("attention", "all"):
         return text
-    gib = float(text)
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
     if not 0 < gib < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is neither attention nor all nor GiB above 0")
+        known = "; for auto name the GiB that the device will have left" if text == "auto" else ""
+        raise argparse.ArgumentTypeError(f"{text} is neither attention nor all nor GiB above 0{known}")
     return gib
 
 

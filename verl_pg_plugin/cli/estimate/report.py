@@ -40,7 +40,7 @@ def by_budget(batch: Batch, model: Model, args: argparse.Namespace) -> list[Fore
     config = model.config.get_text_config()
     memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel=args.kernel)
     compiled = are_layers_compiled(args.compile_layers, model)
-    kept = kept_budget(args.keep_activations, model)
+    kept = kept_budget(args.keep_activations, model, compiled)
     found: list[Forecast] = []
     for budget in sorted(args.budget or usual):
         if budget < longest:
@@ -61,17 +61,22 @@ def are_layers_compiled(asked: str, model: Model) -> bool:
     return model.config.model_type in COMPILED_TYPES - NOT_ON_GPU.keys() if asked == "auto" else asked == "True"
 
 
-def kept_budget(asked: str | float, model: Model) -> KeptBudget | None:
+def kept_budget(asked: str | float, model: Model, compiled: bool) -> KeptBudget | None:
     """What ``prefix_grouper.keep_activations`` comes to.
 
     Args:
         asked: attention, all or GiB.
 
     Raises:
-        CommandError: whole layers are to be kept, and they are not attention and a dense MLP each.
+        CommandError: whole layers are to be kept, and they are not attention and a dense MLP each, or not compiled.
     """
     if asked == "attention":
         return None
+    if not compiled:
+        raise CommandError(
+            f"--keep-activations {asked}: what a layer holds is known for compiled ones alone (others hold half as "
+            "much again or more); leave it away"
+        )
     config = model.config.get_text_config()
     if set(count_layers(config)) != {"attention"} or any(getattr(config, name, None) for name in EXPERTS):
         raise CommandError(

@@ -34,24 +34,45 @@ def read_batch(folder: Path, num_groups: int, load_tokenizer: Callable[[], Any])
     file = max(files, key=lambda file: (len(file.stem), file.stem, file.parent.name == FOLDER))
     records = _records(file)
     if all(map(are_lengths, records)):
-        return _of_lengths(records, num_groups, file)
+        text = folder / file.name
+        if file.parent == folder or not text.is_file() or not _of_another_run(records, dumped := _records(text)):
+            return _of_lengths(records, num_groups, file)
+        records, file = dumped, text
     return _of_text(records, num_groups, file, load_tokenizer)
+
+
+def _of_another_run(lengths: list[dict[str, Any]], text: list[dict[str, Any]]) -> bool:
+    """Whether a run that writes no lengths has dumped the step into the same folder; V0's dump does not tell."""
+    written = {f"{line.get('uid')}_{line.get('session')}_{line.get('turn')}" for line in lengths}
+    return all("uid" in line and str(line["uid"]) not in written for line in text)
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # and not where Unicode knows of other ends of lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError as error:
             raise CommandError(f"{file}, line {number} is no JSON: {error}; is the run still writing it?") from error
+        if not isinstance(record, dict):
+            raise CommandError(f"{file}, line {number} is no JSON object")
+        records.append(record)
     if not records:
         raise CommandError(f"{file} is empty; is the run still writing it?")
     return records
 
 
 def _of_lengths(records: list[dict[str, Any]], num_groups: int, file: Path) -> tuple[Batch, str]:
-    rows = read_lengths(records)
+    try:
+        rows = read_lengths(records)
+    except ValueError as error:
+        raise CommandError(f"{file}, {error}") from error
     chosen = rows.select(np.flatnonzero(rows.groups < num_groups))
     batch = Batch.of_order(chosen.order(), chosen.prompt_lengths)
     return batch, (

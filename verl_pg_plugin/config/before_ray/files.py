@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_pg_plugin.config.before_ray.reading import is_remote, wrong
 from verl_pg_plugin.config.keys import ROLLOUT
 from verl_pg_plugin.config.violation import Violation
+from verl_pg_plugin.reporting.rollout_lengths import FOLDER
 
 __all__ = ["file_violations"]
 
@@ -29,7 +30,7 @@ FILES = (
     AGENT_LOOPS,
 )
 DUMPS = ("trainer.rollout_data_dir", "trainer.validation_data_dir")
-"""Of folders that verl makes and writes to after the first rollouts."""
+"""Of folders that verl makes and writes to after the first rollouts, and our trainers to one in the first."""
 RESUME_MODE, RESUME_FROM = "trainer.resume_mode", "trainer.resume_from_path"
 
 
@@ -44,9 +45,10 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
         elif key in OBJECTS and (missing := _missing_name(config, key, OBJECTS[key])):
             yield missing
     for key in DUMPS:
-        path = OmegaConf.select(config, key)
-        if path and (obstacle := _unwritable(Path(str(path)))):
-            yield wrong(config, "folder", key, obstacle, f"{key}=<folder>")
+        if path := OmegaConf.select(config, key):
+            obstacle = _unwritable(Path(str(path))) or _unwritable(Path(str(path), FOLDER))
+            if obstacle:
+                yield wrong(config, "folder", key, obstacle, f"{key}=<folder>")
     if OmegaConf.select(config, RESUME_MODE) == "resume_path":
         path = OmegaConf.select(config, RESUME_FROM)
         if not isinstance(path, str) or "global_step_" not in path or not (is_remote(path) or Path(path).is_dir()):
@@ -57,7 +59,8 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
 
 def _unwritable(folder: Path) -> str:
     """Why nothing can be written to a folder that need not be there yet; empty if it can."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    # os.path, for which a folder that cannot be searched holds nothing; a link that leads nowhere is no folder.
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         return f"{there} is no folder"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
