@@ -3,8 +3,9 @@
     python scripts/upkeep/prepare_release.py v1.2.3 --check
     python scripts/upkeep/prepare_release.py v1.2.3 --repository https://github.com/OWNER/NAME
 
-The second rewrites README.md in place: PyPI shows it without the repository around it, so links to files and pictures
-get the address of the tagged commit. Needs nothing but Python.
+The second rewrites README.md and pyproject.toml in place: PyPI shows them without the repository around them, so links
+to files and pictures get the address of the tagged commit, and the metadata that of the repository. Needs nothing but
+Python.
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ def absolute_links(text: str, repository: str, tag: str) -> str:
     return LINK.sub(replaced, text)
 
 
+def with_addresses(pyproject: str, repository: str) -> str:
+    """The project's metadata with the addresses of its source, issues and changes first among its URLs."""
+    found = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+    urls = "".join(f'{name} = "{repository}{path}"\n' for name, path in found.items())
+    return pyproject.replace("[project.urls]\n", f"[project.urls]\n{urls}", 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tag")
@@ -62,7 +70,10 @@ def main() -> int:
         sys.stderr.write(f"error: {objection}\n")
     if not found and args.repository:
         readme = ROOT / "README.md"
-        readme.write_text(absolute_links(readme.read_text(), args.repository, args.tag))
+        text = readme.read_text().replace("<this repository>", args.repository)
+        readme.write_text(absolute_links(text, args.repository, args.tag))
+        pyproject = ROOT / "pyproject.toml"
+        pyproject.write_text(with_addresses(pyproject.read_text(), args.repository))
     return int(bool(found))
 
 

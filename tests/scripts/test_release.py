@@ -15,7 +15,7 @@ import verl_pg_plugin
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "upkeep"))
-from prepare_release import absolute_links, objections, version_of  # noqa: E402
+from prepare_release import absolute_links, objections, version_of, with_addresses  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -44,6 +44,14 @@ def test_relative_links_lead_to_the_tagged_file_and_others_stay() -> None:
         "[a](https://host/me/it/blob/v1.0.0/docs/a.md#b) ![p](https://host/me/it/raw/v1.0.0/docs/p.png) "
         "[w](https://x.org/y) [h](#here)"
     )
+
+
+def test_the_metadata_names_the_repository_that_a_release_comes_from() -> None:
+    released = with_addresses((ROOT / "pyproject.toml").read_text(), "https://host/me/it")
+    urls = released.split("[project.urls]\n")[1].split("\n\n")[0].splitlines()
+    assert 'Source = "https://host/me/it"' in urls
+    assert 'Issues = "https://host/me/it/issues"' in urls
+    assert any(line.startswith("verl = ") for line in urls)
 
 
 def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:

@@ -23,7 +23,8 @@ def random_reasons(config: PretrainedConfig) -> list[Reason]:
     """
     return [
         Reason(
-            f"config.json says {name}={value}: a shared prefix would draw its random numbers once for all responses",
+            f"the model's config says {name}={value}: a shared prefix would draw its random numbers once for all "
+            "responses",
             fix=f"++actor_rollout_ref.model.override_config.{name}=0.0",
             field=(name, value),
         )

@@ -63,7 +63,10 @@ def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str
 
 @pytest.mark.parametrize(
     ("name", "command"),
-    [("flash_attn_4", "pip install --pre flash-attn-4"), ("flash_attn_2", 'pip install "verl-pg-plugin[gpu]"')],
+    [
+        ("flash_attn_4", "pip install --pre flash-attn-4"),
+        ("flash_attn_2", "pip install --no-build-isolation flash-attn"),
+    ],
 )
 def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
     name: str, command: str, installed: set[str]
@@ -77,7 +80,12 @@ def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
 @pytest.mark.parametrize(
     ("capability", "packages", "chosen", "because"),
     [
-        ((9, 0), set(), "torch_varlen", 'flash_attn_2 needs flash-attn, which is not installed: pip install "verl'),
+        (
+            (9, 0),
+            set(),
+            "torch_varlen",
+            "flash_attn_2 needs flash-attn, which is not installed: pip install --no-build-isolation flash-attn",
+        ),
         ((8, 0), {"flash-attn-4"}, "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this GPU has (8, 0)"),
     ],
 )

@@ -128,6 +128,24 @@ def test_text_of_a_later_step_is_taken_before_exact_lengths_of_an_earlier_run(
     assert "1 of 1 groups of 10.jsonl; the dump is text without special tokens" in out
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            ("--prompt", 4, "--response", 4, "--plot", "/no/such/x.png"),
+            "--plot /no/such/x.png: there is no folder /no/such",
+        ),
+        (("--prompt", 4, "--response", 4, "--json", "/no/such/x.json"), "there is no folder /no/such"),
+        (("--data", "/no/such.parquet", "--response", 4), "--data /no/such.parquet: no such file"),
+    ],
+    ids=["plot", "json", "data"],
+)
+def test_files_that_cannot_be_read_or_written_are_named_with_the_cause(capsys, model, asked, message) -> None:
+    code, _, err = estimate(capsys, "--model", model, *asked)
+    assert code == 2
+    assert message in err
+
+
 def test_lengths_of_an_earlier_run_do_not_pass_for_those_of_the_text_that_a_stock_run_wrote_over_it(
     capsys, model: str, tmp_path: Path
 ) -> None:
@@ -203,7 +221,7 @@ def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: P
     config = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path)
     assert (
-        "packed mode does not run it: config.json says attention_dropout=0.1"
+        "packed mode does not run it: the model's config says attention_dropout=0.1"
         in estimate(capsys, "--model", tmp_path, *lengths)[2]
     )
 

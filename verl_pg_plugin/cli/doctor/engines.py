@@ -93,7 +93,7 @@ def plugins(process: FreshProcess, here: str = "") -> Section:
         problems.append(
             Problem(
                 "verl finds no entry point verl_pg_plugin in the group verl.plugins: the package is not installed here",
-                f"{sys.executable} -m pip install --no-build-isolation --editable <folder of this repository>",
+                f"{sys.executable} -m pip install <folder of this repository>",
             )
         )
     for plugin in process.plugins:

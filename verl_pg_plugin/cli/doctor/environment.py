@@ -96,7 +96,9 @@ def kernels(device: str, available: bool) -> Section:
     try:
         chosen = select_kernel("auto", device)
     except RuntimeError as error:
-        problem = Problem(f"prefix_grouper.attention_kernel=auto: {error}", 'pip install "verl-pg-plugin[gpu]"')
+        problem = Problem(
+            f"prefix_grouper.attention_kernel=auto: {error}", "pip install --no-build-isolation flash-attn"
+        )
         return Section("Attention kernels", (*rows, ("auto", "none")), (problem,) if available else ())
     return Section("Attention kernels", (*rows, ("auto", f"takes {chosen.name} ({chosen.reason})")))
 

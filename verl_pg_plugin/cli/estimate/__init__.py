@@ -84,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from verl_pg_plugin.cli.estimate import report, sources
 
+    for option, file in (("--json", args.json), ("--plot", args.plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"{option} {file}: there is no folder {file.parent}")
     if sum(source is not None for source in (args.prompt, args.data, args.rollouts)) != 1:
         raise CommandError("give lengths by one of --prompt, --data and --rollouts; --help says more")
     model = sources.load_model(args.model)
@@ -111,7 +114,6 @@ def _kept(text: str) -> str | float:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return number
+    return int(text)

@@ -69,7 +69,10 @@ def _folder(name: str) -> str:
     try:
         return snapshot_download(name, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise CommandError(f"--model {name} is neither a folder nor in the cache of huggingface_hub") from error
+        raise CommandError(
+            f"--model {name} is neither a folder nor in the cache of huggingface_hub; huggingface-cli download {name} "
+            "--include '*.json' brings all that is needed"
+        ) from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -87,7 +90,12 @@ def load_tokenizer(name: str) -> Any:
 def _of_data(args: argparse.Namespace, tokenizer: Any) -> tuple[Batch, str]:
     """The first prompts of a data set, as verl's data set and its agent loop write them."""
     try:
+        names = pq.read_schema(args.data).names
+        if args.prompt_key not in names:
+            raise CommandError(f"--data {args.data} has no column {args.prompt_key}; it has {', '.join(names)}")
         column = pq.read_table(args.data, columns=[args.prompt_key]).column(0)[: args.groups].to_pylist()
+    except FileNotFoundError as error:
+        raise CommandError(f"--data {args.data}: no such file") from error
     except (OSError, pa.ArrowException) as error:
         raise CommandError(f"--data {args.data}: {str(error).splitlines()[0]}") from error
     if not column:
