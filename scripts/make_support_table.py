@@ -54,9 +54,9 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 `tests` counts those that run the option, alone and together with every option it meets in the code. `carried`: one of
 them runs it with groups that exceed a micro-batch and hand on what they share.
 
-The records of GPU and slow tests below are older than chains: in them, the parts of a group larger than the token
-budget compute again what they share. Twelve tests of chains passed on one H200 at commit 137e903
-([outcomes](data/gpu_tests_one_h200.csv)), none was run on two. This paragraph goes with the next records.
+The record of GPU tests below is older than chains: in it, the parts of a group larger than the token budget compute
+again what they share. Twelve tests of chains passed on one H200 at commit 137e903
+([outcomes](data/gpu_tests_one_h200.csv)), none was run on two. This paragraph goes with the next record.
 """
 
 
