@@ -122,6 +122,7 @@ def test_a_folder_to_dump_to_is_no_link_that_leads_nowhere_and_has_no_file_where
     for folder, named in ((tmp_path / "link" / "dumps", "link"), (tmp_path, "lengths")):
         (found,) = everything(config_of(Wrong((f"trainer.rollout_data_dir={folder}",), "", "")))
         assert f"{tmp_path / named} is no folder" in found.why
+    assert everything(config_of(Wrong((f"trainer.validation_data_dir={tmp_path}",), "", ""))) == [], "has no lengths"
 
 
 def test_a_filter_that_takes_too_long_to_tell_is_left_to_verl(config_of, monkeypatch):

@@ -13,7 +13,7 @@ ROWS = BatchRows(
     sessions=np.array([0, 0, 1]),
     places=np.array([2, 0, 0]),
     prompt_lengths=np.array([30, 9, 12]),
-    response_lengths=np.array([4, 5, 1]),
+    response_lengths=np.array([4, 5, 0]),
     common_tokens=6,
 )
 

@@ -47,3 +47,8 @@ def test_the_cost_model_ranks_the_measured_cases_and_forecasts_their_speed_ups()
     assert f"Of {len(errors)} measurements" in ACCURACY, "estimate says how many"
     assert f"is {statistics.median(errors):.0f}% " in ACCURACY
     assert sum(error <= 10 for error in errors) > 0.8 * len(errors)
+    # What waits for the host is forecast too fast, see docs/benchmarks.md: few rows, and a tree of 341 segments.
+    others = [line for line in told.splitlines() if not re.search(r"agent:600,50,70,5,|tree:512,64,4,4,", line)]
+    close = [abs(float(error)) <= 10 for error in re.findall(r"x +([+-]\d+\.\d)%", "\n".join(others))]
+    assert len(errors) - len(close) <= 8
+    assert sum(close) > 0.85 * len(close)

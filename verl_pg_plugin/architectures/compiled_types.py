@@ -74,9 +74,10 @@ NOT_ON_GPU: dict[str, str] = {
         "have been tested on a CPU and in one small model on a GPU, where no speed was measured",
     ),
 }
-"""Why those of them stay uncompiled on a GPU that take other kernels there than on the CPU where they were tested.
+"""Why some of them stay uncompiled on a GPU, by model type.
 
-Experts do too (grouped products); ``tests/architectures/test_gpu_models.py`` has run the other types of them on a GPU.
+Experts take other kernels there than on a CPU (grouped products): ``tests/architectures/test_gpu_models.py`` has run
+all types of them that are not here.
 """
 
 BREAKING_TYPES: dict[str, str] = {

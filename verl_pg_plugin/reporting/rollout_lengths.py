@@ -91,6 +91,5 @@ def _is_row(record: dict[str, Any]) -> bool:
     """Whether a line with all entries could have been written."""
     if not isinstance(record["uid"], str) or any(type(record[name]) is not int for name in NUMBERS):
         return False
-    if min(record["session"], record["turn"]) < 0 or min(record["prompt_len"], record["response_len"]) < 1:
-        return False
-    return 0 <= record["common_prompt_len"] <= record["prompt_len"]
+    prompt, common = record["prompt_len"], record["common_prompt_len"]
+    return min(record["session"], record["turn"], record["response_len"], common) >= 0 and prompt >= max(common, 1)

@@ -161,7 +161,7 @@ def test_lengths_of_an_earlier_run_do_not_pass_for_those_of_the_text_that_a_stoc
         {"prompt_len": "abc"},
         {"prompt_len": 20.7},
         {"prompt_len": -3},
-        {"response_len": 0},
+        {"response_len": -1},
         {"common_prompt_len": 21},
         {"uid": ["x"]},
         {"turn": None},
@@ -173,6 +173,14 @@ def test_numbers_that_are_no_lengths_are_named_with_their_line(capsys, model: st
     code, _, err = estimate(capsys, "--model", model, "--rollouts", tmp_path)
     assert code == 2
     assert "lengths/9.jsonl, line 2 holds no lengths of a row" in err
+
+
+def test_a_response_of_no_token_is_one_token_as_it_is_in_text(capsys, model: str, tmp_path: Path) -> None:
+    dump(tmp_path / "lengths" / "9.jsonl", [LENGTHS[0], {**LENGTHS[1], "response_len": 0}])
+    figures = tmp_path / "figures.json"
+    code, _, _ = estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100, "--json", figures)
+    assert code == 0
+    assert json.loads(figures.read_text())[0]["logical_tokens"] == (20 + 6) + (20 + 1)
 
 
 def test_a_line_separator_of_unicode_in_a_response_ends_no_line(capsys, model: str, tmp_path: Path) -> None:

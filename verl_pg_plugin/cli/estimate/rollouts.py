@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def _of_lengths(records: list[dict[str, Any]], num_groups: int, file: Path) -> t
         rows = read_lengths(records)
     except ValueError as error:
         raise CommandError(f"{file}, {error}") from error
+    rows = replace(rows, response_lengths=np.maximum(rows.response_lengths, 1))  # as of text
     chosen = rows.select(np.flatnonzero(rows.groups < num_groups))
     batch = Batch.of_order(chosen.order(), chosen.prompt_lengths)
     return batch, (

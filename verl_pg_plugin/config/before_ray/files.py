@@ -29,8 +29,8 @@ FILES = (
     f"{ROLLOUT}.multi_turn.interaction_config_path",
     AGENT_LOOPS,
 )
-DUMPS = ("trainer.rollout_data_dir", "trainer.validation_data_dir")
-"""Of folders that verl makes and writes to after the first rollouts, and our trainers to one in the first."""
+DUMPS = {"trainer.rollout_data_dir": FOLDER, "trainer.validation_data_dir": ""}
+"""Folders that verl makes and writes to after the first rollouts, and what our trainers make in each."""
 RESUME_MODE, RESUME_FROM = "trainer.resume_mode", "trainer.resume_from_path"
 
 
@@ -44,11 +44,10 @@ def file_violations(config: DictConfig) -> Iterator[Violation]:
             yield wrong(config, "file", key, "no such file", f"{key}=<file>")
         elif key in OBJECTS and (missing := _missing_name(config, key, OBJECTS[key])):
             yield missing
-    for key in DUMPS:
-        if path := OmegaConf.select(config, key):
-            obstacle = _unwritable(Path(str(path))) or _unwritable(Path(str(path), FOLDER))
-            if obstacle:
-                yield wrong(config, "folder", key, obstacle, f"{key}=<folder>")
+    for key, ours in DUMPS.items():
+        path = OmegaConf.select(config, key)
+        if path and (obstacle := _unwritable(Path(str(path))) or _unwritable(Path(str(path), ours))):
+            yield wrong(config, "folder", key, obstacle, f"{key}=<folder>")
     if OmegaConf.select(config, RESUME_MODE) == "resume_path":
         path = OmegaConf.select(config, RESUME_FROM)
         if not isinstance(path, str) or "global_step_" not in path or not (is_remote(path) or Path(path).is_dir()):
