@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from tensordict import TensorDict
+from torch.distributed.fsdp import _init_utils
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import ONE_GROUP, carrying_engine
@@ -16,7 +17,9 @@ from tests.support import Result, actor_loss, assert_same, clone, group, run_eng
 from verl_pg_plugin.engine import shared_prefix_engine
 from verl_pg_plugin.engine.batch import micro_batch_plan
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.ranks import RankError
+from verl_pg_plugin.engine.shared_model import SharedModel
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.engine.steps import verify
 from verl_pg_plugin.engine.steps.carry import Carrier
@@ -27,7 +30,7 @@ SAMPLES = [*ONE_GROUP, *SMALL_GROUPS]
 ROWS = [list(range(8, len(SAMPLES))), list(range(8))]  # of each rank
 MOST_SECONDS = 30
 
-# What fails on rank 1, which has a chain, outside the model's forward and backward.
+# What fails on rank 1, which has a chain, outside the model's forward and backward: in front of them and behind.
 FAULTS: dict[str, tuple[Any, str]] = {
     "the batch": (PackedMode, "check_batch"),
     "reading the plan": (PackedMode, "read"),
@@ -35,11 +38,28 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "cutting it": (micro_batch_plan, "_cut"),
     "laying it out": (PackedMode, "lay_out"),
     "picking its rows": (micro_batch_plan, "select_rows"),
+    "a micro-batch on its way to the device": (shared_prefix_engine, "on_device"),
+    "rows of a chain": (Carrier, "carrying"),
+    "inputs of a forward": (ForwardRows, "model_inputs"),
+    "outputs of a forward, in front of its backward": (SharedModel, "check_every_layer_mixed"),
     "a comparison of verify mode": (verify, "compare"),
     "what was carried": (Carrier, "check_all_claimed"),
     "metrics": (shared_prefix_engine, "figures_of_rank"),
 }
 LOSSES = {"the first loss": 0, "a loss inside the chain": 1, "the last loss": -1}
+VERIFIED = {"verify": "every_n", "verify_every": 1}
+ENGINES: dict[str, dict[str, Any]] = {
+    "FSDP2": {"engine": VERIFIED},
+    "FSDP1": {"strategy": "fsdp", "engine": {"use_orig_params": True}},
+    "layers kept": {"engine": {"keep_activations": "all", "reshard_after_forward": False}},
+}
+# Beyond the first engine: a forward whose backward never comes, and one that never begins.
+FAULTS_OF_EVERY_ENGINE = [
+    "rows of a chain",
+    "inputs of a forward",
+    "outputs of a forward, in front of its backward",
+    "a loss inside the chain",
+]
 
 
 def broken_loss(at: int, num_micro_batches: int) -> Callable[..., Any]:
@@ -68,9 +88,23 @@ def told(engine: Any, batch: TensorDict, loss: Callable[..., Any]) -> tuple[str,
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - start
 
 
-def run_faults(rank: int, path: str) -> dict[str, tuple[str, float, Result]]:
-    """How a step with each fault ended on this rank, and the step after it."""
-    engine = carrying_engine(path, engine={"verify": "every_n", "verify_every": 1})
+def run_engines(rank: int, path: str) -> dict[tuple[str, str], tuple[str, float, Result]]:
+    """How a step with each fault ended on this rank, and the step after it, by engine and fault."""
+    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+    _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    return {
+        (name, fault): ended
+        for name, options in ENGINES.items()
+        for fault, ended in run_faults(rank, path, name, options).items()
+    }
+
+
+def faults_of(engine: str) -> list[str]:
+    return [*FAULTS, *LOSSES] if engine == "FSDP2" else FAULTS_OF_EVERY_ENGINE
+
+
+def run_faults(rank: int, path: str, name: str, options: dict[str, Any]) -> dict[str, tuple[str, float, Result]]:
+    engine = carrying_engine(path, **options)
     batch = tu.index_select_tensor_dict(make_batch(SAMPLES, max_token_len_per_gpu=36), ROWS[rank])
     plan = plan_micro_batches(
         clone(batch), engine.get_data_parallel_group(), 1, engine.sharing, carry=engine._carry_policy(False)
@@ -78,13 +112,13 @@ def run_faults(rank: int, path: str) -> dict[str, tuple[str, float, Result]]:
     assert bool(plan.chains) == (rank == 1), "a chain on one rank alone"
     assert len(plan.micro_batches) > 2
     results = {}
-    for name, (owner, function) in FAULTS.items():
-        with patch.object(owner, function, fail) if rank == 1 else nullcontext():
-            ended = told(engine, batch, actor_loss())
-        results[name] = (*ended, run_engine(engine, clone(batch), actor_loss()))
-    for name, at in LOSSES.items():
-        loss = broken_loss(at, len(plan.micro_batches)) if rank == 1 else actor_loss()
-        results[name] = (*told(engine, batch, loss), run_engine(engine, clone(batch), actor_loss()))
+    for fault in faults_of(name):
+        loss = actor_loss()
+        with patch.object(*FAULTS[fault], fail) if rank == 1 and fault in FAULTS else nullcontext():
+            if rank == 1 and fault in LOSSES:
+                loss = broken_loss(LOSSES[fault], len(plan.micro_batches))
+            ended = told(engine, batch, loss)
+        results[fault] = (*ended, run_engine(engine, clone(batch), actor_loss()))
     return results
 
 
@@ -94,8 +128,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(qwen3: str) -> list[dict[str, tuple[str, float, Result]]]:
-    return on_ranks(2, run_faults, qwen3)
+def ranks(qwen3: str) -> list[dict[tuple[str, str], tuple[str, float, Result]]]:
+    return on_ranks(2, run_engines, qwen3)
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +137,14 @@ def expected(qwen3: str) -> Result:
     return run_reference(qwen3, make_batch(SAMPLES), actor_loss())
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *LOSSES])
-def test_both_ranks_stop_with_the_cause_and_the_next_step_is_exact(ranks: list, expected: Result, fault: str) -> None:
-    (message, seconds, _), (cause, others_seconds, _) = (rank[fault] for rank in ranks)
+@pytest.mark.parametrize(("engine", "fault"), [(engine, fault) for engine in ENGINES for fault in faults_of(engine)])
+def test_both_ranks_stop_with_the_cause_and_the_next_step_is_exact(
+    ranks: list, expected: Result, engine: str, fault: str
+) -> None:
+    (message, seconds, _), (cause, others_seconds, _) = (rank[engine, fault] for rank in ranks)
     assert cause == "ZeroDivisionError: the fault of rank 1"
     assert message == f"RankError: rank 1: {cause}"
     assert max(seconds, others_seconds) < MOST_SECONDS
     for rank, rows in enumerate(ROWS):
         outputs = {name: [values[i] for i in rows] for name, values in expected.outputs.items()}
-        assert_same(ranks[rank][fault][2], Result(outputs, expected.gradients))
+        assert_same(ranks[rank][engine, fault][2], Result(outputs, expected.gradients))

@@ -1,6 +1,5 @@
 """verl's FSDP engines with shared prefixes: language-model head and value head."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,9 +50,7 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
         if self.model_config.use_fused_kernels:
             check_fused_batch(data)
 
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
-        if self.sharing is None:
-            return super().prepare_model_inputs(micro_batch)
+    def inputs_of(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         rows = self.rows_of(micro_batch)
         job = self._head_job(rows, micro_batch)
         in_head = self.job_head is not None and self.job_head.takes(job)
@@ -78,11 +75,7 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
             checkpoint_entropy=self.engine_config.entropy_checkpointing,
         )
 
-    def prepare_model_outputs(
-        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
-    ) -> dict[str, torch.Tensor]:
-        if self.sharing is None:
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+    def outputs_of(self, output: Any, output_args: Any, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
         rows, job, in_head = output_args
         self.shared_model.check_every_layer_mixed(rows)
         logits_NV = rows.at_head_rows(output.logits)
@@ -107,17 +100,11 @@ class PrefixGrouperFSDPEngineWithValueHead(SharedPrefixMixin, FSDPEngineWithValu
         with upstream.value_models_loaded_by(load_value_model):
             return super()._build_module()
 
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
-        if self.sharing is None:
-            return super().prepare_model_inputs(micro_batch)
+    def inputs_of(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         rows = self.rows_of(micro_batch)
         return rows.model_inputs(), rows
 
-    def prepare_model_outputs(
-        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
-    ) -> dict[str, torch.Tensor]:
-        if self.sharing is None:
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+    def outputs_of(self, output: Any, output_args: Any, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
         rows = output_args
         self.shared_model.check_every_layer_mixed(rows)
         values_N1 = rows.at_head_rows(output.logits.index_select(1, rows.head_columns))

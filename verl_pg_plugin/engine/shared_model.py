@@ -82,7 +82,7 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
     config = module.config.get_text_config()
     layers = count_layers(config)
     for name in layers:
-        if mode.spreads_over_ranks and not MIXERS[name].spreads_over_ranks:
+        if mode.sp_size > 1 and not MIXERS[name].spreads_over_ranks:
             raise ValueError(
                 f"{name} layers of {type(module).__name__} do not mix rows that are spread over ranks; set "
                 f"ulysses_sequence_parallel_size=1, or {OFF}"

@@ -38,13 +38,13 @@ from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, withou
 from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.local_choices import choose_alike
-from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank
+from verl_pg_plugin.engine.ranks import on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.keep import Keeper
-from verl_pg_plugin.engine.steps.loss_guard import LossGuard
+from verl_pg_plugin.engine.steps.meetings import Meetings
 from verl_pg_plugin.engine.steps.verify import Verifier
 from verl_pg_plugin.engine.unpatched_forward import unpatched_forward
 from verl_pg_plugin.layout import Layout
@@ -65,6 +65,7 @@ class SharedPrefixMixin:
         layer_compilation: whether its layers are compiled, and why.
         verifier: checks live micro-batches; None where nothing is verified.
         carrier: hands rows from micro-batch to micro-batch, while a mini-batch runs.
+        meetings: where ranks learn of each other's errors, while a mini-batch runs.
         keeper: says which layers an update keeps; None where every layer is recomputed.
 
     Raises:
@@ -92,6 +93,7 @@ class SharedPrefixMixin:
         self.sharing: SharingMode | None = None
         self.verifier: Verifier | None = None
         self.carrier: Carrier | None = None
+        self.meetings: Meetings | None = None
         self.keeper: Keeper | None = None
         self._remarks = PlanRemarks()
         if not asked:
@@ -143,7 +145,6 @@ class SharedPrefixMixin:
             mode=self.sharing,
             num_layers=self.shared_model.num_layers,
             dtype=self._autocast_dtype,
-            group=self.get_data_parallel_group(),
             attending_with=self._attending_with,
         )
         return module
@@ -171,10 +172,15 @@ class SharedPrefixMixin:
         ) -> tuple[torch.Tensor, dict[str, Any]]:
             return keeps(on_device(micro_batch, torch.device(get_device_id())), loss_function, forward_only)
 
-        run = step if self.verifier is None else partial(self.verifier.forward_step, step)
+        meetings = Meetings(dist.group.WORLD) if self.meetings is None else self.meetings
+        run = step if self.verifier is None else partial(self.verifier.forward_step, step, meetings)
         if self.carrier is None:
             return run(micro_batch, loss_function, forward_only)
-        return self.carrier.forward_step(step, run, micro_batch, loss_function, forward_only)
+        meetings.after_collectives()  # of the backward before
+        result = self.carrier.forward_step(step, run, micro_batch, loss_function, forward_only)
+        if not forward_only:
+            meetings.before_collectives()
+        return result
 
     @property
     def min_dedup_ratio(self) -> float:
@@ -219,13 +225,12 @@ class SharedPrefixMixin:
             return plans[0].micro_batches, plans[0].indices
 
         start = time.perf_counter()
-        guard = LossGuard()
         keeper = None if forward_only else self.keeper
         carrier = Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows)
-        outer, self.carrier = self.carrier, carrier
+        meetings = Meetings(everyone)
+        outer, (self.carrier, self.meetings) = (self.carrier, self.meetings), (carrier, meetings)
 
         def finished() -> tuple[dict[str, float], Held | None]:
-            guard.raise_kept()
             carrier.check_all_claimed()
             get_torch_device().synchronize()  # the last backward is still running, and the clock must see its end
             padding = sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches))
@@ -242,16 +247,17 @@ class SharedPrefixMixin:
             if keeper is not None:
                 keeper.start(everyone)
             compiler = compiling() if self.layer_compilation.on else nullcontext()
-            with compiler, upstream.micro_batches_cut_by(cut, data):
-                output = run(data, guard.around(loss_function), forward_only=forward_only)
-            ranks = gather_on_every_rank(finished, everyone)
+            with compiler, upstream.micro_batches_cut_by(cut, data), meetings.telling():
+                output = run(data, loss_function, forward_only=forward_only)
+            ranks = meetings.gather(finished)
         except BaseException as error:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
+            upstream.forget_offloaded_activations(self.module)  # of a forward without a backward
             if keeper is not None:
                 keeper.explain(error)
             raise
         finally:
-            self.carrier = outer  # and with ours the rows of a chain that an error has cut short are gone
+            self.carrier, self.meetings = outer  # with ours go the rows of a chain that an error has cut short
         self._remarks.on_rmpad(plans[0], self.min_dedup_ratio)
         metrics = plan_metrics([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size)
         if keeper is not None:
@@ -292,6 +298,32 @@ class SharedPrefixMixin:
 
     def _price(self, layout: Layout) -> float:
         return self.shared_model.flops.forward([layout])
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        if self.sharing is None:
+            return super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
+        inputs = self.inputs_of(micro_batch)
+        if self.meetings is not None:
+            self.meetings.before_collectives()
+        return inputs
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
+    ) -> dict[str, torch.Tensor]:
+        if self.sharing is None:
+            stock = super().prepare_model_outputs  # type: ignore[misc]
+            return stock(output, output_args, micro_batch, logits_processor_func)
+        if self.meetings is not None:
+            self.meetings.after_collectives()
+        return self.outputs_of(output, output_args, micro_batch)
+
+    def inputs_of(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        """What the model reads, and what ``outputs_of`` needs beside what the model returns."""
+        raise NotImplementedError
+
+    def outputs_of(self, output: Any, output_args: Any, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+        """Named outputs of every sequence, jagged."""
+        raise NotImplementedError
 
     def rows_of(self, micro_batch: TensorDict) -> ForwardRows:
         """The micro-batch's layout, planned or made now, on its device."""

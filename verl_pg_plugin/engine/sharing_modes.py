@@ -50,9 +50,9 @@ class SharingMode(ABC, Generic[L]):
         return read_sequences(data, self.modality)
 
     @property
-    def spreads_over_ranks(self) -> bool:
-        """Whether ranks share the rows of a micro-batch (Ulysses sequence parallelism)."""
-        return False
+    def sp_size(self) -> int:
+        """Ranks that share the rows of a micro-batch (Ulysses sequence parallelism)."""
+        return 1
 
     @abstractmethod
     def check_batch(self, data: TensorDict) -> None:
@@ -91,8 +91,8 @@ class PackedMode(SharingMode[PackedLayout]):
     sp_group: dist.ProcessGroup | None = None
 
     @property
-    def spreads_over_ranks(self) -> bool:
-        return self.sp_group is not None
+    def sp_size(self) -> int:
+        return 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
 
     def check_batch(self, data: TensorDict) -> None:
         if self.static_rows and not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
@@ -119,17 +119,16 @@ class PackedMode(SharingMode[PackedLayout]):
         return ForwardRows.from_packed(layout, shared, shard, device, carrying, content)
 
     def num_padding_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
-        sp_size = 1 if self.sp_group is None else dist.get_world_size(self.sp_group)
         num_rows = layout.num_rows + self.modality.num_padding_rows(layout, runs_tower(micro_batch))
         if self.static_rows:
-            num_rows = tu.get_non_tensor_data(micro_batch, "max_token_len_per_gpu", default=0) * sp_size
+            num_rows = tu.get_non_tensor_data(micro_batch, "max_token_len_per_gpu", default=0) * self.sp_size
             if num_rows < layout.num_rows:
                 raise BatchError(
                     f"prefix_grouper.static_rows=True: {layout.num_rows} rows do not fit max_token_len_per_gpu="
-                    f"{num_rows // sp_size}; raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
+                    f"{num_rows // self.sp_size}; raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
                 )
             num_rows += self.modality.num_reserved_rows
-        for multiple in (self.row_multiple, sp_size):
+        for multiple in (self.row_multiple, self.sp_size):
             num_rows = -(-num_rows // multiple) * multiple
         return num_rows - layout.num_rows
 

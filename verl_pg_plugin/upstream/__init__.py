@@ -16,6 +16,7 @@ from verl_pg_plugin.upstream.cpu import (
 )
 from verl_pg_plugin.upstream.engines import (
     drop_unreduced_gradients,
+    forget_offloaded_activations,
     forwards_left_alone,
     micro_batches_cut_by,
     value_models_loaded_by,
@@ -39,6 +40,7 @@ __all__ = [
     "call_before_validation",
     "drop_unreduced_gradients",
     "fit_v0_within",
+    "forget_offloaded_activations",
     "forwards_left_alone",
     "look_up_group_trainers",
     "micro_batches_cut_by",

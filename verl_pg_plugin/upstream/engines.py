@@ -1,4 +1,4 @@
-"""What verl's FSDP engines call: micro-batches, loaders of models, and gradients that FSDP2 keeps."""
+"""What verl's FSDP engines call: micro-batches, loaders of models, and what a failed mini-batch leaves behind."""
 
 from __future__ import annotations
 
@@ -165,3 +165,30 @@ def drop_unreduced_gradients(module: Any) -> None:
                 param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):  # gathered at least once
                     param._unsharded_param.grad = None
+
+
+def forget_offloaded_activations(module: Any) -> None:
+    """Forget activations that a forward has offloaded whose backward never came.
+
+    What: the handler that verl's layers share begins anew, with no group of activations on either device.
+    Why: ``enable_activation_offload`` numbers groups upwards in a forward and downwards in its backward. After an
+    exception between the two it would hold those activations for ever, and offload nothing more.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: ``verl.utils.activation_offload`` begins anew by itself.
+
+    Args:
+        module: whatever verl's engine trains; without offloading nothing happens.
+    """
+    from verl.utils.activation_offload import ActivationHandler
+
+    wrapped = (part.forward for part in module.modules() if "forward" in vars(part))
+    handlers = (inspect.getclosurevars(forward).nonlocals.get("handler") for forward in wrapped)
+    handler = next((handler for handler in handlers if isinstance(handler, ActivationHandler)), None)
+    if handler is None:
+        return
+    context = handler._offload_ctx
+    if context.inside_context:  # the exception came from inside a layer
+        context.__exit__(None, None, None)
+    context.offload_handler.groupid_reset()
+    context.offload_handler.tensor_tag_to_buf.clear()
+    context.offload_handler.offloaded_group_count = 0

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from tests.engine.steps.verifying import ALWAYS, SAMPLES, break_layouts, infer, 
 from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.requirements import OFF
-from verl_pg_plugin.engine.steps import verify
-from verl_pg_plugin.engine.steps.verify import MismatchError
+from verl_pg_plugin.engine.steps.meetings import Meetings
+from verl_pg_plugin.engine.steps.token_comparison import Comparison
+from verl_pg_plugin.engine.steps.verify import MismatchError, Verifier
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -183,19 +185,30 @@ def test_the_padded_mode_is_refused(qwen3: str) -> None:
         make_engine(qwen3, packed=True, **padded)
 
 
+def answer_of_rank_1(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any]) -> None:
+    """Let a second rank answer what it makes of this rank's answers, in all meetings of verify mode."""
+    gather = Meetings.gather
+
+    def both(self: Meetings, step: Callable[[], Any]) -> list[Any]:
+        ranks = gather(self, step)
+        return [*ranks, answer(ranks[0])] if step.__qualname__.startswith(Verifier.__name__) else ranks
+
+    monkeypatch.setattr(Meetings, "gather", both)
+
+
 def test_a_rank_that_shares_nothing_verifies_where_another_does(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is a collective: all enter it, or none."""
     engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
-    monkeypatch.setattr(verify, "over_ranks", lambda value, group: [value, (True, True)])
-    assert infer(engine, make_batch(SAMPLES[6:]))["prefix_grouper/verified_rows"] == [1.0]
+    answer_of_rank_1(monkeypatch, lambda mine: (True, True) if mine == (False, False) else mine)
+    verified = infer(engine, make_batch(SAMPLES[6:]))["prefix_grouper/verified_rows"]
+    assert verified == [2.0], "one sample on each rank"
 
 
 def test_a_mismatch_on_another_rank_stops_this_one(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(step: Any, group: Any) -> list[Any]:
-        comparison, _, alone = mine = step()
-        return [mine, (comparison, "sample 1 is off", alone)]
+    def off(mine: tuple) -> tuple:
+        return (mine[0], "sample 1 is off", mine[2]) if isinstance(mine[0], Comparison) else mine
 
     engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
-    monkeypatch.setattr(verify, "gather_on_every_rank", gather)
+    answer_of_rank_1(monkeypatch, off)
     with pytest.raises(MismatchError, match=r"^rank 1: sample 1 is off"):
         infer(engine, make_batch(SAMPLES))

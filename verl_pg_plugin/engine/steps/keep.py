@@ -35,7 +35,6 @@ class Keeper:
 
     def __init__(self, layers: KeptLayers, budget: ActivationBudget, mode: PackedMode) -> None:
         self.layers, self.budget, self.mode = layers, budget, mode
-        self._sp_size = 1 if mode.sp_group is None else dist.get_world_size(mode.sp_group)
         self._before: DeviceMemory | None = None
         self._kept: list[tuple[frozenset[int], int]] = []
         self._bytes_per_row: dict[tuple[str, ...], float] = {}
@@ -83,7 +82,7 @@ class Keeper:
         if forward_only or layout is None:
             return step(micro_batch, loss_function, forward_only)
         padding = self.mode.num_padding_rows(layout, micro_batch)
-        rows = (layout.num_rows + padding) // self._sp_size
+        rows = (layout.num_rows + padding) // self.mode.sp_size
         short = recomputes_attention(micro_batch)
         kept = frozenset[int]() if short else self.budget.layers(rows)
         self._kept.append((kept, rows))

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -19,8 +18,8 @@ from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
 from verl_pg_plugin.engine.batch.micro_batch_plan import unshared
 from verl_pg_plugin.engine.batch.row_selection import select_rows
 from verl_pg_plugin.engine.batch.sequences import Sequences
-from verl_pg_plugin.engine.ranks import gather_on_every_rank, on_every_rank, over_ranks
 from verl_pg_plugin.engine.sharing_modes import SharingMode
+from verl_pg_plugin.engine.steps.meetings import Meetings
 from verl_pg_plugin.engine.steps.token_comparison import (
     Comparison,
     Responses,
@@ -45,13 +44,12 @@ class MismatchError(RuntimeError):
 
 @dataclass
 class Verifier:
-    """Stands between an engine and its ``forward_step``. Every rank of the group must call it equally often.
+    """Stands between an engine and its ``forward_step``. Every rank must call it equally often.
 
     Attributes:
         options: when to verify, how much, and what a mismatch does.
         mode: of the engine.
         num_layers, dtype: of the model, for the message and the tolerance.
-        group: ranks that go on or stop together.
         attending_with: makes ``forward_step`` use another attention kernel within a block.
         fallen_back: there was a mismatch with ``on_mismatch=rmpad``, and nothing is shared any more.
         seen: micro-batches so far, by kind.
@@ -64,7 +62,6 @@ class Verifier:
     mode: SharingMode
     num_layers: int
     dtype: torch.dtype
-    group: dist.ProcessGroup | None
     attending_with: Callable[[VarlenKernel], AbstractContextManager[None]]
     fallen_back: bool = False
     seen: Counter[str] = field(default_factory=Counter)
@@ -73,9 +70,14 @@ class Verifier:
     comparisons: list[Comparison] = field(default_factory=list)
 
     def forward_step(
-        self, step: ForwardStep, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+        self,
+        step: ForwardStep,
+        meetings: Meetings,
+        micro_batch: TensorDict,
+        loss_function: Callable | None,
+        forward_only: bool,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """``step``, checked where it is this micro-batch's turn.
+        """``step``, checked where it is this micro-batch's turn; ranks go on or stop together.
 
         Raises:
             MismatchError: on every rank if one has a mismatch, unless ``on_mismatch=rmpad``.
@@ -83,8 +85,8 @@ class Verifier:
         kind = "forward-only" if forward_only else "update"
         if self.fallen_back:
             self._unshare(micro_batch)
-        elif self._is_due(kind, micro_batch):
-            return self._verified(step, micro_batch, loss_function, forward_only, kind)
+        elif self._is_due(kind, meetings, micro_batch):
+            return self._verified(step, meetings, micro_batch, loss_function, forward_only, kind)
         return step(micro_batch, loss_function, forward_only)
 
     def take_metrics(self) -> dict[str, list[float]]:
@@ -98,7 +100,7 @@ class Verifier:
             metrics["prefix_grouper/verify_max_error"] = [max(comparison.max_error for comparison in comparisons)]
         return metrics
 
-    def _is_due(self, kind: str, micro_batch: TensorDict) -> bool:
+    def _is_due(self, kind: str, meetings: Meetings, micro_batch: TensorDict) -> bool:
         index = self.seen[kind]
         self.seen[kind] += 1
         if self.options.verify == "every_n":
@@ -108,30 +110,32 @@ class Verifier:
         # The first that shares anything on any rank: the others would prove nothing. Where no sequence attended to rows
         # of another in it (turns that only continue one another, the owner of a chain's prompt), the first in which one
         # does has its turn too.
-        shares, reads = self._shares_and_reads(micro_batch)
+        shares, reads = self._shares_and_reads(meetings, micro_batch)
         return reads or (shares and kind not in self.verified)
 
-    def _shares_and_reads(self, micro_batch: TensorDict) -> tuple[bool, bool]:
+    def _shares_and_reads(self, meetings: Meetings, micro_batch: TensorDict) -> tuple[bool, bool]:
         """Whether rows are shared, and whether some are read beside those of one's own segment, on any rank."""
-        layout = self._layout(micro_batch)
-        ranks = over_ranks((layout.shares_rows, len(layout.kv_rows) > layout.num_rows), self.group)
+
+        def here() -> tuple[bool, bool]:
+            layout = self._layout(micro_batch)
+            return layout.shares_rows, len(layout.kv_rows) > layout.num_rows
+
+        ranks = meetings.gather(here)
         return any(shares for shares, _ in ranks), any(reads for _, reads in ranks)
 
     def _verified(
         self,
         step: ForwardStep,
+        meetings: Meetings,
         micro_batch: TensorDict,
         loss_function: Callable | None,
         forward_only: bool,
         kind: str,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        def chosen() -> tuple[Sequences, list[int], Any]:
-            sequences = self.mode.read(micro_batch)
-            rows = self._choose(sequences, micro_batch)
-            return sequences, rows, self.mode.lay_out(unshared(sequences.select(rows)))
-
-        _, reads = self._shares_and_reads(micro_batch)
-        sequences, rows, layout = on_every_rank(chosen, self.group)
+        _, reads = self._shares_and_reads(meetings, micro_batch)
+        sequences = self.mode.read(micro_batch)
+        rows = self._choose(sequences, micro_batch)
+        layout = self.mode.lay_out(unshared(sequences.select(rows)))
         # Before the forward and not after it: FSDP2 expects a forward's backward to come next.
         expected, tolerances = self._alone(step, micro_batch, sequences.prompt_lengths[rows], rows, layout)
         loss, output = step(micro_batch, loss_function, forward_only)
@@ -144,12 +148,13 @@ class Verifier:
             mismatch = self._describe(comparison, rows, micro_batch, kind)
             return comparison, mismatch, self._layout(micro_batch).stands_alone
 
-        ranks = gather_on_every_rank(compared, self.group)
+        ranks = meetings.gather(compared)
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self.verified else logging.WARNING
         self.turn += 1
         self.verified[kind] = self.verified.get(kind, False) or reads
-        self.comparisons.extend(comparison for comparison, _, _ in ranks)
+        # Ranks that share sequences (Ulysses) have compared the same ones; they are neighbours.
+        self.comparisons.extend(comparison for comparison, _, _ in ranks[:: self.mode.sp_size])
         mismatches = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(ranks) if text is not None]
         if not mismatches:
             text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
