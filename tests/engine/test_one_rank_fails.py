@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 from tensordict import TensorDict
 from torch.distributed.fsdp import _init_utils
 from verl.utils import tensordict_utils as tu
+from verl.utils.activation_offload import SynchronizedGroupOffloadHandler
 
 from tests.engine.carried_cases import ONE_GROUP, carrying_engine
 from tests.engine.ranks import on_ranks
@@ -51,6 +53,7 @@ VERIFIED = {"verify": "every_n", "verify_every": 1}
 ENGINES: dict[str, dict[str, Any]] = {
     "FSDP2": {"engine": VERIFIED},
     "FSDP1": {"strategy": "fsdp", "engine": {"use_orig_params": True}},
+    "activations offloaded": {"model": {"enable_activation_offload": True}},
     "layers kept": {"engine": {"keep_activations": "all", "reshard_after_forward": False}},
 }
 # Beyond the first engine: a forward whose backward never comes, and one that never begins.
@@ -90,8 +93,11 @@ def told(engine: Any, batch: TensorDict, loss: Callable[..., Any]) -> tuple[str,
 
 def run_engines(rank: int, path: str) -> dict[tuple[str, str], tuple[str, float, Result]]:
     """How a step with each fault ended on this rank, and the step after it, by engine and fault."""
-    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same. No GPU, no pinned memory.
     _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    SynchronizedGroupOffloadHandler.offload = staticmethod(
+        partial(SynchronizedGroupOffloadHandler.offload, pin_memory=False)
+    )
     return {
         (name, fault): ended
         for name, options in ENGINES.items()
@@ -124,7 +130,7 @@ def run_faults(rank: int, path: str, name: str, options: dict[str, Any]) -> dict
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=3)  # verl offloads no fewer
 
 
 @pytest.fixture(scope="module")

@@ -23,21 +23,20 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import Decision
-from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.activation_budget import Held
-from verl_pg_plugin.engine.batch.cut_for_copies import copies_count, cut_for_copies
+from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
-from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
 from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.local_choices import choose_alike
+from verl_pg_plugin.engine.plan_policy import PlanPolicy
 from verl_pg_plugin.engine.ranks import on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
 from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
@@ -47,13 +46,12 @@ from verl_pg_plugin.engine.steps.keep import Keeper
 from verl_pg_plugin.engine.steps.meetings import Meetings
 from verl_pg_plugin.engine.steps.verify import Verifier
 from verl_pg_plugin.engine.unpatched_forward import unpatched_forward
-from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.modalities import Modality, modality_of
 
 logger = logging.getLogger(__name__)
 
 
-class SharedPrefixMixin:
+class SharedPrefixMixin(PlanPolicy):
     """Put in front of one of verl's FSDP engines.
 
     Prefixes are shared when the engine config is a ``PrefixGrouperEngineConfig`` with ``use_prefix_grouper=True``:
@@ -182,12 +180,6 @@ class SharedPrefixMixin:
             meetings.before_collectives()
         return result
 
-    @property
-    def min_dedup_ratio(self) -> float:
-        """Micro-batches that would share less than this run as plain rmpad; all of them after a mismatch."""
-        fallen_back = self.verifier is not None and self.verifier.fallen_back
-        return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
-
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()  # type: ignore[misc]
         if self.keeper is not None and math.isfinite(norm):
@@ -266,38 +258,6 @@ class SharedPrefixMixin:
             metrics |= self.verifier.take_metrics()
         output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
-
-    def _cut_for_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> str | None:
-        memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
-        a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
-        carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
-        return cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
-
-    def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
-        assert self.sharing is not None
-        options = self.engine_config.prefix_grouper
-        if options.carry == "never" or not (self.sharing.carries and self.shared_model.carries):
-            return None
-        return CarryPolicy(self._row_memory.weights(forward_only), forward_only)
-
-    def _copied_keys(self, forward_only: bool) -> CopiedKeys:
-        return self._row_memory.copies(forward_only)
-
-    @property
-    def _row_memory(self) -> RowMemory:
-        assert self.sharing is not None
-        options = self.engine_config.prefix_grouper
-        return RowMemory.of(
-            self.model_config.hf_config.get_text_config(),
-            self._autocast_dtype,
-            checkpointing=self.model_config.enable_gradient_checkpointing,
-            # Offloaded activations keep nothing here; what is carried then has the room of layer inputs.
-            keeps_attention=not (options.recompute_attention or self.model_config.enable_activation_offload),
-            kernel=self.sharing.kernel.name,
-        )
-
-    def _price(self, layout: Layout) -> float:
-        return self.shared_model.flops.forward([layout])
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         if self.sharing is None:

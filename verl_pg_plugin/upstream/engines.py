@@ -191,4 +191,5 @@ def forget_offloaded_activations(module: Any) -> None:
         context.__exit__(None, None, None)
     context.offload_handler.groupid_reset()
     context.offload_handler.tensor_tag_to_buf.clear()
+    context.offload_handler.group_offload_mapping.clear()
     context.offload_handler.offloaded_group_count = 0

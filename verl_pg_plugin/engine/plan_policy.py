@@ -1,0 +1,68 @@
+"""How an engine's mini-batches are cut: what its options, its model and its device say to the planner."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
+from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.engine.batch.cut_for_copies import cut_for_copies
+from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan
+from verl_pg_plugin.engine.shared_model import SharedModel
+from verl_pg_plugin.engine.sharing_modes import SharingMode
+from verl_pg_plugin.engine.steps.verify import Verifier
+from verl_pg_plugin.layout import Layout
+
+
+class PlanPolicy:
+    """A base of the engines, whose attributes it reads."""
+
+    engine_config: Any
+    model_config: Any
+    sharing: SharingMode | None
+    shared_model: SharedModel
+    verifier: Verifier | None
+    ulysses_sequence_parallel_size: int
+    _autocast_dtype: torch.dtype
+
+    @property
+    def min_dedup_ratio(self) -> float:
+        """Micro-batches that would share less than this run as plain rmpad; all of them after a mismatch."""
+        fallen_back = self.verifier is not None and self.verifier.fallen_back
+        return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
+
+    def _cut_for_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> str | None:
+        memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
+        a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
+        carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
+        return cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
+
+    def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
+        assert self.sharing is not None
+        options = self.engine_config.prefix_grouper
+        if options.carry == "never" or not (self.sharing.carries and self.shared_model.carries):
+            return None
+        return CarryPolicy(self._row_memory.weights(forward_only), forward_only)
+
+    def _copied_keys(self, forward_only: bool) -> CopiedKeys:
+        return self._row_memory.copies(forward_only)
+
+    @property
+    def _row_memory(self) -> RowMemory:
+        assert self.sharing is not None
+        options = self.engine_config.prefix_grouper
+        return RowMemory.of(
+            self.model_config.hf_config.get_text_config(),
+            self._autocast_dtype,
+            checkpointing=self.model_config.enable_gradient_checkpointing,
+            # Offloaded activations keep nothing here; what is carried then has the room of layer inputs.
+            keeps_attention=not (options.recompute_attention or self.model_config.enable_activation_offload),
+            kernel=self.sharing.kernel.name,
+        )
+
+    def _price(self, layout: Layout) -> float:
+        return self.shared_model.flops.forward([layout])
