@@ -9,7 +9,7 @@ Only tests marked neither gpu nor slow count there, so that every machine makes 
 records beside the documents, each with the commit it was made on:
 
     python -m pytest -m slow --junitxml=outputs/slow.xml
-    python scripts/make_support_table.py --record slow outputs/slow.xml     # gpu: with --environment "H200, flash-attn"
+    python scripts/make_support_table.py --record slow outputs/slow.xml     # gpu, two_gpus: --environment "H200, ..."
 
 The options, and which tests prove each, are those of ``tests/options/table.py``.
 """
@@ -36,9 +36,10 @@ from tests.options.option import Case, Option  # noqa: E402
 from tests.options.table import OPTIONS  # noqa: E402
 
 TABLE = Path("docs/support.md")
-RECORDS = {name: Path(f"docs/data/support_{name}.json") for name in ("gpu", "slow")}
+RECORDS = {name: Path(f"docs/data/support_{name}.json") for name in ("gpu", "two_gpus", "slow")}
 PYTEST, SCRIPT = "python -m pytest", "python scripts/make_support_table.py"
-DEVICES = ("CPU", "1 GPU", "2 GPUs")
+ON_GPUS = {"gpu": "1 GPU", "two_gpus": "2 GPUs"}
+DEVICES = ("CPU", *ON_GPUS.values())
 CARRIED = "a group larger than the token budget"
 HEADER = """\
 # Options that packed mode runs with
@@ -54,9 +55,10 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 `tests` counts those that run the option, alone and together with every option it meets in the code. `carried`: one of
 them runs it with groups that exceed a micro-batch and hand on what they share.
 
-The record of GPU tests below is older than chains: in it, the parts of a group larger than the token budget compute
-again what they share. Twelve tests of chains passed on one H200 at commit 137e903
-([outcomes](data/gpu_tests_one_h200.csv)), none was run on two. This paragraph goes with the next record.
+The record of two GPUs is older than chains: in it, the parts of a group larger than the token budget compute again
+what they share. At commit 78bc4b2 both of its cases with such a group and seven others passed again with chains, on
+two H200; at b383ecf the whole list had ended with one process aborted (SIGABRT) after five minutes, with no word of
+the case. This paragraph goes with the next record.
 """
 
 
@@ -108,9 +110,10 @@ class Results:
 
 def renewal(name: str) -> str:
     """The command that makes a record."""
-    environment = ' --environment "GPU, kernels"' if name == "gpu" else ""
+    environment = "" if name == "slow" else ' --environment "GPU, kernels"'
+    mark = "slow" if name == "slow" else "gpu"
     results = f"outputs/{name}.xml"
-    return f"{PYTEST} -m {name} --junitxml={results} && {SCRIPT} --record {name} {results}{environment}"
+    return f"{PYTEST} -m {mark} --junitxml={results} && {SCRIPT} --record {name} {results}{environment}"
 
 
 def commit_of(root: Path) -> str:
@@ -124,7 +127,7 @@ def commit_of(root: Path) -> str:
 
 
 def kind_of(test: str, names: list[str], root: Path) -> str:
-    """``gpu`` or ``slow``, as the test or its file is marked or, for options together, their case; else ``quick``."""
+    """``gpu``, ``two_gpus`` or ``slow``, as a test, its file or its case is marked or named; else ``quick``."""
     file, _, name = test.partition("::")
     source = (root / file).read_text() if (root / file).exists() else ""
     before, found, _ = source.partition(f"\ndef {name.partition('[')[0]}(")
@@ -133,7 +136,7 @@ def kind_of(test: str, names: list[str], root: Path) -> str:
     decorators = f"{before}\n".rpartition("\n\n\n")[2]  # as ruff formats: they follow two blank lines
     marks = decorators + source.partition("\npytestmark = ")[2].partition("\n\n")[0]
     if "pytest.mark.gpu" in marks:
-        return "gpu"
+        return "two_gpus" if "two_gpus" in file else "gpu"
     case = Case(tuple(option for option in OPTIONS if option.name in names))
     return "slow" if "pytest.mark.slow" in marks or case.slow else "quick"
 
@@ -160,10 +163,11 @@ def merge(parts: Iterable[Results]) -> Results:
     return Results({test: names for part in parts for test, names in part.options.items()})
 
 
-def row(option: Option, results: Results, gpu: Results) -> str:
+def row(option: Option, results: Results, records: dict[str, Results]) -> str:
     """One line of the table."""
+    on = {test: device for name, device in ON_GPUS.items() for test in records[name].options}
     proofs = [test for test, names in results.options.items() if option in _proves(names, test)]
-    devices = {"CPU" if test not in gpu.options else "2 GPUs" if "two_gpus" in test else "1 GPU" for test in proofs}
+    devices = {on.get(test, "CPU") for test in proofs}
     status = ("rejected" if option.rejected else "exact") if proofs else "not run"
     refused = f"refused with {', '.join(sorted(option.refuses))}" if option.refuses else ""
     note = "; ".join(filter(None, [option.note, refused]))
@@ -175,8 +179,11 @@ def row(option: Option, results: Results, gpu: Results) -> str:
 
 def described(name: str, record: Results) -> str:
     """Where one record was made, or how to make it."""
-    where = ", ".join(filter(None, [record.environment, f"commit {record.commit}"]))
-    return f"- {name} tests: {where if record.commit else f'no run is recorded; make one with `{renewal(name)}`'}"
+    if not record.commit:
+        where = f"no run is recorded; make one with `{renewal(name)}`"
+    else:
+        where = ", ".join(filter(None, [record.environment, f"commit {record.commit}"]))
+    return f"- {name.replace('_', ' ')} tests: {where}"
 
 
 def render(quick: Results, records: dict[str, Results]) -> str:
@@ -184,7 +191,7 @@ def render(quick: Results, records: dict[str, Results]) -> str:
     results = merge([quick, *records.values()])
     columns = ["option", "override", "status", "tests", *DEVICES, "carried", "note"]
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|--:|---|---|---|---|---|"]
-    lines += [row(option, results, records["gpu"]) for option in sorted(OPTIONS, key=lambda option: option.rejected)]
+    lines += [row(option, results, records) for option in sorted(OPTIONS, key=lambda option: option.rejected)]
     where = "\n".join(described(name, record) for name, record in records.items())
     return f"{HEADER}\n{where}\n\n" + "\n".join(lines) + "\n"
 
@@ -218,7 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="docs/support.md from the results of the tests")
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--results", type=Path, nargs="+", help="junit files of pytest, to make the table from")
-    mode.add_argument("--record", nargs="+", metavar=("NAME", "JUNIT"), help="keep the proofs of kind gpu or slow")
+    kinds = ", ".join(RECORDS)
+    mode.add_argument("--record", nargs="+", metavar=("NAME", "JUNIT"), help=f"keep the proofs of one kind: {kinds}")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if docs/support.md is stale")
     parser.add_argument("--environment", default="", help="with --record: what they ran on")
     parser.add_argument("--commit", help="with --record: what was tested, where that is not what is checked out")

@@ -142,6 +142,7 @@ def test_every_option_has_a_row_with_what_its_tests_showed(
     )
     gpu = junit("gpu.xml", case(GPU, "test_one[a]", "Liger kernels"), case(TWO_GPUS, "test_two[b]", "pad_to_length"))
     assert run("--record", "gpu", gpu, "--environment", "a GPU") == Done(0, "")
+    assert run("--record", "two_gpus", gpu, "--environment", "two GPUs") == Done(0, "")
     assert run("--results", cpu) == Done(0, "")
     table = rows(tmp_path)
     assert set(table) == {"option", *(option.name for option in OPTIONS)}
@@ -156,7 +157,8 @@ def test_every_option_has_a_row_with_what_its_tests_showed(
         "critic",
     }
     assert "refused with activation offload" in table["verify mode"][-1]
-    assert f"- gpu tests: a GPU, commit {git('rev-parse', '--short', 'HEAD')}\n" in document(tmp_path)
+    commit = git("rev-parse", "--short", "HEAD")
+    assert f"- gpu tests: a GPU, commit {commit}\n- two gpus tests: two GPUs, commit {commit}\n" in document(tmp_path)
 
 
 def test_without_a_record_the_document_names_the_command_that_makes_one(
@@ -164,9 +166,9 @@ def test_without_a_record_the_document_names_the_command_that_makes_one(
 ) -> None:
     assert run("--results", junit("tests.xml", case(MATRIX, "test_case[one]", "LoRA"))) == Done(0, "")
     lines = [line for line in document(tmp_path).splitlines() if "no run is recorded" in line]
-    assert [line.partition(":")[0] for line in lines] == ["- gpu tests", "- slow tests"]
-    for kind, line in zip(("gpu", "slow"), lines, strict=True):
-        assert f"python -m pytest -m {kind} --junitxml=outputs/{kind}.xml" in line
+    assert [line.partition(":")[0] for line in lines] == ["- gpu tests", "- two gpus tests", "- slow tests"]
+    for (kind, mark), line in zip((("gpu", "gpu"), ("two_gpus", "gpu"), ("slow", "slow")), lines, strict=True):
+        assert f"python -m pytest -m {mark} --junitxml=outputs/{kind}.xml" in line
         assert f"python scripts/make_support_table.py --record {kind} outputs/{kind}.xml" in line
 
 
@@ -204,6 +206,9 @@ def test_gpu_and_slow_tests_count_by_their_records_alone(run: Callable, junit: C
     assert run("--results", here) == Done(0, "")
     assert rows(tmp_path)["LoRA"][2:6] == ["4", "yes", "", ""]
     assert run("--record", "gpu", everywhere) == Done(0, "")
+    assert run("--results", here) == Done(0, "")
+    assert rows(tmp_path)["LoRA"][2:6] == ["6", "yes", "yes", ""]
+    assert run("--record", "two_gpus", everywhere) == Done(0, "")
     assert run("--results", here) == Done(0, "")
     assert rows(tmp_path)["LoRA"][2:6] == ["7", "yes", "yes", "yes"]
     assert rows(tmp_path)["verify mode"][2:6] == ["2", "yes", "yes", ""]
