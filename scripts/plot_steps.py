@@ -97,7 +97,8 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = rows[0]
     title = f"{about['model']} shape, {about['num_gpus']} x {about['device']}, rollout {about['rollout']}"
-    draw(read_bars(rows), f"{title} (commit {about['commit']})", args.out)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))  # in the order of the cases
+    draw(read_bars(rows), f"{title} (commits of the cases: {commits})", args.out)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Loaded by every worker of a run (``VERL_USE_EXTERNAL_MODULES``): rank 1 fails where ``FAULT_PLACE`` says.
 
-Either in front of its first forward, or in its first backward, inside the last layer's attention.
+In front of its first forward, or inside the first layer's attention there, or inside the last layer's in its backward.
 """
 
 import importlib
@@ -14,7 +14,8 @@ from verl_pg_plugin.after_import import after_import
 
 FAULT = "the fault of rank 1"
 PLACES = {
-    "forward": ("verl_pg_plugin.engine.sharing_modes", "PackedMode", "to_device"),
+    "in front of a forward": ("verl_pg_plugin.engine.sharing_modes", "PackedMode", "to_device"),
+    "forward": ("verl_pg_plugin.attention.packed_rows", "PackedRows", "attend_packed"),
     "backward": ("verl_pg_plugin.attention.gather", None, "sum_over_readers"),
 }
 

@@ -1,4 +1,4 @@
-"""An error inside a forward or a backward, where ranks wait for each other, ends the run and not in a time-out."""
+"""An error on one rank ends the run of both, and not in a time-out, even where no rank can tell the others of it."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ MOST_SECONDS = 30
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", run_fault.PLACES)
 def test_an_error_in_one_worker_ends_the_run_on_both(tmp_path: Path, place: str) -> None:
     fault_time, log = tmp_path / "fault_time", tmp_path / "run.log"
     variables = {

@@ -3,6 +3,7 @@
 One spawn runs all cases, as on processes without a GPU.
 """
 
+import logging
 import traceback
 
 import pytest
@@ -13,6 +14,8 @@ from tests.options.gpu import assert_as_close_as_stock, make_engines, needs_own_
 from tests.options.harness import Checkpoint
 from tests.options.option import Case, alone, pairs
 from tests.options.table import OPTIONS
+
+logger = logging.getLogger(__name__)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +31,7 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint) -> list[str]:
     """What is wrong with each case on this rank, empty where nothing is."""
     engines, errors = make_engines(checkpoint), []
     for case in CASES:
+        logger.warning("rank %d: %s", rank, case)  # the last one is to blame where a process is killed
         try:
             assert_as_close_as_stock(case, engines)
             errors.append("")
