@@ -1,11 +1,16 @@
 """An exception in a later micro-batch leaves nothing of the earlier ones to the next step."""
 
+import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from verl.utils.activation_offload import SynchronizedGroupOffloadHandler
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -34,3 +39,35 @@ def test_gradients_of_micro_batches_before_an_error_are_in_no_later_update(
         with pytest.raises(ZeroDivisionError):
             engine.forward_backward_batch(clone(batch), actor_loss())
     assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+
+
+def test_an_error_inside_a_layer_leaves_no_offloaded_activation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's handler counts layers up in a forward and down in its backward, which never comes."""
+    without_pinning = partial(SynchronizedGroupOffloadHandler.offload, pin_memory=False)  # which takes a GPU
+    monkeypatch.setattr(SynchronizedGroupOffloadHandler, "offload", staticmethod(without_pinning))
+    path = save_tiny_model(tmp_path, num_hidden_layers=4)
+    engine = make_engine(path, packed=True, model={"enable_activation_offload": True})
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=24)
+    attend, calls = PackedRows.attend_packed, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("in the third of four layers")
+        return attend(*args, **kwargs)
+
+    def num_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
+
+    result = run_engine(engine, clone(batch), actor_loss())
+    engine.optimizer_zero_grad()
+    before = num_tensors()
+    with monkeypatch.context() as patched, engine.train_mode():
+        patched.setattr(PackedRows, "attend_packed", fail)
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward_batch(clone(batch), actor_loss())
+    assert num_tensors() <= before
+    assert_same(run_engine(engine, clone(batch), actor_loss()), result)

@@ -53,8 +53,10 @@ def check_batch(data: TensorDict) -> None:
     """Refuse what a mini-batch asks for and the engines do not hand out.
 
     Raises:
-        BatchError: distillation.
+        BatchError: distillation, or no mask of what the loss counts.
     """
+    if "loss_mask" not in data:
+        raise BatchError("the batch has no loss_mask, whose ones verl sums over ranks; add it, as verl's trainers do")
     for name in ("distillation_use_topk", "distillation_only"):
         if tu.get_non_tensor_data(data, name, default=False):
             raise BatchError(f"{name}: shared prefixes do not support distillation; set distillation.enabled=False")

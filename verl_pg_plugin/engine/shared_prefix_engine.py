@@ -23,13 +23,14 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import Decision
 from verl_pg_plugin.engine.activation_budget import Held
 from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
-from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
+from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
 from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
@@ -199,17 +200,16 @@ class SharedPrefixMixin(PlanPolicy):
             return run(data, loss_function, forward_only=forward_only)
         mode, everyone = self.sharing, dist.group.WORLD
 
-        def checked() -> TensorDict:
+        def checked() -> tuple[TensorDict, CarryPolicy | None, CopiedKeys]:
             whole = without_gaps(with_ragged_tokens(data))
             self._check_batch(whole)
-            return whole
+            return whole, self._carry_policy(forward_only), self._copied_keys(forward_only)
 
-        data = on_every_rank(checked, everyone)
+        data, carry, copies = on_every_rank(checked, everyone)
         plans: list[MicroBatchPlan] = []
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
-            carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
             plan = plan_micro_batches(
                 data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
             )
@@ -230,33 +230,40 @@ class SharedPrefixMixin(PlanPolicy):
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
             copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
-            if copies_count(plans[0], self._copied_keys(forward_only)):
+            if copies_count(plans[0], copies):
                 self._remarks.on_copies(partial(self._cut_for_copies, plans[0], data, forward_only), forward_only)
             figures = figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
             return figures, None if keeper is None else keeper.held()
 
+        def metrics_of(ranks: list[tuple[dict[str, float], Held | None]]) -> dict[str, list[float]]:
+            self._remarks.on_rmpad(plans[0], self.min_dedup_ratio)
+            metrics = plan_metrics([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size)
+            if keeper is not None:
+                metrics |= keeper.learn([held for _, held in ranks if held is not None])
+            if self.verifier is not None:
+                metrics |= self.verifier.take_metrics()
+            return {**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]}
+
+        compiler = compiling() if self.layer_compilation.on else nullcontext()
+        counting = nullcontext() if self.verifier is None else self.verifier.counting()
+        cutting = upstream.micro_batches_cut_by(cut, data, at_end=meetings.after_collectives)
         try:
             if keeper is not None:
-                keeper.start(everyone)
-            compiler = compiling() if self.layer_compilation.on else nullcontext()
-            with compiler, upstream.micro_batches_cut_by(cut, data), meetings.telling():
-                output = run(data, loss_function, forward_only=forward_only)
-            ranks = meetings.gather(finished)
+                keeper.start(meetings)
+            with counting:
+                with compiler, cutting, meetings.telling():
+                    output = run(data, loss_function, forward_only=forward_only)
+                ranks = meetings.gather(finished)
+                output["metrics"].update(on_every_rank(partial(metrics_of, ranks), everyone))
         except BaseException as error:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
-            upstream.forget_offloaded_activations(self.module)  # of a forward without a backward
+            if self.model_config.enable_activation_offload:
+                upstream.forget_offloaded_activations(self.module)  # of a forward without a backward
             if keeper is not None:
                 keeper.explain(error)
             raise
         finally:
             self.carrier, self.meetings = outer  # with ours go the rows of a chain that an error has cut short
-        self._remarks.on_rmpad(plans[0], self.min_dedup_ratio)
-        metrics = plan_metrics([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size)
-        if keeper is not None:
-            metrics |= keeper.learn([held for _, held in ranks if held is not None])
-        if self.verifier is not None:
-            metrics |= self.verifier.take_metrics()
-        output["metrics"].update({**metrics, f"prefix_grouper/attention_backend/{mode.kernel.name}": [1.0]})
         return output
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
@@ -301,5 +308,13 @@ class SharedPrefixMixin(PlanPolicy):
         self, rows: ForwardRows, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict
     ) -> dict[str, torch.Tensor]:
         """C named outputs of the head rows, as the jagged tensors that verl's losses read."""
-        offsets, columns_AC = micro_batch["input_ids"].offsets(), rows.of_all_ranks(columns_NC)
+        offsets, columns_AC = micro_batch["input_ids"].offsets(), self._of_all_ranks(rows, columns_NC)
         return {name: rows.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}
+
+    def _of_all_ranks(self, rows: ForwardRows, columns_NC: torch.Tensor) -> torch.Tensor:
+        if self.meetings is None or self.ulysses_sequence_parallel_size == 1:
+            return rows.of_all_ranks(columns_NC)
+        self.meetings.before_collectives()
+        columns_AC = rows.of_all_ranks(columns_NC)
+        self.meetings.after_collectives()
+        return columns_AC

@@ -16,7 +16,9 @@ CutMicroBatches = Callable[[TensorDict, Any], tuple[list[TensorDict], list[list[
 
 
 @contextmanager
-def micro_batches_cut_by(cut: CutMicroBatches, data: TensorDict) -> Iterator[None]:
+def micro_batches_cut_by(
+    cut: CutMicroBatches, data: TensorDict, at_end: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Within the block, verl's FSDP engine cuts ``data``, and no other mini-batch, with ``cut``.
 
     What: ``prepare_micro_batches`` and ``postprocess_batch_func`` as ``verl.workers.engine.fsdp.transformer_impl`` sees
@@ -33,11 +35,12 @@ def micro_batches_cut_by(cut: CutMicroBatches, data: TensorDict) -> Iterator[Non
         cut: takes the mini-batch and the data-parallel group; returns the micro-batches and the row indices of
             each, as ``verl.workers.engine.utils.prepare_micro_batches`` does.
         data: the mini-batch; carries ``cut`` while the block runs.
+        at_end: called behind the last micro-batch, in front of what verl makes of their outputs.
     """
     from verl.utils import tensordict_utils as tu
 
     _look_for_cuts()
-    tu.assign_non_tensor_data(data, _CUT_KEY, cut)
+    tu.assign_non_tensor_data(data, _CUT_KEY, (cut, at_end))
     try:
         yield
     finally:
@@ -55,22 +58,26 @@ def _look_for_cuts() -> None:
     if getattr(prepare, "looks_for_cuts", False):
         return
 
-    def cut_of(data: TensorDict) -> CutMicroBatches | None:
+    def found_in(data: TensorDict) -> tuple[CutMicroBatches, Callable[[], None]] | None:
         return tu.get_non_tensor_data(data, _CUT_KEY, default=None)
 
     @functools.wraps(prepare)
     def prepare_by_cut(
         data: TensorDict, dp_group: Any = None, **kwargs: Any
     ) -> tuple[list[TensorDict], list[list[int]] | None]:
-        cut = cut_of(data)
-        if cut is None:
+        found = found_in(data)
+        if found is None:
             return prepare(data=data, dp_group=dp_group, **kwargs)
+        cut, _ = found
         return cut(data.exclude(_CUT_KEY), dp_group)
 
     @functools.wraps(postprocess)
     def postprocess_in_order(output_lst: list[Any], indices: Any, data: TensorDict) -> dict[str, Any]:
-        if cut_of(data) is None:
+        found = found_in(data)
+        if found is None:
             return postprocess(output_lst=output_lst, indices=indices, data=data)
+        _, at_end = found
+        at_end()
         options = data.select("pad_mode", strict=False)
         tu.assign_non_tensor(options, use_dynamic_bsz=True)
         return postprocess(output_lst=output_lst, indices=indices, data=options)
@@ -177,12 +184,13 @@ def forget_offloaded_activations(module: Any) -> None:
     Remove when: ``verl.utils.activation_offload`` begins anew by itself.
 
     Args:
-        module: whatever verl's engine trains; without offloading nothing happens.
+        module: what verl's engine trains with ``enable_activation_offload``.
     """
     from verl.utils.activation_offload import ActivationHandler
 
-    wrapped = (part.forward for part in module.modules() if "forward" in vars(part))
-    handlers = (inspect.getclosurevars(forward).nonlocals.get("handler") for forward in wrapped)
+    forwards = (vars(part)["forward"] for part in module.modules() if "forward" in vars(part))
+    methods = filter(inspect.ismethod, forwards)  # others put functions and partials there
+    handlers = (inspect.getclosurevars(method).nonlocals.get("handler") for method in methods)
     handler = next((handler for handler in handlers if isinstance(handler, ActivationHandler)), None)
     if handler is None:
         return

@@ -56,21 +56,26 @@ def test_a_value_that_is_not_a_number_on_one_side_is_a_mismatch(qwen3: str) -> N
         infer(engine, make_batch(SAMPLES))
 
 
-def verify_under_ulysses(rank: int, path: str) -> tuple[list[float], str]:
-    """Largest errors of a clean run, and the error message of a fault, where two ranks share each sequence."""
+def verify_under_ulysses(rank: int, path: str) -> tuple[list[float], list[float], str]:
+    """Rows and largest errors of a clean run, and the message of a fault, where two ranks share each sequence."""
     options = {**ALWAYS, "verify_rows": 4, "ulysses_sequence_parallel_size": 2}
     engine, batch = make_engine(path, packed=True, engine=options), make_batch(SAMPLES, max_token_len_per_gpu=60)
-    errors = [step(engine, batch)["prefix_grouper/verify_max_error"][0] for step in (infer, update)]
+    metrics = [step(engine, batch) for step in (infer, update)]
+    rows, errors = (
+        [of_step[f"prefix_grouper/{name}"][0] for of_step in metrics] for name in ("verified_rows", "verify_max_error")
+    )
     with pytest.raises(MismatchError) as caught:
         infer(break_layouts(engine, wrong_kv_row), batch)
-    return errors, str(caught.value)
+    return rows, errors, str(caught.value)
 
 
 def test_ranks_that_share_sequences_verify_them_together(qwen3: str) -> None:
-    (errors, message), second = on_ranks(2, verify_under_ulysses, qwen3)
+    (rows, errors, message), second = on_ranks(2, verify_under_ulysses, qwen3)
+    assert rows == [float(len(SAMPLES))] * 2, "each sequence once, though two ranks compare it"
     assert max(errors) < 1e-5
     assert "log_probs of response token" in message
-    assert second == (errors, message), "or one rank stops and the other waits for it"
+    assert "rank 1:" not in message
+    assert second == (rows, errors, message), "or one rank stops and the other waits for it"
 
 
 @pytest.mark.gpu

@@ -71,6 +71,15 @@ def test_what_is_heard_in_a_meeting_is_not_told_again(monkeypatch: pytest.Monkey
     assert len(calls) == 1
 
 
+def test_an_engine_inside_of_a_loss_settles_its_errors_for_the_one_around_it(told: list[str | None]) -> None:
+    """Where the inner one's model failed, the others are in its collectives, and not on their way to the outer."""
+    outer, inner = Meetings(None), Meetings(None)
+    inner.before_collectives()
+    with pytest.raises(ZeroDivisionError, match="here"), outer.telling(), inner.telling():
+        fail()
+    assert told == [None]
+
+
 @pytest.mark.parametrize("forward_only", [True, False])
 def test_ranks_meet_in_front_of_every_forward_and_backward(
     qwen3: str, told: list[str | None], forward_only: bool
@@ -97,3 +106,16 @@ def test_an_error_behind_a_backward_is_told(
     with pytest.raises(ZeroDivisionError), engine.train_mode():
         engine.forward_backward_batch(clone(BATCH), actor_loss())
     assert told == [None, None, "ZeroDivisionError"]
+
+
+def test_an_error_behind_the_last_backward_is_told(qwen3: str, told: list[str | None]) -> None:
+    """verl joins the metrics of all micro-batches there, and the others have gone on to the end of the mini-batch."""
+
+    def loss(**kwargs: Any) -> Any:
+        return actor_loss()(**kwargs)[0], None
+
+    engine = make_engine(qwen3, packed=True, engine={"carry": "never"})
+    with pytest.raises((TypeError, AttributeError)) as caught, engine.train_mode():
+        engine.forward_backward_batch(clone(BATCH), loss)
+    assert told[-1] == type(caught.value).__name__
+    assert not any(told[:-1])

@@ -19,7 +19,7 @@ from tests.engine.carried_cases import carrying_engine
 from tests.engine.heads.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
 from tests.engine.steps.broken_layouts import wrong_kv_row
 from tests.engine.steps.verifying import ALWAYS, SAMPLES, break_layouts, infer, update
-from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
+from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.requirements import OFF
 from verl_pg_plugin.engine.steps.meetings import Meetings
@@ -51,6 +51,16 @@ def test_first_verifies_one_micro_batch_of_each_kind(qwen3: str) -> None:
     batch = make_batch(SAMPLES, max_token_len_per_gpu=120)
     verified = [step(engine, batch)["prefix_grouper/verified_rows"] for step in (infer, update, infer, update)]
     assert verified == [[2.0], [2.0], [0.0], [0.0]]
+
+
+def test_a_mini_batch_that_failed_has_verified_nothing(qwen3: str) -> None:
+    """Ranks may have come to different places in it, and would verify different micro-batches from then on."""
+    engine = make_engine(qwen3, packed=True, engine={"verify": "every_n", "verify_every": 2})
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=120)
+    with pytest.raises(ZeroDivisionError), engine.train_mode():
+        engine.forward_backward_batch(clone(batch), lambda **kwargs: 1 / 0)
+    assert not engine.verifier.seen
+    assert update(engine, batch)["prefix_grouper/verified_rows"] == [2.0]
 
 
 def test_first_waits_for_a_micro_batch_that_shares_something(qwen3: str) -> None:

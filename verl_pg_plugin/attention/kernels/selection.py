@@ -144,9 +144,10 @@ def load_kernel(name: str) -> VarlenAttention:
     """
     spec = KERNELS[name]
     try:
-        return importlib.import_module(spec.module).attend
+        module = importlib.import_module(spec.module)
     except (ImportError, AttributeError) as error:  # the latter: two packages of different ages in one folder
         raise RuntimeError(
             f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it ({spec.install}) or "
             f"set {ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
         ) from error
+    return module.attend

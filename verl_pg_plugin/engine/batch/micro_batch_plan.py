@@ -160,10 +160,15 @@ def plan_micro_batches(
         return layouts, [_costs(of_cut, price) for of_cut in layouts]
 
     laid_out, costs = on_every_rank(lay_out, dp_group)
-    running = align(over_ranks(costs, dp_group))[0 if dp_group is None else dist.get_rank(dp_group)]
-    parts = [part for i in running for part in (cuts[i].parts[::-1] if backward else cuts[i].parts)]
-    layouts = [layout for i in running for layout in laid_out[i]]
-    exports = list(map(_export_of, layouts))
+    costs_of_ranks = over_ranks(costs, dp_group)
+
+    def put_in_order() -> tuple[list[Part], list[Layout], list[CarriedLayout | None]]:
+        running = align(costs_of_ranks)[0 if dp_group is None else dist.get_rank(dp_group)]
+        parts = [part for i in running for part in (cuts[i].parts[::-1] if backward else cuts[i].parts)]
+        layouts = [layout for i in running for layout in laid_out[i]]
+        return parts, layouts, list(map(_export_of, layouts))
+
+    parts, layouts, exports = on_every_rank(put_in_order, dp_group)
     # FSDP gathers weights on all ranks or on none, so all export where one does.
     exporting = np.any(over_ranks([export is not None for export in exports], dp_group), axis=0)
     # The same holds for a tower, and for the last micro-batch, which reduces the gradients of all.

@@ -16,9 +16,9 @@ from verl_pg_plugin.engine.activation_budget import KEEP_ACTIVATIONS, Activation
 from verl_pg_plugin.engine.batch.layout_field import layout_of, recomputes_attention
 from verl_pg_plugin.engine.device_memory import DeviceMemory
 from verl_pg_plugin.engine.kept_layers import KeptLayers
-from verl_pg_plugin.engine.ranks import over_ranks
 from verl_pg_plugin.engine.shared_model import SharedModel
 from verl_pg_plugin.engine.sharing_modes import PackedMode, SharingMode
+from verl_pg_plugin.engine.steps.meetings import Meetings
 from verl_pg_plugin.engine.steps.verify import ForwardStep
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,14 @@ class Keeper:
         assert model.kept_layers is not None
         return cls(model.kept_layers, ActivationBudget(asked, model.kept_layers.kinds), mode)
 
-    def start(self, everyone: dist.ProcessGroup | None) -> None:
+    def start(self, meetings: Meetings) -> None:
         """At the start of an update, on every rank."""
         self._kept, self._bytes_per_row = [], {}
         if self.budget.wants_rise:  # and not that of whatever this process did before: loading weights, a rollout
             DeviceMemory.forget_peak()
-        self._before = DeviceMemory.read()
-        if self.budget.asked == "auto":  # on every rank or on none
-            self.budget.begin(over_ranks(self._before, everyone))
+        ranks = meetings.gather(DeviceMemory.read)
+        self._before = ranks[dist.get_rank()]
+        self.budget.begin(ranks)
 
     def forward_step(
         self, step: ForwardStep, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from verl_pg_plugin.engine.ranks import gather_on_every_rank
 
 T = TypeVar("T")
+_SETTLED = "settled_between_ranks"
 
 
 class Meetings:
     """Those of one mini-batch. Every rank of the group must have as many forwards and backwards.
 
-    Whatever runs ``on_every_rank`` of this group after the mini-batch is the last of them.
+    Collectives that a loss runs on its own are not covered: where it fails on one rank, the others wait in those.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -58,11 +59,16 @@ class Meetings:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An exception in the block is told to the others where they still come to meet this rank."""
+        """An exception in the block is told to the others where they still come to meet this rank.
+
+        One that has left such a block of another engine, run inside of this one's loss, is known to all or to nobody.
+        """
         try:
             yield
         except Exception as error:
-            if not self._expected:
+            settled = getattr(error, _SETTLED, False) or not self._expected
+            setattr(error, _SETTLED, True)
+            if settled:
                 raise
             self.gather(partial(_fail, error))
 

@@ -2,8 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -89,6 +89,16 @@ class Verifier:
             return self._verified(step, meetings, micro_batch, loss_function, forward_only, kind)
         return step(micro_batch, loss_function, forward_only)
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """A mini-batch; if it fails, it has not been counted, since ranks may have come to different places in it."""
+        before = Counter(self.seen), dict(self.verified), self.turn, list(self.comparisons)
+        try:
+            yield
+        except BaseException:
+            self.seen, self.verified, self.turn, self.comparisons = before
+            raise
+
     def take_metrics(self) -> dict[str, list[float]]:
         """What was verified on all ranks since the last call."""
         comparisons, self.comparisons = self.comparisons, []
@@ -154,8 +164,9 @@ class Verifier:
         self.turn += 1
         self.verified[kind] = self.verified.get(kind, False) or reads
         # Ranks that share sequences (Ulysses) have compared the same ones; they are neighbours.
-        self.comparisons.extend(comparison for comparison, _, _ in ranks[:: self.mode.sp_size])
-        mismatches = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(ranks) if text is not None]
+        compared_by = list(enumerate(ranks))[:: self.mode.sp_size]
+        self.comparisons.extend(comparison for _, (comparison, _, _) in compared_by)
+        mismatches = [f"rank {rank}: {text}" for rank, (_, text, _) in compared_by if text is not None]
         if not mismatches:
             text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
             logger.log(level, text, kind, rows, max(comparison.max_error for comparison, _, _ in ranks))
