@@ -1,7 +1,5 @@
 """A new way to mix tokens is one file and one line of the registry, and exact through the engine."""
 
-from dataclasses import replace
-
 import pytest
 import transformers
 
@@ -10,6 +8,7 @@ from tests.support import PACKED_MODE, actor_loss, assert_same, group, make_engi
 from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.engine.shared_model import prepare_model
+from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -57,11 +56,13 @@ def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
 
 
 @pytest.mark.usefixtures("with_convolutions")
-def test_a_mixer_that_cannot_spread_rows_over_ranks_is_refused_under_ulysses(toy: str) -> None:
+def test_a_mixer_that_cannot_spread_rows_over_ranks_is_refused_under_ulysses(
+    toy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(toy)
-    spread = replace(PACKED_MODE, sp_group=object())
+    monkeypatch.setattr(PackedMode, "sp_size", 2)
     with pytest.raises(ValueError, match=r"convolution layers .* ulysses_sequence_parallel_size=1"):
-        prepare_model(module, spread, PrefixGrouperOptions())
+        prepare_model(module, PACKED_MODE, PrefixGrouperOptions())
 
 
 @pytest.mark.usefixtures("with_convolutions")

@@ -100,6 +100,16 @@ VERL_PARTS: tuple[Part, ...] = (
         register="(model_type, backend, device='cuda', vendor=None)",
         get_engine_cls="(model_type, backend)",
     ),
+    *_parts(
+        "verl.utils.activation_offload",
+        "upstream/engines.py",
+        ActivationHandler="(offload_ctx, sync_func, tensor_filter, enable_ckpt)",
+    ),
+    *_parts(
+        "verl.utils.activation_offload.AsyncDoubleBufferGroupOffloadHandler",
+        "upstream/engines.py",
+        groupid_reset="(self)",
+    ),
     # Configs: the fields that are read.
     *_parts(
         "verl.workers.config",
