@@ -56,14 +56,16 @@ WEIGHT_OPTIONS: tuple[Option, ...] = (
         proofs=(
             "tests/engine/test_gpu.py::test_bf16_error_is_at_most_that_of_stock_rmpad[whole head-fsdp]",
             "tests/engine/test_gpu.py::test_flat_parameters",
+            f"{STEPS}/test_carry_ranks.py::test_ranks_with_unequal_numbers_of_oversized_groups_are_exact[fsdp-",
         ),
-        note="FSDP1 refuses models on a CPU",
+        note="FSDP1 refuses models on a CPU; there two processes with that check taken out",
     ),
     Option(
         "hybrid sharding",
         f"{FSDP}.fsdp_size=2",
         frozenset({WEIGHTS}),
         engine={"fsdp_size": 2},
+        proofs=(f"{STEPS}/test_carry_ranks.py::test_sequence_and_data_parallel_ranks_carry_together",),
         num_ranks=4,
     ),
     Option(
