@@ -19,7 +19,7 @@ from verl_pg_plugin.layout import Layout
 
 
 class PlanPolicy:
-    """A base of the engines, whose attributes it reads."""
+    """Answers for the engine that it is a base of, from that engine's configs, mode, model and verifier."""
 
     engine_config: Any
     model_config: Any
@@ -36,12 +36,14 @@ class PlanPolicy:
         return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
 
     def _cut_for_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> str | None:
+        """What to say where copied keys have cut the groups of ``data``; None where they have not."""
         memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
         a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
         carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
         return cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
 
     def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
+        """How groups above the limit go on in the next micro-batch; None where each part stands alone."""
         assert self.sharing is not None
         options = self.engine_config.prefix_grouper
         if options.carry == "never" or not (self.sharing.carries and self.shared_model.carries):
@@ -49,6 +51,7 @@ class PlanPolicy:
         return CarryPolicy(self._row_memory.weights(forward_only), forward_only)
 
     def _copied_keys(self, forward_only: bool) -> CopiedKeys:
+        """What keys that attention copies take of the token budget."""
         return self._row_memory.copies(forward_only)
 
     @property

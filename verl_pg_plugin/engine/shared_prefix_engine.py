@@ -40,7 +40,7 @@ from verl_pg_plugin.engine.local_choices import choose_alike
 from verl_pg_plugin.engine.plan_policy import PlanPolicy
 from verl_pg_plugin.engine.ranks import on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
-from verl_pg_plugin.engine.shared_model import SharedModel, prepare_config, prepare_model
+from verl_pg_plugin.engine.shared_model import prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.engine.steps.keep import Keeper
@@ -73,15 +73,10 @@ class SharedPrefixMixin(PlanPolicy):
             different ones or compile on some alone.
     """
 
-    engine_config: Any
-    model_config: Any
     module: nn.Module
-    shared_model: SharedModel
     layer_compilation: Decision
     rank: int
-    ulysses_sequence_parallel_size: int
     ulysses_parallel_group: dist.ProcessGroup | None
-    _autocast_dtype: torch.dtype
     get_data_parallel_group: Callable[[], Any]
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -312,6 +307,7 @@ class SharedPrefixMixin(PlanPolicy):
         return {name: rows.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}
 
     def _of_all_ranks(self, rows: ForwardRows, columns_NC: torch.Tensor) -> torch.Tensor:
+        """Columns of the head rows of a Ulysses group; a rank whose head failed does not come to gather them."""
         if self.meetings is None or self.ulysses_sequence_parallel_size == 1:
             return rows.of_all_ranks(columns_NC)
         self.meetings.before_collectives()

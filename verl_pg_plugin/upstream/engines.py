@@ -22,10 +22,10 @@ def micro_batches_cut_by(
     """Within the block, verl's FSDP engine cuts ``data``, and no other mini-batch, with ``cut``.
 
     What: ``prepare_micro_batches`` and ``postprocess_batch_func`` as ``verl.workers.engine.fsdp.transformer_impl`` sees
-    them look for ``cut`` in the mini-batch they are given. Where it is, they call it, and restore the order of the rows
-    whatever ``use_dynamic_bsz`` says (verl assumes that a fixed micro-batch size never reorders them); other
-    mini-batches go to verl's functions. Put in once per process and left there, so that engines may run inside or
-    beside each other, in any order or thread.
+    them look for ``cut`` in the mini-batch they are given. Where it is, the first calls it; the second calls ``at_end``
+    and restores the order of the rows whatever ``use_dynamic_bsz`` says (verl assumes that a fixed micro-batch size
+    never reorders them). Other mini-batches go to verl's functions. Put in once per process and left there, so that
+    engines may run inside or beside each other, in any order or thread.
     Why: ``FSDPEngine.forward_backward_batch`` calls the two as module functions and has no method to override;
     copying its loop would fork gradient accumulation, loss scaling and profiling.
     Versions: verl 0.9.0 and 0.9.1.
@@ -179,7 +179,7 @@ def forget_offloaded_activations(module: Any) -> None:
 
     What: the handler that verl's layers share begins anew, with no group of activations on either device.
     Why: ``enable_activation_offload`` numbers groups upwards in a forward and downwards in its backward. After an
-    exception between the two it would hold those activations for ever, and offload nothing more.
+    exception between the two it would hold those activations, and run out of groups in the next forward (KeyError).
     Versions: verl 0.9.0 and 0.9.1.
     Remove when: ``verl.utils.activation_offload`` begins anew by itself.
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 import torch
@@ -144,11 +145,21 @@ def test_cuda_without_a_gpu_names_the_platform_that_needs_none() -> None:
         select_kernel("torch_varlen", "cuda")
 
 
-def test_a_broken_install_is_an_error_and_no_fallback(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
+def test_a_broken_install_is_an_error_and_no_fallback(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
+
+    def broken(name: str) -> Any:
+        raise error
+
     pretend_gpu(monkeypatch, (9, 0))
     installed |= {"flash-attn-4", "flash-attn"}
-    monkeypatch.setitem(sys.modules, "verl_pg_plugin.attention.kernels.flash_attn_4", None)
-    with pytest.raises(RuntimeError, match="flash_attn_4 is installed but cannot be imported"):
+    monkeypatch.setattr(selection.importlib, "import_module", broken)
+    with pytest.raises(
+        RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall it"
+    ):
         select_kernel("auto", "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Where ranks meet in a mini-batch: in front of every forward and backward of their model, and to verify.
+"""Where ranks meet in a mini-batch: in front of every forward and backward of their model, and wherever they compare.
 
 Layers of a sharded model gather weights and reduce gradients, so a rank that stops on its own leaves the others waiting
 in the next layer. An error outside of the model's forward and backward is therefore told at the next meeting, and every

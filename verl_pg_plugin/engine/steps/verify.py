@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -86,7 +87,8 @@ class Verifier:
         if self.fallen_back:
             self._unshare(micro_batch)
         elif self._is_due(kind, meetings, micro_batch):
-            return self._verified(step, meetings, micro_batch, loss_function, forward_only, kind)
+            run = partial(step, micro_batch, loss_function, forward_only)
+            return self._verified(step, run, meetings, micro_batch, kind)
         return step(micro_batch, loss_function, forward_only)
 
     @contextmanager
@@ -136,19 +138,19 @@ class Verifier:
     def _verified(
         self,
         step: ForwardStep,
+        run: Callable[[], tuple[torch.Tensor, dict[str, Any]]],
         meetings: Meetings,
         micro_batch: TensorDict,
-        loss_function: Callable | None,
-        forward_only: bool,
         kind: str,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """``run``, which is ``step`` of the whole micro-batch, checked by ``step`` of samples alone."""
         _, reads = self._shares_and_reads(meetings, micro_batch)
         sequences = self.mode.read(micro_batch)
         rows = self._choose(sequences, micro_batch)
         layout = self.mode.lay_out(unshared(sequences.select(rows)))
         # Before the forward and not after it: FSDP2 expects a forward's backward to come next.
         expected, tolerances = self._alone(step, micro_batch, sequences.prompt_lengths[rows], rows, layout)
-        loss, output = step(micro_batch, loss_function, forward_only)
+        loss, output = run()
 
         model_output = output["model_output"]
 
@@ -180,7 +182,7 @@ class Verifier:
             return loss, output
         self._unshare(micro_batch)
         del loss, output  # the graph of the forward that is thrown away
-        return step(micro_batch, loss_function, forward_only)
+        return run()
 
     def _alone(
         self, step: ForwardStep, micro_batch: TensorDict, prompt_lengths: np.ndarray, rows: list[int], layout: Any
