@@ -12,6 +12,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
 from torch.utils.checkpoint import CheckpointError
 
+from verl_pg_plugin.engine.last_product import compile_without
+
 GRAPHS_PER_FUNCTION = 64
 """Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at 8,
 after which it would run the rest uncompiled and say so in a warning among others."""
@@ -29,7 +31,7 @@ class LayerCompilerError(RuntimeError):
     """torch could not compile a decoder layer, or would not go on compiling it."""
 
 
-def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
+def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list[nn.Module]:
     """Compile every decoder layer in place, when it first runs.
 
     Layers are compiled one by one and not the model as a whole, so that FSDP can gather and free each one's weights
@@ -39,6 +41,7 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     Args:
         module: an unwrapped transformers model.
         dynamic: the number of rows differs between micro-batches.
+        recomputed: layers are checkpointed, so their last product stays outside too (``engine.last_product``).
 
     Returns:
         The layers.
@@ -53,7 +56,8 @@ def compile_layers(module: Any, dynamic: bool) -> list[nn.Module]:
     # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
     torch._C._dynamo.eval_frame._set_lru_cache(False)
     for layer in layers:
-        layer.forward = _of_plain_inputs(torch.compile(layer.forward, dynamic=dynamic))
+        compiled = compile_without(layer, dynamic) if recomputed else torch.compile(layer.forward, dynamic=dynamic)
+        layer.forward = _of_plain_inputs(compiled)
     return layers
 
 

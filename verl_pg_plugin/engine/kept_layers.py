@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verl_pg_plugin.engine.compiled_layers import decoder_layers
 from verl_pg_plugin.engine.held_bytes import HeldBytes
+from verl_pg_plugin.engine.last_product import taken_in
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 
 RECOMPUTES_WHAT_IS_ELEMENTWISE = dict.fromkeys(
@@ -106,11 +107,12 @@ class KeptLayers:
             return layer.recomputed(call, *args)
         self._inside = torch.is_grad_enabled()
         try:
-            if layer.place not in self._measures or not self._inside:
-                return call(*args)
-            self._held = HeldBytes(layer.module, given)
-            with self._held.counting():
-                out = call(*args)
+            with taken_in(layer.module):
+                if layer.place not in self._measures or not self._inside:
+                    return call(*args)
+                self._held = HeldBytes(layer.module, given)
+                with self._held.counting():
+                    out = call(*args)
             self.measured[layer.place] = self._held.total
             return out
         finally:

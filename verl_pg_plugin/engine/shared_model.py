@@ -90,7 +90,7 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
         MIXERS[name].install(module)
     mode.modality.install(module)
     if options.compile_layers:
-        compile_layers(module, dynamic=not options.static_rows)
+        compile_layers(module, dynamic=not options.static_rows, recomputed=module.is_gradient_checkpointing)
     saved_attention = kept_layers = None
     if module.is_gradient_checkpointing and not options.recompute_attention:
         saved_attention = SavedAttention(mode.kernel.name)
