@@ -13,8 +13,8 @@ class RankError(RuntimeError):
 
 
 def over_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """``value`` of every rank of the group, in rank order; only this rank's where ``group`` is None."""
-    if group is None:
+    """``value`` of every rank of the group, in rank order; this one's as it is where there is no other, or no group."""
+    if group is None or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

@@ -26,13 +26,11 @@ class SavedAttention:
     def __init__(self, kernel_name: str) -> None:
         self._operators = KERNELS[kernel_name].saved_ops
         self._keeps = True
-        for op in self._operators:
-            namespace, _, name = op.partition("::")
-            if not hasattr(getattr(torch.ops, namespace), name):
-                raise RuntimeError(
-                    f"attention kernel {kernel_name} has no operator {op} in this version, so its outputs cannot be "
-                    "kept; set prefix_grouper.recompute_attention=True"
-                )
+        if not any(map(_exists, self._operators)):
+            raise RuntimeError(
+                f"attention kernel {kernel_name} has no operator {' or '.join(self._operators)} in this version, so its "
+                "outputs cannot be kept; set prefix_grouper.recompute_attention=True"
+            )
 
     def install(self, module: Any) -> None:
         """Checkpoint the layers of a transformers model but for their attention kernel."""
@@ -52,6 +50,11 @@ class SavedAttention:
         """The ``context_fn`` of a checkpoint: what its forward keeps, and its backward takes."""
         # A layer's backward follows what its forward was asked to keep, whatever is asked for by then.
         return create_selective_checkpoint_contexts(partial(_policy, self._operators if self._keeps else ()))
+
+
+def _exists(operator: str) -> bool:
+    namespace, _, name = operator.partition("::")
+    return hasattr(getattr(torch.ops, namespace), name)
 
 
 def _policy(saved: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -32,7 +32,8 @@ class KernelSpec:
 
     Attributes:
         module: imported when the kernel is chosen, never before; its function ``attend`` is the kernel.
-        saved_ops: what its forward may be to torch's dispatcher; gradient checkpointing keeps their outputs.
+        saved_ops: what its forward may be to torch's dispatcher, at least one of which exists; gradient checkpointing
+            keeps their outputs.
         device_type: the only device that runs it; None for every device.
         min_capability: lowest compute capability of a CUDA device.
         max_capability: the highest; None where later devices run it too.
@@ -107,7 +108,7 @@ KERNELS: dict[str, KernelSpec] = {
     ),
     "flash_attn_3": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_3",
-        saved_ops=("flash_attn_3::_flash_attn_forward",),
+        saved_ops=("flash_attn_3::_flash_attn_forward", "flash_attn_3::fwd"),  # the second in builds without the first
         device_type="cuda",
         min_capability=(9, 0),
         max_capability=(9, 0),

@@ -28,8 +28,7 @@ class Meetings:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        several = group is not None and dist.get_world_size(group) > 1
-        self._group = group if several else None
+        self._group = group
         self._expected = True  # the others will come to the next meeting
 
     def before_collectives(self) -> None:
