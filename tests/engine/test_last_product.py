@@ -1,4 +1,4 @@
-"""A compiled layer that is recomputed stops in front of the last product of its MLP, and its gradients stay the same."""
+"""A compiled layer that is recomputed stops in front of its MLP's last product, with the gradients it had."""
 
 from collections import Counter
 from collections.abc import Iterator

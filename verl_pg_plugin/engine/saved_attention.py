@@ -27,9 +27,10 @@ class SavedAttention:
         self._operators = KERNELS[kernel_name].saved_ops
         self._keeps = True
         if not any(map(_exists, self._operators)):
+            names = " or ".join(self._operators)
             raise RuntimeError(
-                f"attention kernel {kernel_name} has no operator {' or '.join(self._operators)} in this version, so its "
-                "outputs cannot be kept; set prefix_grouper.recompute_attention=True"
+                f"attention kernel {kernel_name} has no operator {names} in this version, so its outputs cannot be "
+                "kept; set prefix_grouper.recompute_attention=True"
             )
 
     def install(self, module: Any) -> None:
