@@ -184,14 +184,13 @@ def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> No
 def test_metrics_count_rows_that_were_computed(packed: Any) -> None:
     batch = make_batch(MIXED, max_token_len_per_gpu=45)
     with packed.train_mode():
-        metrics = packed.forward_backward_batch(clone(batch), actor_loss())["metrics"]
+        metrics = packed.train_batch(clone(batch), actor_loss())["metrics"]
     logical = sum(len(s.prompt) + len(s.response) for s in MIXED)
     physical = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
     assert metrics["prefix_grouper/logical_tokens"] == [logical]
     assert metrics["prefix_grouper/physical_tokens"] == [physical]
     assert metrics["prefix_grouper/dedup_ratio"] == [logical / physical]
     assert metrics["prefix_grouper/groups_per_micro_batch"] == [3 / 3]
-    assert 0 <= metrics["prefix_grouper/mfu_physical"][0] <= 1, "0 where verl does not know the device's peak"
     assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
 
 

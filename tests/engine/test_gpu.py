@@ -79,7 +79,7 @@ def test_flat_parameters_of_fsdp1_give_outputs_and_a_gradient_norm_like_stock(qw
 def test_mfu_of_the_rows_that_are_computed_is_between_nothing_and_one(qwen3: str) -> None:
     engine = make_engine(qwen3, packed=True, engine=BF16)
     with engine.train_mode():
-        metrics = engine.forward_backward_batch(clone(make_batch(SAMPLES)), actor_loss(**SMOOTH_LOSS))["metrics"]
+        metrics = engine.train_batch(clone(make_batch(SAMPLES)), actor_loss(**SMOOTH_LOSS))["metrics"]
     assert 1e-6 < metrics["prefix_grouper/mfu_physical"][0] < 1
 
 

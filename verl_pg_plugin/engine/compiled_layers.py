@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch_config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
 from torch.utils.checkpoint import CheckpointError
 
@@ -94,8 +95,14 @@ class _SameStorage(torch.autograd.Function):
         return gradient
 
 
-def _bounded() -> Any:
-    return config.patch(recompile_limit=GRAPHS_PER_FUNCTION, fail_on_recompile_limit_hit=True)
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Settings of torch for graphs and how many there may be."""
+    limit = config.patch(recompile_limit=GRAPHS_PER_FUNCTION, fail_on_recompile_limit_hit=True)
+    # Gradients of queries, keys and values come as attention's kernel writes them, which is how the forward has written
+    # queries, keys and values themselves. Later torch expects that by default; 2.11 would copy them.
+    with limit, functorch_config.patch(guess_tangent_strides_as_outputs=True):
+        yield
 
 
 @contextmanager

@@ -7,7 +7,6 @@ are verl's.
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.device import get_device_id, get_device_name
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
@@ -31,12 +30,13 @@ from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
-from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, plan_metrics
+from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, flops_of_a_device, plan_metrics
 from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.local_choices import choose_alike
+from verl_pg_plugin.engine.mfu_clock import MfuClock, MfuOfPasses
 from verl_pg_plugin.engine.plan_policy import PlanPolicy
 from verl_pg_plugin.engine.ranks import on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
@@ -52,7 +52,7 @@ from verl_pg_plugin.modalities import Modality, modality_of
 logger = logging.getLogger(__name__)
 
 
-class SharedPrefixMixin(PlanPolicy):
+class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
     """Put in front of one of verl's FSDP engines.
 
     Prefixes are shared when the engine config is a ``PrefixGrouperEngineConfig`` with ``use_prefix_grouper=True``:
@@ -211,7 +211,7 @@ class SharedPrefixMixin(PlanPolicy):
             plans.append(plan)
             return plans[0].micro_batches, plans[0].indices
 
-        start = time.perf_counter()
+        clock = MfuClock()
         keeper = None if forward_only else self.keeper
         carrier = Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows)
         meetings = Meetings(everyone)
@@ -219,15 +219,13 @@ class SharedPrefixMixin(PlanPolicy):
 
         def finished() -> tuple[dict[str, float], Held | None]:
             carrier.check_all_claimed()
-            get_torch_device().synchronize()  # the last backward is still running, and the clock must see its end
             padding = sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches))
-            seconds = time.perf_counter() - start
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
             copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
             if copies_count(plans[0], copies):
                 self._remarks.on_copies(partial(self._cut_for_copies, plans[0], data, forward_only), forward_only)
-            figures = figures_of_rank(plans[0], padding, carried_bytes, flops, seconds, forward_only, patches, copy)
+            figures = figures_of_rank(plans[0], padding, carried_bytes, flops, forward_only, patches, copy)
             return figures, None if keeper is None else keeper.held()
 
         def metrics_of(ranks: list[tuple[dict[str, float], Held | None]]) -> dict[str, list[float]]:
@@ -250,6 +248,8 @@ class SharedPrefixMixin(PlanPolicy):
                     output = run(data, loss_function, forward_only=forward_only)
                 ranks = meetings.gather(finished)
                 output["metrics"].update(on_every_rank(partial(metrics_of, ranks), everyone))
+            clock.stop(flops_of_a_device([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size))
+            self.clock = clock
         except BaseException as error:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
             if self.model_config.enable_activation_offload:

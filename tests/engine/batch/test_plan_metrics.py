@@ -25,26 +25,32 @@ SEQUENCES = Sequences(
 
 
 def metrics(forward_only: bool, monkeypatch: pytest.MonkeyPatch, num_padding_rows: int = 0) -> dict[str, list[float]]:
-    monkeypatch.setattr(module, "get_device_flops", lambda unit: 1e-9)  # in units of 1e12: 1,000 FLOP/s
+    return module.plan_metrics(ranks_of_a_group(forward_only, monkeypatch, num_padding_rows), sp_size=2)
+
+
+def ranks_of_a_group(
+    forward_only: bool, monkeypatch: pytest.MonkeyPatch, num_padding_rows: int = 0
+) -> list[dict[str, float]]:
+    """Figures of two ranks that share their sequences."""
     plan = MicroBatchPlan([], [[0, 1], [2, 3]], chains=[], exported_rows=0, sequences=SEQUENCES)
     monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT])
-    figures = module.figures_of_rank(plan, num_padding_rows, 0, FLOPS, seconds=2.0, forward_only=forward_only)
-    return module.plan_metrics([figures, figures], sp_size=2)
+    figures = module.figures_of_rank(plan, num_padding_rows, 0, FLOPS, forward_only=forward_only)
+    return [figures, figures]
 
 
 def test_an_update_counts_its_forward_three_times_and_log_probs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3))
-    assert metrics(True, monkeypatch)["prefix_grouper/mfu_physical"] == [pytest.approx(forward / (1000 * 2 * 2.0))]
-    update = metrics(False, monkeypatch)["prefix_grouper/mfu_physical"]
-    assert update == [pytest.approx(3 * forward / (1000 * 2 * 2.0))]
+    of_devices = [module.flops_of_a_device(ranks_of_a_group(only, monkeypatch), sp_size=2) for only in (True, False)]
+    assert of_devices == [pytest.approx(forward / 2), pytest.approx(3 * forward / 2)]
 
 
 def test_padding_is_physical_and_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, padded = metrics(True, monkeypatch), metrics(True, monkeypatch, num_padding_rows=8)
+    plain, padded = (ranks_of_a_group(True, monkeypatch, num_padding_rows=rows) for rows in (0, 8))
+    assert module.flops_of_a_device(plain, 2) == module.flops_of_a_device(padded, 2)
+    plain, padded = module.plan_metrics(plain, 2), module.plan_metrics(padded, 2)
     assert plain["prefix_grouper/dedup_ratio"] == [16 / 8]
     assert padded["prefix_grouper/dedup_ratio"] == [16 / 16]
     assert padded["prefix_grouper/padding_tokens"] == [8.0]
-    assert padded["prefix_grouper/mfu_physical"] == plain["prefix_grouper/mfu_physical"]
 
 
 def test_copies_are_told_per_computed_row_and_by_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +58,7 @@ def test_copies_are_told_per_computed_row_and_by_the_largest_micro_batch(monkeyp
     plan = MicroBatchPlan([], [[0, 1], [2, 3], [0]], chains=[], exported_rows=0, sequences=SEQUENCES)
     monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT, alone])
     figures = [
-        module.figures_of_rank(plan, 0, 0, FLOPS, 1.0, forward_only=True, bytes_of_a_copy=size)
-        for size in (2**29, 2**30)
+        module.figures_of_rank(plan, 0, 0, FLOPS, forward_only=True, bytes_of_a_copy=size) for size in (2**29, 2**30)
     ]
     told = module.plan_metrics(figures, sp_size=1)
     # a prompt of two rows, copied once for itself and twice for a row of response each
@@ -81,16 +86,10 @@ def test_prompts_of_another_class_are_another_group() -> None:
     assert classes.prompt_groups.tolist() == [0, 1, 2, 2]
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank_and_as_much_memory_as_its_fullest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "get_device_flops", lambda unit: 1e-9)
+def test_a_step_takes_as_much_memory_as_its_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = MicroBatchPlan([], [[0, 1], [2, 3]], chains=[], exported_rows=0, sequences=SEQUENCES)
     monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT])
     ranks = [
-        module.figures_of_rank(plan, 0, carried_bytes, FLOPS, seconds, forward_only=True)
-        for seconds, carried_bytes in ((1.0, 2**31), (4.0, 2**30))
+        module.figures_of_rank(plan, 0, carried_bytes, FLOPS, forward_only=True) for carried_bytes in (2**31, 2**30)
     ]
-    told = module.plan_metrics(ranks, sp_size=1)
-    assert told["prefix_grouper/peak_carried_gib"] == [2.0]
-    assert told["prefix_grouper/mfu_physical"] == [pytest.approx(sum(rank["flops"] for rank in ranks) / (2000 * 4.0))]
+    assert module.plan_metrics(ranks, sp_size=1)["prefix_grouper/peak_carried_gib"] == [2.0]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from verl.utils.flops_counter import get_device_flops
 
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
@@ -15,7 +14,6 @@ def figures_of_rank(
     num_padding_rows: int,
     carried_bytes: int,
     flops: ModelFlops,
-    seconds: float,
     forward_only: bool,
     patches: Sequence[tuple[IntArray, IntArray]] = (),
     bytes_of_a_copy: int = 0,
@@ -27,7 +25,6 @@ def figures_of_rank(
         num_padding_rows: rows that were added to them; they count as physical tokens.
         carried_bytes: most memory that rows on their way from one micro-batch to another took.
         flops: of the model.
-        seconds: this rank took for the mini-batch.
         forward_only: there was no backward.
         patches: of the pictures of each micro-batch, those that the tower computed and those of all its sequences.
         bytes_of_a_copy: of a key and its value that attention copies, in one layer of this rank.
@@ -51,7 +48,6 @@ def figures_of_rank(
         "flops": forward * (1 if forward_only else FORWARDS_OF_AN_UPDATE),
         "forward": forward,
         "forward_alone": alone,
-        "seconds": seconds,
         "carried_bytes": carried_bytes,
         "copied_keys": sum(copied),
         "copied_bytes": max(copied) * bytes_of_a_copy,
@@ -86,8 +82,7 @@ def plan_metrics(ranks: list[dict[str, float]], sp_size: int) -> dict[str, list[
         sp_size: devices that share one sequence, and report the same of it.
     """
     total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
-    most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "carried_bytes", "copied_bytes")}
-    peak = get_device_flops("T") * 1e12 * len(ranks) * most["seconds"]
+    most = {name: max(rank[name] for rank in ranks) for name in ("carried_bytes", "copied_bytes")}
     metrics = {name: total[name] for name in TOTALS if name in total} | {
         "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
@@ -95,9 +90,13 @@ def plan_metrics(ranks: list[dict[str, float]], sp_size: int) -> dict[str, list[
         "dedup_ratio_of_groups": total["logical_tokens"] / total["rows_of_groups"],
         # Without the rows that are exported, which a forward without gradient computes once more.
         "flop_ratio": total["forward_alone"] / total["forward"],
-        "mfu_physical": total["flops"] / peak,
         "peak_carried_gib": most["carried_bytes"] / 2**30,
         "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
         "peak_copied_gib": most["copied_bytes"] / 2**30,
     }
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}
+
+
+def flops_of_a_device(ranks: list[dict[str, float]], sp_size: int) -> float:
+    """What each computes on average; the arguments are those of ``plan_metrics``."""
+    return sum(rank["flops"] for rank in ranks) / sp_size / len(ranks)
