@@ -120,20 +120,59 @@ def test_a_forward_without_gradient_keeps_nothing_and_verify_mode_passes(qwen3: 
     assert set(engine.keeper.budget.bytes_per_row.values()) != {0.0}
 
 
-def test_memory_that_runs_out_names_the_override_and_leaves_the_next_update_exact(
+class MemoryEnds:
+    """In front of an engine's losses: memory ends in updates whose last micro-batch keeps more layers than there is
+    room for."""
+
+    def __init__(self, engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine, self.room, self.tried = engine, room, []
+        self._outputs = engine.prepare_model_outputs
+        monkeypatch.setattr(engine, "prepare_model_outputs", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept = self.engine.keeper._kept if self.engine.keeper else [(frozenset(range(LAYERS)), 0)]
+        if len(kept) == 2:  # the first micro-batch has its gradients
+            self.tried.append(len(kept[-1][0]))
+            if self.tried[-1] > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self._outputs(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("asked", "tried"), [("all", [4, 2, 1, 1]), (1.0, [4, 2, 1, 1])])
+def test_where_memory_ends_a_mini_batch_starts_over_with_half_as_much(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: Any, tried: list[int]
+) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"keep_activations": asked})
+    samples, batch = SAMPLES[:2], [*group(11, [5, 9], 1), *group(11, [9, 5], 2)]
+    update(engine, samples)  # which measures a layer
+    with monkeypatch.context() as patched:
+        memory = MemoryEnds(engine, 1, patched)
+        rows = make_batch(batch, max_token_len_per_gpu=BUDGET)
+        assert_same(run_engine(engine, rows, actor_loss()), run_reference(qwen3, rows, actor_loss()))
+        update(engine, batch)
+    assert memory.tried == tried, "what was too much once is not tried again"
+    assert caplog.text.count("out of memory; the mini-batch starts over") == 2
+
+
+def test_memory_that_ends_with_nothing_kept_or_with_gradients_to_lose_is_an_error(
     qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    for keep, message in (("all", "keep_activations=attention"), ("attention", "^CUDA out of memory.$")):
+    for keep, message in (
+        ("all", "2 of 4 layers|4 of 4 layers.*keep_activations=attention"),
+        ("attention", "^CUDA out"),
+    ):
         engine = make_engine(qwen3, packed=True, engine={"keep_activations": keep})
-        with monkeypatch.context() as patched:
+        batch = make_batch(SAMPLES, max_token_len_per_gpu=BUDGET)
+        with engine.train_mode(), monkeypatch.context() as patched:
+            engine.forward_backward_batch(clone(batch), actor_loss())
             patched.setattr(engine, "prepare_model_outputs", out_of_memory)
             with pytest.raises(torch.OutOfMemoryError, match=message):
-                update(engine)
-        batch = make_batch(SAMPLES, max_token_len_per_gpu=BUDGET)
+                engine.forward_backward_batch(clone(batch), actor_loss())
         assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_a_model_whose_layers_do_not_checkpoint_themselves_is_refused(

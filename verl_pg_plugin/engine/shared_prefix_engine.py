@@ -78,6 +78,7 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
     rank: int
     ulysses_parallel_group: dist.ProcessGroup | None
     get_data_parallel_group: Callable[[], Any]
+    optimizer_zero_grad: Callable[[], None]
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         asked = getattr(engine_config, "use_prefix_grouper", False)
@@ -190,10 +191,21 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        run = super().forward_backward_batch  # type: ignore[misc]
+        stock = super().forward_backward_batch  # type: ignore[misc]
         if self.sharing is None:
-            return run(data, loss_function, forward_only=forward_only)
+            return stock(data, loss_function, forward_only=forward_only)
+        run = partial(self._run, stock, data, loss_function, forward_only)
+        if self.keeper is None or forward_only:
+            return run()
+        accumulates = any(parameter.grad is not None for parameter in self.module.parameters())
+        return self.keeper.run(run, self.optimizer_zero_grad, accumulates)
+
+    def _run(
+        self, stock: Callable[..., dict[str, Any]], data: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> dict[str, Any]:
+        """A mini-batch over shared rows, with ``stock`` as verl's loop over micro-batches."""
         mode, everyone = self.sharing, dist.group.WORLD
+        assert mode is not None
 
         def checked() -> tuple[TensorDict, CarryPolicy | None, CopiedKeys]:
             whole = without_gaps(with_ragged_tokens(data))
@@ -245,17 +257,15 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
                 keeper.start(meetings)
             with counting:
                 with compiler, cutting, meetings.telling():
-                    output = run(data, loss_function, forward_only=forward_only)
+                    output = stock(data, loss_function, forward_only=forward_only)
                 ranks = meetings.gather(finished)
                 output["metrics"].update(on_every_rank(partial(metrics_of, ranks), everyone))
             clock.stop(flops_of_a_device([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size))
             self.clock = clock
-        except BaseException as error:
+        except BaseException:
             upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
             if self.model_config.enable_activation_offload:
                 upstream.forget_offloaded_activations(self.module)  # of a forward without a backward
-            if keeper is not None:
-                keeper.explain(error)
             raise
         finally:
             self.carrier, self.meetings = outer  # with ours go the rows of a chain that an error has cut short

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from verl_pg_plugin.engine.steps.meetings import Meetings
 from verl_pg_plugin.engine.steps.verify import ForwardStep
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Keeper:
@@ -113,20 +114,35 @@ class Keeper:
             "prefix_grouper/kept_gib": [max(self.budget.held(layers, rows) for layers, rows in kept) / 2**30],
         }
 
-    def explain(self, error: BaseException) -> None:
-        """Say what to set where memory ran out while layers were kept.
+    def run(self, update: Callable[[], T], start_over: Callable[[], None], accumulates: bool) -> T:
+        """``update``; where memory ends while layers are kept, once more with half as much.
 
-        No rank can take the step back alone: the others are in the middle of a collective.
+        Only where no other rank is in the middle of a collective, and nothing is lost by starting over.
+
+        Args:
+            update: a whole mini-batch.
+            start_over: drops its gradients.
+            accumulates: there are gradients of earlier mini-batches.
 
         Raises:
-            torch.OutOfMemoryError: names the override, from ``error``.
+            torch.OutOfMemoryError: names the override, where layers were kept.
         """
-        most = max((len(layers) for layers, _ in self._kept), default=0)
-        if isinstance(error, torch.OutOfMemoryError) and most:
-            raise torch.OutOfMemoryError(
-                f"out of memory while {most} of {self.layers.num_layers} layers kept their activations "
-                f"({KEEP_ACTIVATIONS}={self.budget.asked}); set {KEEP_ACTIVATIONS}=attention, or to fewer GiB"
-            ) from error
+        while True:
+            self._kept = []
+            try:
+                return update()
+            except torch.OutOfMemoryError as error:
+                most = max((len(layers) for layers, _ in self._kept), default=0)
+                if not most:
+                    raise
+                if accumulates or dist.get_world_size() > 1:
+                    raise torch.OutOfMemoryError(
+                        f"out of memory while {most} of {self.layers.num_layers} layers kept their activations "
+                        f"({KEEP_ACTIVATIONS}={self.budget.asked}); set {KEEP_ACTIVATIONS}=attention, or to fewer GiB"
+                    ) from error
+            # Not inside of the except clause, where the error's frames hold what had filled the memory.
+            self.budget.step_down(self._kept)
+            start_over()
 
 
 def _why_attention(model: SharedModel, mode: SharingMode, model_config: HFModelConfig, auto: bool) -> str:
