@@ -29,7 +29,7 @@ WRONG = [
     ("static_rows", 1, BOOLEAN),
     ("compile_layers", "maybe", "is unknown; the values are auto, True, False"),
     ("recompute_attention", "yes", BOOLEAN),
-    ("keep_activations", "mlp", "is unknown; the values are auto, attention, all and GiB above 0"),
+    ("keep_activations", "mlps", "is unknown; the values are auto, attention, mlp, all and GiB above 0"),
     ("keep_activations", 0, "is unknown"),
     ("keep_activations", -4.0, "is unknown"),
     ("keep_activations", float("inf"), "is unknown"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import (
@@ -98,6 +99,32 @@ def test_the_first_mini_batch_of_a_budget_keeps_one_layer_and_measures_it(qwen3:
     engine = make_engine(qwen3, packed=True, engine={"keep_activations": 1.0})
     kept = [update(engine)[0]["prefix_grouper/kept_layers"] for _ in range(2)]
     assert kept == [[1.0], [float(LAYERS)]]
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it comes", "compiled"])
+def test_mlps_that_are_kept_are_not_recomputed_and_hold_less_than_their_layers(qwen3: str, compiled: bool) -> None:
+    found = {}
+    for keep in ("attention", "mlp", "all"):
+        engine = make_engine(qwen3, packed=True, engine={"compile_layers": compiled, "keep_activations": keep})
+        _, gradients = update(engine)
+        graphs = counters["stats"]["unique_graphs"]
+        with profile(record_shapes=True) as profiler:
+            again, _ = update(engine, [*SAMPLES, *group(16, [9, 9], 5)])  # other numbers of rows
+        assert counters["stats"]["unique_graphs"] == graphs
+        ran = [event for event in profiler.events() if event.name == "aten::mm"]
+        found[keep] = gradients, again.get("prefix_grouper/kept_gib"), ran
+    assert all(torch.equal(found["mlp"][0][name], want) for name, want in found["attention"][0].items())
+    assert found["mlp"][1] < found["all"][1]
+    products = {
+        keep: [(str(event.input_shapes[1]), event.cpu_parent and event.cpu_parent.name) for event in ran]
+        for keep, (*_, ran) in found.items()
+    }
+    into_mlp = {keep: sum(width == f"[32, {INTERMEDIATE}]" for width, _ in ran) for keep, ran in products.items()}
+    assert into_mlp["mlp"] == into_mlp["all"] < into_mlp["attention"]
+    # What a checkpoint's dispatch mode let through, first and again: queries and the half's last product, as wide.
+    inside = {keep: ran.count(("[32, 32]", "PythonDispatchMode")) for keep, ran in products.items()}
+    assert inside["mlp"] / inside["attention"] == (2 + 1) / (2 + 2)
 
 
 def test_copies_of_keys_are_not_held(qwen3: str) -> None:

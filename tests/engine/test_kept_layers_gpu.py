@@ -1,5 +1,7 @@
 """On a GPU: kept layers hold what was measured, give the gradients of recomputed ones, and ``auto`` finds its way."""
 
+import gc
+
 import pytest
 import torch
 
@@ -58,6 +60,28 @@ def test_more_layers_raise_the_peak_by_what_they_hold_and_change_no_bit(
     assert peaks[2] - peaks[0] <= 2.1 * layer
     for layers in (2, 6):
         assert all(torch.equal(gradients[layers][name], want) for name, want in gradients[0].items())
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=["eager", "compiled"])
+def test_kept_mlps_take_less_than_kept_layers_and_change_no_bit(
+    qwen3: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    peaks, gradients = [], []
+    for keep in ("attention", "mlp", "all"):
+        engine = make_engine(qwen3, packed=True, engine={**BF16, "compile_layers": compiled, "keep_activations": keep})
+        for _ in range(2):  # the first compiles
+            torch.cuda.reset_peak_memory_stats()
+            found = {name: gradient.cpu() for name, gradient in update(engine, SAMPLES, BUDGET)[1].items()}
+        peaks.append(torch.cuda.max_memory_allocated())
+        gradients.append(found)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert peaks == sorted(peaks)
+    assert peaks[1] - peaks[0] < 0.9 * (peaks[2] - peaks[0])
+    for kept in gradients[1:]:
+        assert all(torch.equal(kept[name], want) for name, want in gradients[0].items())
 
 
 @pytest.mark.parametrize("compiled", COMPILED, ids=["eager", "compiled"])

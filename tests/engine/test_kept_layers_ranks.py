@@ -54,11 +54,13 @@ def run_engines(rank: int, path: str) -> dict[str, tuple[Result, set[int]]]:
         engine.keeper.budget.asked = 2.5 * held * 31 / 2**30  # of the first group's rows; one layer of the second's
         result = run_engine(engine, clone(batch), actor_loss())
         results[name] = result, {len(layers) for layers, _ in engine.keeper.held().kept}
-    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "keep_activations": "all"})
-    with carrying(engine):
-        result = run_engine(engine, make_batch(ONE_GROUP, max_token_len_per_gpu=18), actor_loss())
-    results["chain"] = result, set()
+    for keep in ("all", "mlp"):
+        engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "keep_activations": keep})
+        with carrying(engine):
+            result = run_engine(engine, make_batch(ONE_GROUP, max_token_len_per_gpu=18), actor_loss())
+        results[f"chain, {keep}"] = result, set()
     results["flat parameters"] = Result({}, flat_gradients(rank, path, "all")), set()
+    results["flat parameters, mlps kept"] = Result({}, flat_gradients(rank, path, "mlp")), set()
     results["flat parameters, recomputed"] = Result({}, flat_gradients(rank, path, "attention")), set()
     return results
 
@@ -91,12 +93,15 @@ def test_ranks_that_keep_different_layers_are_exact(ranks: list, qwen3: str, nam
 
 def test_flat_parameters_get_the_gradients_of_recomputed_layers(ranks: list) -> None:
     for results in ranks:
-        kept, recomputed = (results[f"flat parameters{how}"][0].gradients for how in ("", ", recomputed"))
+        recomputed = results["flat parameters, recomputed"][0].gradients
         assert any(gradient.abs().max() > 0 for gradient in recomputed.values())
-        assert all(torch.equal(kept[name], want) for name, want in recomputed.items())
+        for how in ("", ", mlps kept"):
+            kept = results[f"flat parameters{how}"][0].gradients
+            assert all(torch.equal(kept[name], want) for name, want in recomputed.items())
 
 
-def test_parts_of_a_chain_keep_their_layers_on_every_ulysses_rank(ranks: list, qwen3: str) -> None:
+@pytest.mark.parametrize("keep", ["all", "mlp"])
+def test_parts_of_a_chain_keep_their_layers_on_every_ulysses_rank(ranks: list, qwen3: str, keep: str) -> None:
     expected = run_reference(qwen3, make_batch(ONE_GROUP), actor_loss())
     for results in ranks:
-        assert_same(results["chain"][0], expected)
+        assert_same(results[f"chain, {keep}"][0], expected)

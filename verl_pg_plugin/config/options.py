@@ -28,9 +28,10 @@ class PrefixGrouperOptions:
         recompute_attention: gradient checkpointing runs the attention kernel again in the backward; False keeps its
             output, which takes about as much memory as the hidden states that are kept anyway.
         keep_activations: what gradient checkpointing keeps beside the layers' inputs. attention: the attention kernel's
-            output. all: everything, so that the backward recomputes nothing. A number: as many whole layers as hold no
-            more than so many GiB of a device besides. auto: from the third update on as many as fit into what a device
-            has left, less a tenth of its memory (``engine.activation_budget``); attention where that is unknown.
+            output. mlp: that, and what the MLPs compute. all: everything, so that the backward recomputes nothing. A
+            number: as many whole layers as hold no more than so many GiB of a device besides. auto: from the third
+            update on as many as fit into what a device has left, less a tenth of its memory
+            (``engine.activation_budget``); attention where that is unknown.
         min_dedup_ratio: a micro-batch of packed mode that would share less than this (logical over physical tokens)
             runs as plain rmpad; 1 lets all of them share.
         verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
@@ -112,11 +113,11 @@ def _above_zero_or_none(value: Any) -> Objection | None:
     return "is not a finite number above 0: one lets nothing pass, the other everything", "null or <number above 0>"
 
 
-_KEEPS = "auto, attention, all and GiB above 0"
+_KEEPS = "auto, attention, mlp, all and GiB above 0"
 
 
 def _keeps(value: Any) -> Objection | None:
-    if value in ("auto", "attention", "all") and isinstance(value, str):
+    if value in ("auto", "attention", "mlp", "all") and isinstance(value, str):
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
         return None

@@ -51,7 +51,8 @@ class ActivationBudget:
     """What one engine may keep, from mini-batch to mini-batch; the same on every rank.
 
     Attributes:
-        asked: "all", "auto", or GiB that layers may hold beside what checkpointing holds anyway.
+        asked: "all", "mlp" (every layer too, which then holds less), "auto", or GiB that layers may hold beside what
+            checkpointing holds anyway.
         kinds: of each layer, see ``KeptLayers.kinds``.
         bytes_per_row: that a layer of each kind holds, where it was measured.
         stepped: the optimizer has made a step, so it has its states.
@@ -89,7 +90,7 @@ class ActivationBudget:
 
     def layers(self, rows: int) -> frozenset[int]:
         """Places of the layers that a micro-batch of so many rows of this rank keeps."""
-        if self.asked == "all" and math.isinf(self._most):
+        if self.asked in ("all", "mlp") and math.isinf(self._most):
             return frozenset(range(len(self.kinds)))
         budget, probes = min(self._bytes(rows), self._most), self.unmeasured
         if probes and math.isinf(self._most):
@@ -148,7 +149,7 @@ class ActivationBudget:
         """What a micro-batch of so many rows may hold."""
         if isinstance(self.asked, (int, float)):
             return self.asked * 2**30
-        if self.asked == "all":
+        if self.asked in ("all", "mlp"):
             return math.inf
         if self._left is None or self._rise is None:
             return 0.0

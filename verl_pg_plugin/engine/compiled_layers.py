@@ -62,6 +62,11 @@ def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list
     return layers
 
 
+def compile_part(forward: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """Compile part of a layer, which is then called from the graphs of the rest."""
+    return _of_plain_inputs(torch.compile(forward, dynamic=dynamic))
+
+
 def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled forward that gets the same kind of tensors from the recomputation of a checkpoint as from the forward.
 

@@ -4,14 +4,15 @@ Whole layers and not operators: what a compiled layer saves is decided inside it
 checkpointing does not look, while calling a layer without a checkpoint around it works compiled and eager alike. The
 last layers are kept, since they are freed first: when a recomputed layer needs its working memory, they are gone.
 
-Inside a kept layer attention alone is checkpointed. Its kernel's output is kept, as everywhere, and the copies of keys
-and values are gathered again, since a prompt is copied for each of its responses.
+Inside a kept layer attention alone is checkpointed, or the half of the layer around it (``engine.attention_half``). Its
+kernel's output is kept, as everywhere, and the copies of keys and values are gathered again, since a prompt is copied
+for each of its responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from verl_pg_plugin.config.options import PrefixGrouperOptions
+from verl_pg_plugin.engine.attention_half import AttentionHalf
 from verl_pg_plugin.engine.compiled_layers import decoder_layers
 from verl_pg_plugin.engine.held_bytes import HeldBytes
 from verl_pg_plugin.engine.last_product import taken_in
@@ -41,8 +44,11 @@ class KeptLayers:
         measured: bytes that kept layers held in the last forward that measured them, by the layer's place.
     """
 
-    def __init__(self, saved_attention: SavedAttention, layers: list[nn.Module]) -> None:
+    def __init__(
+        self, saved_attention: SavedAttention, layers: list[nn.Module], halves: Sequence[AttentionHalf] = ()
+    ) -> None:
         self._saved = saved_attention
+        self._halves = halves
         self.kinds = [tuple(type(part).__name__ for part in layer.modules()) for layer in layers]
         self.measured: dict[int, int] = {}
         self._kept: frozenset[int] = frozenset()
@@ -52,8 +58,15 @@ class KeptLayers:
         self._held: HeldBytes | None = None
 
     @classmethod
-    def install(cls, module: Any, saved_attention: SavedAttention) -> KeptLayers | None:
+    def install(cls, module: Any, saved_attention: SavedAttention, options: PrefixGrouperOptions) -> KeptLayers | None:
         """Stand between the layers of a model and the checkpoint around each; call it after ``saved_attention``'s.
+
+        Args:
+            options: whose ``compile_layers`` is what has been done to them; with ``keep_activations=mlp`` a kept layer
+                computes its attention half again.
+
+        Raises:
+            ValueError: a layer has no such half.
 
         Returns:
             None for a model whose layers are not checkpointed one by one.
@@ -61,7 +74,11 @@ class KeptLayers:
         layers = decoder_layers(module)
         if not layers or not all(getattr(layer, "_gradient_checkpointing_func", None) for layer in layers):
             return None
-        kept = cls(saved_attention, layers)
+        halves: list[AttentionHalf] = []
+        if options.keep_activations == "mlp":
+            compiled, dynamic = bool(options.compile_layers), not options.static_rows
+            halves = [AttentionHalf(layer, saved_attention.contexts, compiled, dynamic) for layer in layers]
+        kept = cls(saved_attention, layers, halves)
         for place, layer in enumerate(layers):
             layer._gradient_checkpointing_func = _Layer(kept, place, layer, layer._gradient_checkpointing_func)
         return kept
@@ -105,10 +122,11 @@ class KeptLayers:
         call = partial(_saving_little, call)
         if layer.place not in self._kept:
             return layer.recomputed(call, *args)
-        self._inside = torch.is_grad_enabled()
+        self._inside = torch.is_grad_enabled() and not self._halves
+        half = self._halves[layer.place].recomputed() if self._halves else nullcontext()
         try:
-            with taken_in(layer.module):
-                if layer.place not in self._measures or not self._inside:
+            with taken_in(layer.module), half:
+                if layer.place not in self._measures or not torch.is_grad_enabled():
                     return call(*args)
                 self._held = HeldBytes(layer.module, given)
                 with self._held.counting():

@@ -40,8 +40,7 @@ def compile_without(layer: nn.Module, dynamic: bool) -> Callable[..., Any]:
     product = _last_product(layer)
     if product is None:
         return compiled
-    product.left_out = True
-    product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
+    leave_out(product)
     whole = torch.compile(layer.forward, dynamic=dynamic, options=TAKEN_IN)
 
     @wraps(layer.forward)
@@ -49,6 +48,12 @@ def compile_without(layer: nn.Module, dynamic: bool) -> Callable[..., Any]:
         return (compiled if product.left_out else whole)(*args, **kwargs)
 
     return forward
+
+
+def leave_out(product: Any) -> None:
+    """Let a matrix stand between compiled graphs wherever gradients are wanted, unless it is frozen."""
+    product.left_out = True
+    product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
 
 
 @contextmanager

@@ -96,5 +96,5 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
         saved_attention = SavedAttention(mode.kernel.name)
         saved_attention.install(module)
         if options.keep_activations != "attention":
-            kept_layers = KeptLayers.install(module, saved_attention)
+            kept_layers = KeptLayers.install(module, saved_attention, options)
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention, kept_layers)

@@ -89,6 +89,7 @@ def _activations(config: DictConfig) -> str:
     asked = OmegaConf.select(config, f"{OPTIONS}.keep_activations", default="attention")
     kept = {
         "attention": "attention's outputs are kept",
+        "mlp": "attention's outputs and the MLPs of all layers are kept",
         "all": "all layers are kept",
         "auto": "attention's outputs are kept, and as many layers as the device has memory for after the first update",
     }
