@@ -1,10 +1,11 @@
 """Options over two GPUs in bf16: FSDP2 and FSDP1, and Ulysses sequence parallelism with every option it meets.
 
-One spawn runs all cases, as on processes without a GPU.
+Most of a case is the host's work, so several pairs of processes share the two GPUs.
 """
 
-import logging
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from tests.options.harness import Checkpoint
 from tests.options.option import Case, alone, pairs
 from tests.options.table import OPTIONS
 
-logger = logging.getLogger(__name__)
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
@@ -25,13 +24,14 @@ pytestmark = [
 UP_TO_TWO = [option for option in OPTIONS if option.num_ranks <= 2 and not option.slow]
 MEETING = [*alone(UP_TO_TWO), *(case for case in pairs(UP_TO_TWO) if case.num_ranks == 2)]
 CASES = [case for case in MEETING if not needs_own_process(case)]
+AT_ONCE = 6
 
 
-def errors_on_rank(rank: int, checkpoint: Checkpoint) -> list[str]:
-    """What is wrong with each case on this rank, empty where nothing is."""
+def errors_on_rank(rank: int, checkpoint: Checkpoint, cases: list[Case], log: Path) -> list[str]:
+    """What is wrong with each case on this rank, empty where nothing is; ``log`` names the case that runs now."""
     engines, errors = make_engines(checkpoint), []
-    for case in CASES:
-        logger.warning("rank %d: %s", rank, case)  # the last one is to blame where a process is killed
+    for case in cases:
+        log.with_suffix(f".{rank}").write_text(str(case))
         try:
             assert_as_close_as_stock(case, engines)
             errors.append("")
@@ -40,11 +40,25 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint) -> list[str]:
     return errors
 
 
+def errors_of(cases: list[Case], checkpoint: Checkpoint, log: Path) -> dict[str, str]:
+    """What is wrong with each case on any rank, with two processes of their own; one that dies takes all of them."""
+    try:
+        by_rank = on_ranks(2, errors_on_rank, checkpoint, cases, log, device="cuda")
+    except Exception:
+        running = [path.read_text() for path in log.parent.glob(f"{log.name}.*")]
+        return {str(case): f"while {running} ran: {traceback.format_exc()}" for case in cases}
+    return {str(case): "\n".join(filter(None, errors)) for case, *errors in zip(cases, *by_rank, strict=True)}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    checkpoint = save_checkpoint(tmp_path_factory.mktemp("gpu"))
-    by_rank = on_ranks(2, errors_on_rank, checkpoint, device="cuda")
-    return {str(case): "\n".join(filter(None, errors)) for case, *errors in zip(CASES, *by_rank, strict=True)}
+    folder = tmp_path_factory.mktemp("gpu")
+    checkpoint = save_checkpoint(folder)
+    shards = [CASES[first::AT_ONCE] for first in range(AT_ONCE)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        logs = [folder / f"shard{number}" for number in range(AT_ONCE)]
+        errors = pool.map(errors_of, shards, [checkpoint] * AT_ONCE, logs)
+        return {case: error for shard in errors for case, error in shard.items()}
 
 
 @pytest.mark.parametrize("case", parameters(CASES))

@@ -99,7 +99,7 @@ def _runnable(device_type: str, needs: AttentionNeeds) -> frozenset[str]:
     return frozenset(
         name
         for name, spec in KERNELS.items()
-        if spec.in_auto and not (kernel_obstacle(name, device_type) or spec.misfit(needs, device_type))
+        if not (kernel_obstacle(name, device_type) or spec.misfit(needs, device_type))
     )
 
 

@@ -44,7 +44,6 @@ class KernelSpec:
         softcap: whether it caps scores.
         sinks_on: the type of device on which it takes learned attention sinks; None for nowhere.
         narrow_values: whether values may be narrower than keys; where not, ``VarlenKernel`` pads them.
-        in_auto: whether ``auto`` may take it; a kernel that was never run on its device is taken by name alone.
         widens_gradients: where several query heads share a key/value head, the backward holds gradients of keys and
             values for each query head and then sums them; else it sums them in float32 as it goes.
     """
@@ -61,7 +60,6 @@ class KernelSpec:
     softcap: bool = False
     sinks_on: str | None = None
     narrow_values: bool = False
-    in_auto: bool = True
     widens_gradients: bool = False
 
     @property
@@ -117,7 +115,6 @@ KERNELS: dict[str, KernelSpec] = {
         head_dim_multiple=8,
         max_head_dim=256,
         softcap=True,
-        in_auto=False,
     ),
     "flash_attn_2": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_2",
@@ -164,7 +161,7 @@ def candidates(name: str, device_type: str) -> tuple[str, ...]:
         return (name,)
     if device_type != "cuda":
         return ("sdpa",)
-    return tuple(kernel for kernel, spec in KERNELS.items() if spec.device_type == device_type and spec.in_auto)
+    return tuple(kernel for kernel, spec in KERNELS.items() if spec.device_type == device_type)
 
 
 def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
