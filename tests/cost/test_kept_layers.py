@@ -33,8 +33,8 @@ def test_the_last_layer_of_each_kind_that_is_not_known() -> None:
 def test_a_row_of_a_layer_of_qwen3_4b() -> None:
     """By hand, in bf16: hidden 2560, queries 4096, keys and values 1024 each, MLP 9728, 42 norms in float32."""
     layer = LayerActivations.of(QWEN3_4B, torch.bfloat16)
-    assert layer.bytes == 2 * (2560 + 2 * 4096 + 2 * 1024 + 1024 + 2560 + 2 * 9728) + 4 * 42
-    assert layer.flops == 2 * 2560 * (4096 + 1024 + 1024 + 4096 + 3 * 9728)
+    assert layer.bytes == 2 * (2560 + 2 * 4096 + 2 * 1024 + 1024 + 2 * 2560 + 3 * 9728) + 4 * 42
+    assert layer.flops == 2 * 2560 * (4096 + 1024 + 1024 + 4096 + 2 * 9728)
 
 
 def test_a_micro_batch_keeps_as_many_whole_layers_as_its_rows_leave_room_for() -> None:

@@ -80,7 +80,7 @@ def test_mfu_of_the_rows_that_are_computed_is_between_nothing_and_one(qwen3: str
     engine = make_engine(qwen3, packed=True, engine=BF16)
     with engine.train_mode():
         metrics = engine.train_batch(clone(make_batch(SAMPLES)), actor_loss(**SMOOTH_LOSS))["metrics"]
-    assert 1e-6 < metrics["prefix_grouper/mfu_physical"][0] < 1
+    assert 0 < metrics["prefix_grouper/mfu_physical"][0] < 1
 
 
 def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Path) -> None:

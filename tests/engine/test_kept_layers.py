@@ -127,6 +127,17 @@ def test_mlps_that_are_kept_are_not_recomputed_and_hold_less_than_their_layers(q
     assert inside["mlp"] / inside["attention"] == (2 + 1) / (2 + 2)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+def test_in_bf16_too_what_is_kept_changes_no_bit_of_compiled_layers(qwen3: str) -> None:
+    """Other graphs would round elsewhere, and what memory is left would decide what is learned."""
+    bf16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    gradients = []
+    for keep in ("attention", "all", "mlp"):
+        engine = make_engine(qwen3, packed=True, engine={**bf16, "compile_layers": True, "keep_activations": keep})
+        gradients.append(update(engine, budget=4 * BUDGET)[1])
+    assert all(torch.equal(found[name], want) for found in gradients[1:] for name, want in gradients[0].items())
+
+
 def test_copies_of_keys_are_not_held(qwen3: str) -> None:
     """They would be most of what is held of a prompt with many short responses."""
     held = []

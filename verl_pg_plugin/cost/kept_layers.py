@@ -17,13 +17,13 @@ class LayerActivations:
     """Bytes that a row of one compiled attention layer holds beside what checkpointing holds anyway, by part.
 
     What checkpointing holds is the layer's input and attention's output. A kept layer adds what goes from graph to
-    graph (attention stands between them), the outputs of matrices that a backward reads, the sum in front of the MLP,
-    and a float32 number for each norm; the rest is computed again where it is read. Exact for layers of Qwen3 that
-    torch 2.13 compiles; one that is not compiled holds half as much again or more.
+    graph (attention and the last product stand between them), the outputs of matrices that a backward reads, the sum in
+    front of the MLP, and a float32 number for each norm; the rest is computed again where it is read. Exact for layers
+    of Qwen3 that torch 2.13 compiles; one that is not compiled holds more.
 
     Attributes:
         projections: their input, queries and keys in front of their norms and behind the rotary embedding, and values.
-        mlp: the sum in front of it and its two products.
+        mlp: the sum in front of it and its norm, two products, and what the last product reads.
         flops_of_projections, flops_of_mlp: that the backward spends on computing them again.
     """
 
@@ -47,9 +47,9 @@ class LayerActivations:
         inner = config.intermediate_size
         return cls(
             projections=(hidden + 2 * queries_and_keys + values) * dtype.itemsize + 4 * (1 + heads + kv_heads),
-            mlp=(hidden + 2 * inner) * dtype.itemsize + 4,
+            mlp=(2 * hidden + 3 * inner) * dtype.itemsize + 4,
             flops_of_projections=2.0 * hidden * (queries_and_keys + values + heads * value_width),
-            flops_of_mlp=6.0 * hidden * inner,
+            flops_of_mlp=4.0 * hidden * inner,
         )
 
     @property

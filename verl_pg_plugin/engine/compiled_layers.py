@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
 from torch.utils.checkpoint import CheckpointError
 
-from verl_pg_plugin.engine.last_product import compile_without
+from verl_pg_plugin.engine.last_product import last_product, leave_out
 
 GRAPHS_PER_FUNCTION = 64
 """Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at 8,
@@ -57,13 +57,14 @@ def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list
     # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
     torch._C._dynamo.eval_frame._set_lru_cache(False)
     for layer in layers:
-        compiled = compile_without(layer, dynamic) if recomputed else torch.compile(layer.forward, dynamic=dynamic)
-        layer.forward = _of_plain_inputs(compiled)
+        if recomputed and (product := last_product(layer)) is not None:
+            leave_out(product)
+        layer.forward = compile_part(layer.forward, dynamic)
     return layers
 
 
 def compile_part(forward: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """Compile part of a layer, which is then called from the graphs of the rest."""
+    """A layer's ``forward``, compiled, or that of a part of it, which is then called from the graphs of the rest."""
     return _of_plain_inputs(torch.compile(forward, dynamic=dynamic))
 
 

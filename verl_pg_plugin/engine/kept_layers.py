@@ -26,7 +26,6 @@ from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.engine.attention_half import AttentionHalf
 from verl_pg_plugin.engine.compiled_layers import decoder_layers
 from verl_pg_plugin.engine.held_bytes import HeldBytes
-from verl_pg_plugin.engine.last_product import taken_in
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 
 RECOMPUTES_WHAT_IS_ELEMENTWISE = dict.fromkeys(
@@ -125,7 +124,7 @@ class KeptLayers:
         self._inside = torch.is_grad_enabled() and not self._halves
         half = self._halves[layer.place].recomputed() if self._halves else nullcontext()
         try:
-            with taken_in(layer.module), half:
+            with half:
                 if layer.place not in self._measures or not torch.is_grad_enabled():
                     return call(*args)
                 self._held = HeldBytes(layer.module, given)
