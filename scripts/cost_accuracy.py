@@ -49,7 +49,7 @@ BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 """``--max-token-len`` of bench_actor.py in files that were made with another."""
 LAYERS = {"moe_30b_a3b_12_layers": 12, "moe_30b_a3b_36_layers": 36, "hybrid_9b": 32}
 """Layers of the models in files beside those of dense text models."""
-FILES = [*sorted(DATA.glob("actor_*.csv")), *(DATA / f"{name}.csv" for name in ("kept_activations_4b", *LAYERS))]
+FILES = [*sorted(DATA.glob("actor_*.csv")), *(DATA / f"{name}.csv" for name in LAYERS)]
 PLAIN = ("packed", "packed:compile_layers=False", "packed:attention_kernel=flash_attn_2")
 
 
@@ -130,6 +130,8 @@ def forecast_of(file: Path, row: dict[str, str]) -> float | None:
     if row["device"].startswith("cpu") or not path.startswith("packed"):
         return None
     options = dict(option.split("=") for option in path.partition(":")[2].split(",") if option)
+    if options.get("keep_activations") == "mlp":
+        return None  # of layers that keep a part there is no forecast
     stock = Settings(BUDGETS.get(file.stem, USUAL_BUDGET))
     shared = Settings(
         int(own_budget or stock.budget),
@@ -137,7 +139,7 @@ def forecast_of(file: Path, row: dict[str, str]) -> float | None:
         recompute_attention=options.get("recompute_attention") == "True",
         # Files from before layers were compiled by default do not say whether they were.
         compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
-        kernel=options.get("attention_kernel", "flash_attn_2"),
+        kernel=row["kernel"],
     )
     model, case, ranks, phase = shape_of(file, row), row["case"], int(row["world_size"]), row["phase"]
     if (asked := options.get("keep_activations", "attention")) != "attention":

@@ -56,9 +56,9 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 them runs it with groups that exceed a micro-batch and hand on what they share.
 
 The record of two GPUs is older than chains: in it, the parts of a group larger than the token budget compute again
-what they share. At commit 78bc4b2 both of its cases with such a group and seven others passed again with chains, on
-two H200; at b383ecf the whole list had ended with one process aborted (SIGABRT) after five minutes, with no word of
-the case. This paragraph goes with the next record.
+what they share. At commit af8d5ef 34 of its 50 cases passed again on two H200, both with such a group among them, with
+chains ([outcomes](data/gpu_tests_two_h200.csv)); 16 have no result, since two pairs of processes were aborted (SIGABRT)
+while they ran with parameter offload, with and without Ulysses. This paragraph goes with the next record.
 """
 
 

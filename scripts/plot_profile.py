@@ -90,7 +90,8 @@ def main() -> int:
     bars = read_bars(rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = rows[0]
-    title = f"{about['model']} shape, {about['world_size']} x {about['device']} (commit {about['commit']})"
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    title = f"{about['model']} shape, {about['world_size']} x {about['device']} ({commits})"
     draw(bars, title, args.out)
     return 0
 

@@ -30,7 +30,7 @@ BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
 COMPILED = 1.33
 """Speed of rows where ``compile_layers`` fuses what lies between the matrices; fitted by scripts/cost_accuracy.py."""
-KERNELS = {"flash_attn_2": 1.0, "flash_attn_4": 1.75}
+KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.75, "flash_attn_4": 1.75}
 """Speed of attention kernels, that of stock verl being 1; from the same table."""
 FIRST_RESPONSE_TOKEN = 2**31
 """Tokens of responses, where only lengths are known: different from each other and from those of prompts."""

@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="{attention,all,GIB}",
         help="prefix_grouper.keep_activations (attention); for auto name the GiB that the device will have left",
     )
-    parser.add_argument("--kernel", choices=("flash_attn_2", "flash_attn_4"), default="flash_attn_2")
+    parser.add_argument("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
     parser.add_argument("--no-carry", action="store_true", help="prefix_grouper.carry=never")
     parser.add_argument("--no-ref", action="store_true", help="the step has no reference policy")
     parser.add_argument("--gen-seconds", type=float, help="of a step's rollout: also predicts the step")
