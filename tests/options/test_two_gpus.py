@@ -3,6 +3,9 @@
 Most of a case is the host's work, so several pairs of processes share the two GPUs.
 """
 
+import faulthandler
+import os
+import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,10 +31,13 @@ AT_ONCE = 6
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint, cases: list[Case], log: Path) -> list[str]:
-    """What is wrong with each case on this rank, empty where nothing is; ``log`` names the case that runs now."""
+    """What is wrong with each case on this rank, empty where nothing is; ``log`` gets what the process says."""
+    with log.with_suffix(f".{rank}").open("w") as said:
+        os.dup2(said.fileno(), sys.stderr.fileno())  # what a process says that is aborted, from whatever language
+    faulthandler.enable()
     engines, errors = make_engines(checkpoint), []
     for case in cases:
-        log.with_suffix(f".{rank}").write_text(str(case))
+        os.write(sys.stderr.fileno(), f"begins: {case}\n".encode())
         try:
             assert_as_close_as_stock(case, engines)
             errors.append("")
@@ -45,8 +51,9 @@ def errors_of(cases: list[Case], checkpoint: Checkpoint, log: Path) -> dict[str,
     try:
         by_rank = on_ranks(2, errors_on_rank, checkpoint, cases, log, device="cuda")
     except Exception:
-        running = [path.read_text() for path in log.parent.glob(f"{log.name}.*")]
-        return {str(case): f"while {running} ran: {traceback.format_exc()}" for case in cases}
+        logs = sorted(log.parent.glob(f"{log.name}.*"))
+        said = "\n".join(f"rank {path.suffix[1:]} said: {path.read_text()[-8000:]}" for path in logs)
+        return {str(case): f"{traceback.format_exc()}\n{said}" for case in cases}
     return {str(case): "\n".join(filter(None, errors)) for case, *errors in zip(cases, *by_rank, strict=True)}
 
 
