@@ -95,6 +95,7 @@ BREAKING: Cases = {
     ],
     "mixer_ulysses": [{f"{MODEL}.path": HYBRID, f"{ACTOR}.ulysses_sequence_parallel_size": 2}],
     "mixer_padded_groups": [{f"{MODEL}.path": HYBRID}],
+    "mixer_keeps_mlps": [{f"{MODEL}.path": HYBRID, "prefix_grouper.keep_activations": "mlp"}],
     "mixer_kernels": [{f"{MODEL}.path": HYBRID}],  # the fixture of the tests takes fla away
     "modality_padded_groups": [{f"{MODEL}.path": VISION}],
     "tower_attention": [{f"{MODEL}.path": VISION}],  # there is no flash-attn for a CPU

@@ -1,12 +1,13 @@
 """Layers that keep activations recompute nothing, hold what their budget says, and change no bit of a gradient."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,37 +159,64 @@ def test_a_forward_without_gradient_keeps_nothing_and_verify_mode_passes(qwen3: 
     assert set(engine.keeper.budget.bytes_per_row.values()) != {0.0}
 
 
-class MemoryEnds:
-    """In front of an engine's losses: memory ends in updates whose last micro-batch keeps more layers than there is
-    room for."""
+class MemoryEnds(torch.autograd.Function):
+    """The identity, in whose backward memory ends where more layers are kept than there is room for."""
 
-    def __init__(self, engine: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engine, self.room, self.tried = engine, room, []
-        self._outputs = engine.prepare_model_outputs
-        monkeypatch.setattr(engine, "prepare_model_outputs", self)
+    engine: Any
+    room = 0
+    tried: ClassVar[list[int]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kept = self.engine.keeper._kept if self.engine.keeper else [(frozenset(range(LAYERS)), 0)]
-        if len(kept) == 2:  # the first micro-batch has its gradients
-            self.tried.append(len(kept[-1][0]))
-            if self.tried[-1] > self.room:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        layers, _ = MemoryEnds.engine.keeper._kept[-1]
+        if len(MemoryEnds.engine.keeper._kept) == 2:  # gradients of the first micro-batch are there
+            MemoryEnds.tried.append(len(layers))
+            if len(layers) > MemoryEnds.room:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-        return self._outputs(*args, **kwargs)
+        return gradient
 
 
-@pytest.mark.parametrize(("asked", "tried"), [("all", [4, 2, 1, 1]), (1.0, [4, 2, 1, 1])])
-def test_where_memory_ends_a_mini_batch_starts_over_with_half_as_much(
-    qwen3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: Any, tried: list[int]
+@pytest.fixture
+def memory_ends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[int]]:
+    """In the backward of the second layer of an engine, from here on; returns how many layers each attempt kept."""
+
+    def ends(engine: Any) -> list[int]:
+        monkeypatch.setattr(MemoryEnds, "engine", engine, raising=False)
+        monkeypatch.setattr(MemoryEnds, "tried", [])
+        monkeypatch.setattr(MemoryEnds, "room", 1)
+        mlp = engine.module.model.layers[1].mlp
+        forward = mlp.forward
+        monkeypatch.setattr(mlp, "forward", lambda x: MemoryEnds.apply(forward(x)))
+        return MemoryEnds.tried
+
+    return ends
+
+
+@pytest.mark.parametrize("resets", [True, False], ids=["torch resets", "older torch"])
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "first mini-batch"])
+def test_where_memory_ends_in_a_backward_the_mini_batch_starts_over_with_half_as_much_and_later_ones_are_exact(
+    qwen3: str,
+    memory_ends: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    measured: bool,
+    resets: bool,
 ) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"keep_activations": asked})
-    samples, batch = SAMPLES[:2], [*group(11, [5, 9], 1), *group(11, [9, 5], 2)]
-    update(engine, samples)  # which measures a layer
-    with monkeypatch.context() as patched:
-        memory = MemoryEnds(engine, 1, patched)
-        rows = make_batch(batch, max_token_len_per_gpu=BUDGET)
-        assert_same(run_engine(engine, rows, actor_loss()), run_reference(qwen3, rows, actor_loss()))
-        update(engine, batch)
-    assert memory.tried == tried, "what was too much once is not tried again"
+    if not resets:
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    engine = make_engine(qwen3, packed=True, engine={"keep_activations": "all"})
+    if measured:
+        update(engine, SAMPLES[:2])
+    tried = memory_ends(engine)
+    batch = make_batch([*group(11, [5, 9], 1), *group(11, [9, 5], 2)], max_token_len_per_gpu=BUDGET)
+    expected = run_reference(qwen3, batch, actor_loss())
+    for _ in range(3):
+        assert_same(run_engine(engine, batch, actor_loss()), expected)
+    assert tried == [4, 2, 1, 1, 1], "what was too much once is not tried again"
     assert caplog.text.count("out of memory; the mini-batch starts over") == 2
 
 

@@ -78,7 +78,7 @@ def test_kept_mlps_take_less_than_kept_layers_and_change_no_bit(
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[1] < peaks[2]
     for kept in gradients[1:]:
         assert all(torch.equal(kept[name], want) for name, want in gradients[0].items())
 

@@ -56,6 +56,18 @@ MIXER_RULES: tuple[Rule, ...] = (
         needs_model=True,
     ),
     Rule(
+        "mixer_keeps_mlps",
+        PACKED,
+        ("keep_activations",),
+        lambda value, facts: value == "mlp" and set(mixers_of(facts)) != {MIXERS["attention"]},
+        lambda value, facts: (
+            f"layers of {facts.hf_config.model_type} that mix tokens without attention have no half that could be "
+            "computed again alone"
+        ),
+        set_to("attention"),
+        needs_model=True,
+    ),
+    Rule(
         "mixer_kernels",
         PACKED,
         ("use_remove_padding",),

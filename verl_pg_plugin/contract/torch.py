@@ -27,6 +27,13 @@ TORCH_PARTS: tuple[Part, ...] = (
     *_parts(
         "torch._inductor.exc", _COMPILED_LAYERS, CppCompileError=EXISTS, InvalidCxxCompiler=EXISTS, OperatorIssue=EXISTS
     ),
+    *_parts("torch._functorch.config", _COMPILED_LAYERS, guess_tangent_strides_as_outputs=EXISTS),
+    # What an exception in a backward leaves behind, before FSDPModule.reset_iter_state.
+    *_parts(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "upstream/engines.py",
+        _root_post_backward_final_callback="(self)",
+    ),
     # Kept layers: what a compiled one saves for its backward.
     *_parts("torch._functorch.config", _KEPT_LAYERS, patch="(arg1=None, arg2=None, **kwargs)"),
     *_parts(

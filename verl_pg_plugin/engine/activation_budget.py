@@ -17,7 +17,6 @@ inside a recomputed layer match. Collectives of FSDP are the same whatever is ke
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +65,7 @@ class ActivationBudget:
         self._rise: tuple[float, int] | None = None
         self._left: float | None = None
         self._share = 1.0
-        self._most = math.inf
+        self._most = len(self.kinds)
         self._told = False
 
     @property
@@ -90,22 +89,26 @@ class ActivationBudget:
 
     def layers(self, rows: int) -> frozenset[int]:
         """Places of the layers that a micro-batch of so many rows of this rank keeps."""
-        if self.asked in ("all", "mlp") and math.isinf(self._most):
+        wanted = sorted(self._wanted(rows), reverse=True)
+        return frozenset(wanted[: self._most])
+
+    def _wanted(self, rows: int) -> frozenset[int]:
+        if self.asked in ("all", "mlp"):
             return frozenset(range(len(self.kinds)))
-        budget, probes = min(self._bytes(rows), self._most), self.unmeasured
-        if probes and math.isinf(self._most):
+        budget, probes = self._bytes(rows), self.unmeasured
+        if probes:
             return probes if self.asked != "auto" or self._has_room_for(len(probes), budget) else frozenset()
-        return last_that_fit([self.bytes_per_row.get(kind, math.inf) * rows for kind in self.kinds], budget)
+        return last_that_fit([self.bytes_per_row[kind] * rows for kind in self.kinds], budget)
 
     def held(self, layers: frozenset[int], rows: int) -> float:
         """Bytes that these layers hold; those of a kind that is not measured yet count nothing."""
         return sum(self.bytes_per_row.get(self.kinds[place], 0.0) for place in layers) * rows
 
     def step_down(self, kept: Sequence[tuple[frozenset[int], int]]) -> None:
-        """Keep half as much from here on: memory ended with what these micro-batches kept, see ``Held.kept``."""
-        self._most = max(self.held(layers, rows) for layers, rows in kept) / 2
-        told = "%s=%s: out of memory; the mini-batch starts over, and layers keep %.1f GiB at most from here on"
-        logger.warning(told, KEEP_ACTIVATIONS, self.asked, self._most / 2**30)
+        """Keep half as many layers from here on: memory ended with those of these micro-batches, see ``Held.kept``."""
+        self._most = max(len(layers) for layers, _ in kept) // 2
+        told = "%s=%s: out of memory; the mini-batch starts over, and %d layers at most are kept from here on"
+        logger.warning(told, KEEP_ACTIVATIONS, self.asked, self._most)
 
     def end(self, ranks: Sequence[Held]) -> None:
         """Learn from a mini-batch what every rank saw in it."""
@@ -149,8 +152,6 @@ class ActivationBudget:
         """What a micro-batch of so many rows may hold."""
         if isinstance(self.asked, (int, float)):
             return self.asked * 2**30
-        if self.asked in ("all", "mlp"):
-            return math.inf
         if self._left is None or self._rise is None:
             return 0.0
         rise, rows_then = self._rise

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from verl_pg_plugin.engine.activation_budget import KEEP_ACTIVATIONS
 from verl_pg_plugin.engine.compiled_layers import compile_part
 from verl_pg_plugin.engine.last_product import leave_out
 
@@ -28,7 +29,10 @@ class AttentionHalf:
     def __init__(self, layer: nn.Module, context_fn: Callable[[], Any], compiled: bool, dynamic: bool) -> None:
         half: Any = getattr(layer, "self_attn", None)
         if half is None:
-            raise ValueError(f"{type(layer).__name__} has no self_attn that could be computed again alone")
+            raise ValueError(
+                f"{KEEP_ACTIVATIONS}=mlp: {type(layer).__name__} has no self_attn that could be computed again alone; "
+                f"set {KEEP_ACTIVATIONS}=attention, or to all or GiB"
+            )
         if compiled and type(getattr(half, "o_proj", None)) is nn.Linear:
             leave_out(half.o_proj)  # where recomputing the half stops
         self._context_fn = context_fn
@@ -48,5 +52,7 @@ class AttentionHalf:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._alone:
             return self._forward(*args, **kwargs)
+        if "hidden_states" in kwargs:  # what a checkpoint is given by name it holds where nothing can count it
+            args = (kwargs.pop("hidden_states"), *args)
         options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._context_fn}
         return checkpoint(self._forward, *args, **options, **kwargs)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_device_id, get_device_name
 
 from verl_pg_plugin import upstream
@@ -197,8 +198,9 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
         run = partial(self._run, stock, data, loss_function, forward_only)
         if self.keeper is None or forward_only:
             return run()
-        accumulates = any(parameter.grad is not None for parameter in self.module.parameters())
-        return self.keeper.run(run, self.optimizer_zero_grad, accumulates)
+        clean = all(parameter.grad is None for parameter in self.module.parameters())
+        alone = dist.get_world_size() == 1 and isinstance(self.module, FSDPModule)
+        return self.keeper.run(run, self.optimizer_zero_grad if alone and clean else None)
 
     def _run(
         self, stock: Callable[..., dict[str, Any]], data: TensorDict, loss_function: Callable | None, forward_only: bool
@@ -263,7 +265,9 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
             clock.stop(flops_of_a_device([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size))
             self.clock = clock
         except BaseException:
-            upstream.drop_unreduced_gradients(self.module)  # of the micro-batches before the one that failed
+            # Gradients of the micro-batches before the one that failed; of several ranks, some may still be in it.
+            forget = upstream.forget_failed_pass if dist.get_world_size() == 1 else upstream.drop_unreduced_gradients
+            forget(self.module)
             if self.model_config.enable_activation_offload:
                 upstream.forget_offloaded_activations(self.module)  # of a forward without a backward
             raise

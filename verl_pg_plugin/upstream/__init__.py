@@ -16,6 +16,7 @@ from verl_pg_plugin.upstream.cpu import (
 )
 from verl_pg_plugin.upstream.engines import (
     drop_unreduced_gradients,
+    forget_failed_pass,
     forget_offloaded_activations,
     forwards_left_alone,
     micro_batches_cut_by,
@@ -40,6 +41,7 @@ __all__ = [
     "call_before_validation",
     "drop_unreduced_gradients",
     "fit_v0_within",
+    "forget_failed_pass",
     "forget_offloaded_activations",
     "forwards_left_alone",
     "look_up_group_trainers",

@@ -148,6 +148,32 @@ def forwards_left_alone() -> Iterator[None]:
         transformer_impl.apply_monkey_patch = patched
 
 
+def forget_failed_pass(module: Any) -> None:
+    """Let the next pass begin as if the one that an exception has ended had never been; for a run of one rank.
+
+    What: FSDP2's trackers of a forward and its backward begin anew, and gradients that it holds are dropped.
+    Why: an exception inside of a backward leaves FSDP2 waiting for the end of that backward, so that the ends of later
+    ones are never seen: their gradients are added up over all passes, whatever ``optimizer.zero_grad`` does. torch 2.13
+    has ``FSDPModule.reset_iter_state`` for that; before it, what FSDP2 does at the end of a backward is called.
+    Versions: torch 2.11 to 2.13.
+    Remove when: torch 2.13 is the oldest that is supported, or FSDP2 begins anew by itself.
+
+    Args:
+        module: what verl's engine trains; nothing happens unless FSDP2 wraps it.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+    else:
+        state = module._get_fsdp_state()
+        if state._state_ctx.post_backward_final_callback_queued:
+            state._root_post_backward_final_callback()
+    drop_unreduced_gradients(module)
+
+
 def drop_unreduced_gradients(module: Any) -> None:
     """Forget gradients that micro-batches have left for the last one of a mini-batch to reduce.
 

@@ -8,6 +8,12 @@ import torch
 
 from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast, deterministic_backward
 
+# Its import registers operators, by one of which checkpointing finds attention's output.
+if not any(hasattr(torch.ops.flash_attn_3, name) for name in ("_flash_attn_forward", "fwd")):
+    raise ImportError(
+        "flash_attn_interface registers neither flash_attn_3::_flash_attn_forward nor fwd; build a later one"
+    )
+
 
 def attend(
     q_THD: torch.Tensor,

@@ -108,7 +108,10 @@ def _kept(text: str) -> str | float:
     except ValueError:
         gib = 0.0
     if not 0 < gib < float("inf"):
-        known = "; for auto name the GiB that the device will have left" if text == "auto" else ""
+        known = {
+            "auto": "; for auto name the GiB that the device will have left",
+            "mlp": "; of MLPs that are kept alone there is no forecast",
+        }.get(text, "")
         raise argparse.ArgumentTypeError(f"{text} is neither attention nor all nor GiB above 0{known}")
     return gib
 

@@ -74,8 +74,8 @@ def kept_budget(asked: str | float, model: Model, compiled: bool) -> KeptBudget 
         return None
     if not compiled:
         raise CommandError(
-            f"--keep-activations {asked}: what a layer holds is known for compiled ones alone (others hold half as "
-            "much again or more); leave it away"
+            f"--keep-activations {asked}: what a layer holds is known for compiled ones alone (others hold more); "
+            "leave it away"
         )
     config = model.config.get_text_config()
     if set(count_layers(config)) != {"attention"} or any(getattr(config, name, None) for name in EXPERTS):

@@ -114,15 +114,13 @@ class Keeper:
             "prefix_grouper/kept_gib": [max(self.budget.held(layers, rows) for layers, rows in kept) / 2**30],
         }
 
-    def run(self, update: Callable[[], T], start_over: Callable[[], None], accumulates: bool) -> T:
-        """``update``; where memory ends while layers are kept, once more with half as much.
-
-        Only where no other rank is in the middle of a collective, and nothing is lost by starting over.
+    def run(self, update: Callable[[], T], start_over: Callable[[], None] | None) -> T:
+        """``update``; where memory ends while layers are kept, once more with half as many of them.
 
         Args:
-            update: a whole mini-batch.
-            start_over: drops its gradients.
-            accumulates: there are gradients of earlier mini-batches.
+            update: a whole mini-batch, whose losses are then called again.
+            start_over: drops its gradients; None where other ranks may be in the middle of a collective, or something
+                would be lost.
 
         Raises:
             torch.OutOfMemoryError: names the override, where layers were kept.
@@ -135,7 +133,7 @@ class Keeper:
                 most = max((len(layers) for layers, _ in self._kept), default=0)
                 if not most:
                     raise
-                if accumulates or dist.get_world_size() > 1:
+                if start_over is None:
                     raise torch.OutOfMemoryError(
                         f"out of memory while {most} of {self.layers.num_layers} layers kept their activations "
                         f"({KEEP_ACTIVATIONS}={self.budget.asked}); set {KEEP_ACTIVATIONS}=attention, or to fewer GiB"
