@@ -35,7 +35,7 @@ TORCH_PARTS: tuple[Part, ...] = (
         _root_post_backward_final_callback="(self)",
     ),
     # Kept layers: what a compiled one saves for its backward.
-    *_parts("torch._functorch.config", _KEPT_LAYERS, patch="(arg1=None, arg2=None, **kwargs)"),
+    *_parts("torch._functorch.config", f"{_COMPILED_LAYERS} {_KEPT_LAYERS}", patch="(arg1=None, arg2=None, **kwargs)"),
     *_parts(
         "torch._functorch.config",
         _KEPT_LAYERS,

@@ -74,6 +74,12 @@ VERL_PARTS: tuple[Part, ...] = (
         get_data_parallel_group="(self)",
     ),
     *_parts(
+        "verl.workers.engine.base.BaseEngine",
+        "engine/mfu_clock.py",
+        train_batch="(self, data, loss_function)",
+        infer_batch="(self, data, loss_function=None)",
+    ),
+    *_parts(
         f"{_ENGINE}.FSDPEngineWithLMHead",
         "engine/fsdp_engine.py",
         forward_step="(self, micro_batch, loss_function, forward_only)",
@@ -203,16 +209,14 @@ VERL_PARTS: tuple[Part, ...] = (
         "verl.utils.device",
         "config/facts.py config/before_ray/machines.py cli/doctor/fresh_process.py cli/doctor/overrides.py "
         "engine/device_memory.py engine/fsdp_engine.py engine/heads/fused_head.py engine/local_choices.py "
-        "engine/shared_prefix_engine.py engine/steps/keep.py main_ppo.py",
+        "engine/mfu_clock.py engine/shared_prefix_engine.py engine/steps/keep.py main_ppo.py",
         get_vendor="()",
         auto_set_device="(config)",
         get_device_id="()",
         get_device_name="()",
         get_torch_device="()",
     ),
-    *_parts(
-        "verl.utils.flops_counter", "engine/batch/plan_metrics.py", get_device_flops="(unit='T', device_name=None)"
-    ),
+    *_parts("verl.utils.flops_counter", "engine/mfu_clock.py", get_device_flops="(unit='T', device_name=None)"),
     *_parts(
         "verl.utils.import_utils",
         "config/before_ray/values.py config/checkpoint_checks.py",
