@@ -57,8 +57,9 @@ them runs it with groups that exceed a micro-batch and hand on what they share.
 
 The record of two GPUs is older than chains: in it, the parts of a group larger than the token budget compute again
 what they share. At commit af8d5ef 34 of its 50 cases passed again on two H200, both with such a group among them, with
-chains ([outcomes](data/gpu_tests_two_h200.csv)); 16 have no result, since two pairs of processes were aborted (SIGABRT)
-while they ran with parameter offload, with and without Ulysses. This paragraph goes with the next record.
+chains ([outcomes](data/gpu_tests_two_h200.csv)); the other 16, FSDP1, FSDP2 and LoRA by themselves among them, ended
+with two pairs of processes that were aborted (SIGABRT) in or behind parameter offload. This paragraph goes with the
+next record.
 """
 
 

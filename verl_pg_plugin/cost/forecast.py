@@ -28,7 +28,7 @@ __all__ = ["Batch", "Forecast", "Settings", "forecast", "lay_out_chain"]
 
 BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
-COMPILED = 1.33
+COMPILED = 1.4
 """Speed of rows where ``compile_layers`` fuses what lies between the matrices; fitted by scripts/cost_accuracy.py."""
 KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.75, "flash_attn_4": 1.75}
 """Speed of attention kernels, that of stock verl being 1; from the same table."""
