@@ -165,12 +165,13 @@ def forget_failed_pass(module: Any) -> None:
 
     if not isinstance(module, FSDPModule):
         return
+    state = module._get_fsdp_state()
+    if state._is_root is None:
+        return  # no forward has run yet; torch 2.13 would fail to reset what is not there
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
-    else:
-        state = module._get_fsdp_state()
-        if state._state_ctx.post_backward_final_callback_queued:
-            state._root_post_backward_final_callback()
+    elif state._state_ctx.post_backward_final_callback_queued:
+        state._root_post_backward_final_callback()
     drop_unreduced_gradients(module)
 
 
