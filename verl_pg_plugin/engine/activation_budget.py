@@ -7,7 +7,8 @@ mini-batch keeps one layer of each kind, and from then on a micro-batch keeps as
 an update raises the memory in use. The next one begins when the optimizer has its states; of what is usable then,
 a reserve and that rise stay free. A rollout engine wakes up when the update is over, with nothing kept and torch's
 cache given back; what it holds while it sleeps is not usable. Where torch's allocator had to give its cache back to go
-on, the budget was too large, and half of it is left.
+on, the budget was too large, and half of it is left. Where memory ended and the mini-batch starts over, half as many
+layers as were kept are the most from then on.
 
 Ranks decide alike. What they measure meets in ``end``, on the way that a mini-batch's figures take anyway; in
 between a decision depends on rows alone. So ranks that share rows (Ulysses) keep the same layers, and the collectives

@@ -1,7 +1,7 @@
 """The attention half of a layer, from its projections to its last product, checkpointed while the MLP keeps all.
 
 At the shape of Qwen3-4B that is what ``prefix_grouper.keep_activations=mlp`` stands for: four fifths of the matrix
-products that a recomputed layer runs again, for two thirds of what a whole layer holds.
+products that a recomputed layer runs again, for three quarters of what a whole layer holds.
 """
 
 from __future__ import annotations
