@@ -84,6 +84,35 @@ def test_kept_mlps_take_less_than_kept_layers_and_change_no_bit(
 
 
 @pytest.mark.parametrize("compiled", COMPILED, ids=["eager", "compiled"])
+def test_memory_that_ends_starts_the_mini_batch_over_with_fewer_layers_and_changes_no_bit(
+    qwen3: str, compiled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    engine = make_engine(qwen3, packed=True, engine={**BF16, "compile_layers": compiled, "keep_activations": "all"})
+    update(engine, group(300, [50], 2), BUDGET)
+    (held,) = engine.keeper.budget.bytes_per_row.values()
+    engine.keeper.budget.asked = 1e-9
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    expected = {name: gradient.cpu() for name, gradient in update(engine, SAMPLES, BUDGET)[1].items()}
+    room = torch.cuda.max_memory_reserved() + 3.5 * held * (5999 + 2100)
+    engine.optimizer_zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        engine.keeper.budget.asked = "all"
+        for _ in range(2):
+            metrics, found = update(engine, SAMPLES, BUDGET)
+            assert 0 < metrics["prefix_grouper/kept_layers"][0] < LAYERS
+            assert all(torch.equal(found[name].cpu(), want) for name, want in expected.items())
+            del found
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "out of memory; the mini-batch starts over" in caplog.text
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=["eager", "compiled"])
 def test_auto_keeps_all_layers_of_a_small_model_and_none_on_a_device_that_is_full(qwen3: str, compiled: bool) -> None:
     engine = make_engine(qwen3, packed=True, engine={**BF16, "compile_layers": compiled, "keep_activations": "auto"})
     kept = []

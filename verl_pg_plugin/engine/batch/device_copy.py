@@ -19,7 +19,8 @@ def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
         device: of this process.
     """
     sent: dict[str, torch.Tensor] = {}
-    bounds: dict[int, torch.Tensor] = {}
+    # Fields with the same offsets have one raggedness, and keep it.
+    bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
     for name, field in micro_batch.items():
         if not isinstance(field, torch.Tensor):
             continue
@@ -27,15 +28,12 @@ def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
             sent[name] = send(field, device)
         elif field.layout == torch.jagged and field.lengths() is None and getattr(field, "_ragged_idx", 1) == 1:
             offsets = field.offsets()
-            lengths = offsets.diff()
             if id(offsets) not in bounds:
-                bounds[id(offsets)] = send(offsets, device)
+                lengths = offsets.diff()
+                bounds[id(offsets)] = send(offsets, device), int(lengths.min()), int(lengths.max())
+            there, shortest, longest = bounds[id(offsets)]
             sent[name] = torch.nested.nested_tensor_from_jagged(
-                send(field.values(), device),
-                # Fields with the same offsets have one raggedness, and keep it.
-                bounds[id(offsets)],
-                min_seqlen=int(lengths.min()),
-                max_seqlen=int(lengths.max()),
+                send(field.values(), device), there, min_seqlen=shortest, max_seqlen=longest
             )
     moved = micro_batch.exclude(*sent).to(device)
     for name, field in sent.items():

@@ -1,5 +1,10 @@
 """Take many selections of rows out of one mini-batch, whatever way its jagged fields are stored."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -9,11 +14,12 @@ def select_rows(data: TensorDict, selections: list[list[int]]) -> list[TensorDic
     """``tu.index_select_tensor_dict`` for each selection, reading every jagged field once instead of once each.
 
     verl's function unbinds all rows of a field at every call, which for a thousand sequences in a hundred
-    micro-batches takes longer than planning them.
+    micro-batches takes longer than planning them. The device waits for the first of them, so what fields of the same
+    lengths have in common is found once, and rows that lie side by side are copied in one piece.
 
     Args:
         data: any batch; jagged fields are ragged in their second dimension or passed to verl's function.
-        selections: row indices of each result.
+        selections: row indices of each result. Its fields of the same lengths have the same offsets.
     """
     jagged = {
         name: field
@@ -22,17 +28,41 @@ def select_rows(data: TensorDict, selections: list[list[int]]) -> list[TensorDic
     }
     rest = data.exclude(*jagged)
     results = [tu.index_select_tensor_dict(rest, rows) for rows in selections]
+    cuts: dict[tuple[int, ...], list[_Cut]] = {}
     for name, field in jagged.items():
-        bounds, values = field.offsets().tolist(), field.values()
-        for result, rows in zip(results, selections, strict=True):
-            lengths = [bounds[row + 1] - bounds[row] for row in rows]
+        bounds, values = tuple(field.offsets().tolist()), field.values()
+        if bounds not in cuts:
+            cuts[bounds] = [_Cut.of(bounds, rows, values.device) for rows in selections]
+        for result, cut in zip(results, cuts[bounds], strict=True):
             result[name] = torch.nested.nested_tensor_from_jagged(
-                torch.cat([values[bounds[row] : bounds[row + 1]] for row in rows]),
-                torch.tensor([0, *lengths], device=values.device).cumsum(0),
-                min_seqlen=min(lengths),
-                max_seqlen=max(lengths),
+                torch.cat([values[begin:end] for begin, end in cut.pieces]),
+                cut.offsets,
+                min_seqlen=cut.shortest,
+                max_seqlen=cut.longest,
             )
     return results
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows of a jagged field: where their values begin and end, those side by side as one, and their new offsets."""
+
+    pieces: list[tuple[int, int]]
+    offsets: torch.Tensor
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, bounds: Sequence[int], rows: Sequence[int], device: torch.device) -> _Cut:
+        pieces: list[tuple[int, int]] = []
+        for row in rows:
+            begin, end = bounds[row], bounds[row + 1]
+            if pieces and pieces[-1][1] == begin:
+                begin, _ = pieces.pop()
+            pieces.append((begin, end))
+        lengths = [bounds[row + 1] - bounds[row] for row in rows]
+        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+        return cls(pieces, offsets, min(lengths), max(lengths))
 
 
 def without_gaps(data: TensorDict) -> TensorDict:
