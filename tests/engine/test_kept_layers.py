@@ -1,5 +1,6 @@
 """Layers that keep activations recompute nothing, hold what their budget says, and change no bit of a gradient."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -8,7 +9,6 @@ import torch
 import transformers
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import (
@@ -39,17 +39,23 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=LAYERS, intermediate_size=INTERMEDIATE)
 
 
-class CountMlpForwards(TorchDispatchMode):
-    """Counts products that are as wide as the MLP and read the hidden state: two in each forward of a layer."""
+class Products(TorchDispatchMode):
+    """Counts products by the size of their weight, those of compiled graphs too, as a forward computes them.
+
+    There a weight is transposed; a backward multiplies by it as it is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls: Counter[tuple[int, ...]] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A transposed weight: the backward multiplies by those of the MLP's last matrix as they are.
-        if func.name() == "aten::mm" and args[1].shape == (32, INTERMEDIATE) and args[1].stride(0) == 1:
-            self.calls += 1
+        if func.name() in ("aten::mm", "aten::mm.out") and args[1].stride(0) == 1:
+            self.calls[tuple(args[1].shape)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -76,10 +82,10 @@ def test_the_last_layers_of_a_budget_are_not_recomputed_and_no_bit_changes(qwen3
     for layers in (LAYERS, 2.5, 0.5):
         if layers < LAYERS:
             engine.keeper.budget.asked = gib_of(layers, engine)
-        with CountMlpForwards() as mlp:
+        with Products() as products:
             metrics, gradients = update(engine, budget=4 * BUDGET)
         assert all(torch.equal(gradients[name], want) for name, want in expected.items())
-        assert mlp.calls == 2 * (LAYERS + LAYERS - int(layers))
+        assert products.calls[32, INTERMEDIATE] == 2 * (LAYERS + LAYERS - int(layers))
         kept.append((metrics["prefix_grouper/kept_layers"], metrics["prefix_grouper/kept_gib"]))
     assert kept == [([float(int(n))], [pytest.approx(gib_of(int(n), engine))]) for n in (LAYERS, 2.5, 0.5)]
 
@@ -110,22 +116,17 @@ def test_mlps_that_are_kept_are_not_recomputed_and_hold_less_than_their_layers(q
         engine = make_engine(qwen3, packed=True, engine={"compile_layers": compiled, "keep_activations": keep})
         _, gradients = update(engine)
         graphs = counters["stats"]["unique_graphs"]
-        with profile(record_shapes=True) as profiler:
+        with Products() as products:
             again, _ = update(engine, [*SAMPLES, *group(16, [9, 9], 5)])  # other numbers of rows
         assert counters["stats"]["unique_graphs"] == graphs
-        ran = [event for event in profiler.events() if event.name == "aten::mm"]
-        found[keep] = gradients, again.get("prefix_grouper/kept_gib"), ran
+        found[keep] = gradients, again.get("prefix_grouper/kept_gib"), products.calls
     assert all(torch.equal(found["mlp"][0][name], want) for name, want in found["attention"][0].items())
     assert found["mlp"][1] < found["all"][1]
-    products = {
-        keep: [(str(event.input_shapes[1]), event.cpu_parent and event.cpu_parent.name) for event in ran]
-        for keep, (*_, ran) in found.items()
-    }
-    into_mlp = {keep: sum(width == f"[32, {INTERMEDIATE}]" for width, _ in ran) for keep, ran in products.items()}
-    assert into_mlp["mlp"] == into_mlp["all"] < into_mlp["attention"]
-    # What a checkpoint's dispatch mode let through, first and again: queries and the half's last product, as wide.
-    inside = {keep: ran.count(("[32, 32]", "PythonDispatchMode")) for keep, ran in products.items()}
-    assert inside["mlp"] / inside["attention"] == (2 + 1) / (2 + 2)
+    into_mlp = {keep: calls[32, INTERMEDIATE] for keep, (*_, calls) in found.items()}
+    assert 2 * into_mlp["mlp"] == 2 * into_mlp["all"] == into_mlp["attention"]
+    # Queries and the half's last product, which are as wide: the second is not computed again.
+    of_half = {keep: calls[32, 32] for keep, (*_, calls) in found.items()}
+    assert of_half["mlp"] / of_half["attention"] == (2 + 1) / (2 + 2)
 
 
 @pytest.mark.usefixtures("nothing_compiled")

@@ -1,13 +1,11 @@
 """A compiled layer that is recomputed stops in front of its MLP's last product, with the gradients it had."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.profiler import profile
 
-from tests.engine.test_kept_layers import BUDGET, INTERMEDIATE, LAYERS, SAMPLES, update
+from tests.engine.test_kept_layers import BUDGET, INTERMEDIATE, LAYERS, SAMPLES, Products, update
 from tests.support import Result, actor_loss, assert_same, make_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
@@ -33,11 +31,7 @@ def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(
     _, gradients = update(engine, budget=4 * BUDGET)
     expected = run_reference(qwen3, make_batch(SAMPLES), actor_loss()).gradients
     assert_same(Result({}, gradients), Result({}, expected))
-    # A profiler, which sees into compiled graphs; a dispatch mode of the test's own would keep torch from compiling.
-    with profile(record_shapes=True) as profiler:
+    with Products() as products:
         update(engine, budget=4 * BUDGET)
-    # What the dispatch mode of the checkpoint let through, in the forward and when layers were computed again.
-    ran = [event for event in profiler.events() if event.cpu_parent and event.cpu_parent.name == "PythonDispatchMode"]
-    widths = Counter(str(event.input_shapes[1]) for event in ran if event.name == "aten::mm")
-    assert widths[f"[{HIDDEN}, {INTERMEDIATE}]"] == 2 * 2 * LAYERS, "the other two matrices of each MLP, both times"
-    assert widths[f"[{INTERMEDIATE}, {HIDDEN}]"] == LAYERS
+    assert products.calls[HIDDEN, INTERMEDIATE] == 2 * 2 * LAYERS, "the other two matrices of each MLP, both times"
+    assert products.calls[INTERMEDIATE, HIDDEN] == LAYERS

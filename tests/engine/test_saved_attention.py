@@ -1,5 +1,6 @@
 """Gradient checkpointing recomputes attention when asked to, keeps it otherwise, and gives one gradient."""
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from tests.engine.carried_cases import carrying, carrying_engine
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.attention.kernels.specs import KERNELS
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.engine import saved_attention
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.synthetic import make_batch
 
@@ -52,6 +54,21 @@ def test_attention_runs_as_often_as_asked(qwen3: str, recompute: bool, passes: i
         engine.forward_backward_batch(clone(batch), actor_loss())
     assert kernel.calls == passes * LAYERS * segments
     assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_torch_looks_at_no_operator_of_a_layer_but_its_attention(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at all of them takes the host as long as the rest of a small layer."""
+    policy, seen = saved_attention._policy, Counter()
+
+    def counting(saved: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[op.name()] += 1
+        return policy(saved, ctx, op, *args, **kwargs)
+
+    monkeypatch.setattr(saved_attention, "_policy", counting)
+    engine = make_engine(qwen3, packed=True)
+    run_engine(engine, make_batch(SAMPLES), actor_loss())
+    assert sum(seen[name] for name in KERNELS["sdpa"].saved_ops) >= LAYERS * (2 + len(SAMPLES))
+    assert not {"aten::mm", "aten::silu", "aten::mean.dim"} & seen.keys()
 
 
 def test_the_owner_of_a_long_prompt_makes_room_for_what_it_is_owed_and_stays_exact(

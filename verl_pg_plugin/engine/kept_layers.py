@@ -106,7 +106,8 @@ class KeptLayers:
             self._kept, self._measures, self._kernels_own = before
 
     def attention(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """``attend`` as the layer that runs now needs it: alone, or with its own checkpoint in a kept layer."""
+        """``attend`` as the layer that runs now needs it: in the layer's checkpoint, or in its own in a kept layer."""
+        attend = partial(self._saved.attention, attend)
         if not self._inside:
             return attend(*tensors)
         contexts = self._saved.contexts

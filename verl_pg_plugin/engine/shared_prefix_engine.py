@@ -309,8 +309,8 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
             layout = self.sharing.lay_out(self.sharing.read(micro_batch))
         carrying = None if self.carrier is None else self.carrier.carrying(layout)
         rows = self.sharing.to_device(layout, micro_batch, carrying)
-        if self.shared_model.kept_layers is not None:
-            rows.shared.around = self.shared_model.kept_layers.attention
+        if (saved := self.shared_model.kept_layers or self.shared_model.saved_attention) is not None:
+            rows.shared.around = saved.attention
         return rows
 
     def jagged_outputs(
