@@ -208,7 +208,7 @@ def test_where_memory_ends_in_a_backward_the_mini_batch_starts_over_with_half_as
     resets: bool,
 ) -> None:
     if not resets:
-        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+        monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)  # torch 2.11 has none
     engine = make_engine(qwen3, packed=True, engine={"keep_activations": "all"})
     if measured:
         update(engine, SAMPLES[:2])

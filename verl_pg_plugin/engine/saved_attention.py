@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from verl_pg_plugin.attention.kernels.specs import KERNELS
@@ -33,7 +32,7 @@ class SavedAttention:
     def __init__(self, kernel_name: str) -> None:
         self._operators = KERNELS[kernel_name].saved_ops
         self._keeps = True
-        self.mode: TorchDispatchMode | None = None
+        self.mode: AbstractContextManager | None = None
         if not any(map(_exists, self._operators)):
             names = " or ".join(self._operators)
             raise RuntimeError(
@@ -70,9 +69,9 @@ class SavedAttention:
 class _ForAttention(AbstractContextManager):
     """What a checkpoint enters around a layer; ``mode`` is left to the layer's attention."""
 
-    def __init__(self, saved: SavedAttention, mode: TorchDispatchMode) -> None:
+    def __init__(self, saved: SavedAttention, mode: AbstractContextManager) -> None:
         self._saved, self._mode = saved, mode
-        self._outer: TorchDispatchMode | None = None
+        self._outer: AbstractContextManager | None = None
 
     def __enter__(self) -> None:
         self._outer, self._saved.mode = self._saved.mode, self._mode
