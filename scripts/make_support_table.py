@@ -54,12 +54,6 @@ Made from the results of the tests by `scripts/make_support_table.py`; change `t
 
 `tests` counts those that run the option, alone and together with every option it meets in the code. `carried`: one of
 them runs it with groups that exceed a micro-batch and hand on what they share.
-
-The record of two GPUs is older than chains: in it, the parts of a group larger than the token budget compute again
-what they share. At commit af8d5ef 34 of its 50 cases passed again on two H200, both with such a group among them, with
-chains ([outcomes](data/gpu_tests_two_h200.csv)); the other 16, FSDP1, FSDP2 and LoRA by themselves among them, ended
-with two pairs of processes that were aborted (SIGABRT) in or behind parameter offload. This paragraph goes with the
-next record.
 """
 
 

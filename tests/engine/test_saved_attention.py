@@ -3,12 +3,19 @@
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.engine.carried_cases import carrying, carrying_engine
+from tests.modalities.picture_cases import MIXED
+from tests.modalities.tiny_vision import KINDS, load, picture_batch, save_vision_model
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.attention.kernels.specs import KERNELS
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
@@ -57,7 +64,7 @@ def test_attention_runs_as_often_as_asked(qwen3: str, recompute: bool, passes: i
 
 
 def test_torch_looks_at_no_operator_of_a_layer_but_its_attention(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking at all of them takes the host as long as the rest of a small layer."""
+    """Looking at all of them takes a fifth of the host's time for a small layer."""
     policy, seen = saved_attention._policy, Counter()
 
     def counting(saved: tuple[str, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +76,49 @@ def test_torch_looks_at_no_operator_of_a_layer_but_its_attention(qwen3: str, mon
     run_engine(engine, make_batch(SAMPLES), actor_loss())
     assert sum(seen[name] for name in KERNELS["sdpa"].saved_ops) >= LAYERS * (2 + len(SAMPLES))
     assert not {"aten::mm", "aten::silu", "aten::mean.dim"} & seen.keys()
+
+
+def test_a_layer_that_attends_twice_keeps_both_results() -> None:
+    """As those of LongCat Flash do; torch's modes count from where they are entered."""
+    saved = SavedAttention("sdpa")
+    x = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        attend = partial(F.scaled_dot_product_attention, is_causal=True)
+        return saved.attention(attend, *[saved.attention(attend, *[x.sin()] * 3).cos()] * 3).sin()
+
+    gradients = []
+    for context_fn, runs in ((noop_context_fn, 4), (saved.contexts, 2)):
+        with CountForwards() as kernel:
+            out = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
+            gradients.append(torch.autograd.grad(out.sum(), x)[0])
+        assert kernel.calls == runs
+    assert torch.equal(*gradients)
+    assert saved.running is None
+
+
+def test_what_a_failed_layer_has_begun_ends_with_its_mini_batch(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 leaves the layer no sooner than the exception is forgotten."""
+    engine = make_engine(qwen3, packed=True)
+    saved, batch = engine.shared_model.saved_attention, make_batch(SAMPLES)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(saved.contexts()[0]), "__exit__", lambda self, *_: None)
+        patched.setattr(engine.module.model.layers[1].mlp, "forward", lambda x: 1 / 0)
+        with engine.train_mode(), pytest.raises(ZeroDivisionError):
+            engine.forward_backward_batch(clone(batch), actor_loss())
+    assert saved.running is None
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_blocks_of_a_tower_keep_their_attention_too(tmp_path: Path) -> None:
+    path = save_vision_model(tmp_path, KINDS[0])
+    batch, calls = picture_batch(load(path), MIXED), []
+    for recompute in (False, True):
+        engine = make_engine(path, packed=True, engine={"recompute_attention": recompute})
+        with engine.train_mode(), CountForwards() as kernel:
+            engine.forward_backward_batch(clone(batch), actor_loss())
+        calls.append(kernel.calls)
+    assert 2 * calls[0] == calls[1]
 
 
 def test_the_owner_of_a_long_prompt_makes_room_for_what_it_is_owed_and_stays_exact(

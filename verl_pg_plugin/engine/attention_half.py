@@ -28,7 +28,7 @@ class AttentionHalf:
 
     def __init__(self, layer: nn.Module, context_fn: Callable[[], Any], compiled: bool, dynamic: bool) -> None:
         half: Any = getattr(layer, "self_attn", None)
-        if half is None:
+        if half is None or isinstance(half, nn.ModuleList):
             raise ValueError(
                 f"{KEEP_ACTIVATIONS}=mlp: {type(layer).__name__} has no self_attn that could be computed again alone; "
                 f"set {KEEP_ACTIVATIONS}=attention, or to all or GiB"

@@ -4,8 +4,9 @@ Attention is the one part of a layer whose cost grows with the length of the seq
 numbers per row, one to two times the hidden size. So keeping it saves the larger share of the recomputation for little
 memory (selective activation checkpointing, ``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
 
-torch would have every operator of a layer looked at, on its way to the device and again in the backward: as much of the
-host's time as all the rest of a small layer, compiled or not. Here attention alone is.
+torch would have every operator of a layer looked at, on its way to the device and again when it is recomputed: a fifth
+of the host's time for a small layer, compiled or not. In decoder layers attention alone is; blocks of a tower, whose
+attention does not come by here, are looked at whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,16 +15,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.engine.compiled_layers import decoder_layers
 
 
 class SavedAttention:
     """What the checkpointed layers of one model keep for their backward: the results of their attention kernel.
 
     Attributes:
-        mode: torch's, of the checkpoint around the layer that runs now; None outside of any.
+        running: the checkpoint around the decoder layer that runs now; None outside of any.
 
     Raises:
         RuntimeError: the kernel's package has renamed its operator, so nothing would be kept.
@@ -32,7 +34,7 @@ class SavedAttention:
     def __init__(self, kernel_name: str) -> None:
         self._operators = KERNELS[kernel_name].saved_ops
         self._keeps = True
-        self.mode: AbstractContextManager | None = None
+        self.running: _Pass | None = None
         if not any(map(_exists, self._operators)):
             names = " or ".join(self._operators)
             raise RuntimeError(
@@ -42,8 +44,11 @@ class SavedAttention:
 
     def install(self, module: Any) -> None:
         """Checkpoint the layers of a transformers model but for their attention kernel."""
-        kwargs = {"use_reentrant": False, "context_fn": self.contexts}
+        kwargs = {"use_reentrant": False, "context_fn": self._modes}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        for layer in decoder_layers(module):
+            if getattr(layer, "_gradient_checkpointing_func", None) is not None:
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=self.contexts)
 
     @contextmanager
     def dropped(self) -> Iterator[None]:
@@ -54,30 +59,51 @@ class SavedAttention:
         finally:
             self._keeps = True
 
-    def contexts(self) -> Any:
-        """The ``context_fn`` of a checkpoint: what its forward keeps, and its backward takes."""
+    def contexts(self) -> "tuple[_Pass, _Pass]":
+        """The ``context_fn`` of a checkpoint: what attention in its forward keeps, and in its backward takes."""
+        taking: list[AbstractContextManager] = []
         # A layer's backward follows what its forward was asked to keep, whatever is asked for by then.
-        modes = create_selective_checkpoint_contexts(partial(_policy, self._operators if self._keeps else ()))
-        return tuple(_ForAttention(self, mode) for mode in modes)
+        modes = partial(create_selective_checkpoint_contexts, self._policy())
+
+        def keeping(call: int) -> AbstractContextManager:
+            keeps, takes = modes()
+            taking.append(takes)
+            return keeps
+
+        return _Pass(self, keeping), _Pass(self, taking.__getitem__)
+
+    def _modes(self) -> Any:
+        return create_selective_checkpoint_contexts(self._policy())
+
+    def _policy(self) -> Callable[..., CheckpointPolicy]:
+        return partial(_policy, self._operators if self._keeps else ())
 
     def attention(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """``attend``, its kernel's results kept, or taken, as the checkpoint around says; see ``SharedRows.around``."""
-        with self.mode or nullcontext():
+        with nullcontext() if self.running is None else self.running.next_mode():
             return attend(*tensors)
 
 
-class _ForAttention(AbstractContextManager):
-    """What a checkpoint enters around a layer; ``mode`` is left to the layer's attention."""
+class _Pass(AbstractContextManager):
+    """A layer's forward or its recomputation: torch's mode for each call of attention in it, in their order.
 
-    def __init__(self, saved: SavedAttention, mode: AbstractContextManager) -> None:
-        self._saved, self._mode = saved, mode
-        self._outer: AbstractContextManager | None = None
+    torch's modes count operators from where they are entered, so calls do not share one.
+    """
+
+    def __init__(self, saved: SavedAttention, mode_of: Callable[[int], AbstractContextManager]) -> None:
+        self._saved, self._mode_of, self._calls = saved, mode_of, 0
 
     def __enter__(self) -> None:
-        self._outer, self._saved.mode = self._saved.mode, self._mode
+        self._calls, self._saved.running = 0, self
 
     def __exit__(self, *_: object) -> None:
-        self._saved.mode = self._outer
+        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
+        if self._saved.running is self:
+            self._saved.running = None
+
+    def next_mode(self) -> AbstractContextManager:
+        self._calls += 1
+        return self._mode_of(self._calls - 1)
 
 
 def _exists(operator: str) -> bool:

@@ -273,6 +273,8 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
             raise
         finally:
             self.carrier, self.meetings = outer  # with ours go the rows of a chain that an error has cut short
+            if self.shared_model.saved_attention is not None:
+                self.shared_model.saved_attention.running = None  # the layer that an error has ended
         return output
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
