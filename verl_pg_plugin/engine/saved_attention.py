@@ -4,8 +4,8 @@ Attention is the one part of a layer whose cost grows with the length of the seq
 numbers per row, one to two times the hidden size. So keeping it saves the larger share of the recomputation for little
 memory (selective activation checkpointing, ``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
 
-torch would have every operator of a layer looked at, on its way to the device and again when it is recomputed: a fifth
-of the host's time for a small layer, compiled or not. In decoder layers attention alone is; blocks of a tower, whose
+torch would have Python look at every operator of a layer, on its way to the device and again when it is recomputed, and
+small models wait for the host as it is. In decoder layers it looks at attention alone; blocks of a tower, whose
 attention does not come by here, are looked at whole.
 """
 
