@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from tests.architectures.tiny_configs import tiny_config
 from tests.engine.carried_cases import carrying, carrying_engine
 from tests.modalities.picture_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, load, picture_batch, save_vision_model
@@ -95,6 +97,23 @@ def test_a_layer_that_attends_twice_keeps_both_results() -> None:
         assert kernel.calls == runs
     assert torch.equal(*gradients)
     assert saved.running is None
+
+
+def test_a_model_whose_layers_attend_twice_is_exact_and_its_mlps_alone_are_not_kept(tmp_path: Path) -> None:
+    """LongCat Flash, with values as wide as keys: a CPU's kernel has no results to keep where they are narrower."""
+    torch.manual_seed(0)
+    config = tiny_config("longcat_flash", v_head_dim=24)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    batch, calls = make_batch(SAMPLES), []
+    expected = run_reference(str(tmp_path), batch, actor_loss())
+    for recompute in (False, True):
+        engine = make_engine(str(tmp_path), packed=True, engine={"recompute_attention": recompute})
+        with CountForwards() as kernel:
+            assert_same(run_engine(engine, batch, actor_loss()), expected)
+        calls.append(kernel.calls)
+    assert 0 < calls[0] < calls[1]
+    with pytest.raises(ValueError, match=r"keep_activations=mlp: LongcatFlashDecoderLayer has no self_attn.*set "):
+        make_engine(str(tmp_path), packed=True, engine={"keep_activations": "mlp"})
 
 
 def test_what_a_failed_layer_has_begun_ends_with_its_mini_batch(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ small models wait for the host as it is. In decoder layers it looks at attention
 attention does not come by here, are looked at whole.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -59,7 +61,7 @@ class SavedAttention:
         finally:
             self._keeps = True
 
-    def contexts(self) -> "tuple[_Pass, _Pass]":
+    def contexts(self) -> tuple[_Pass, _Pass]:
         """The ``context_fn`` of a checkpoint: what attention in its forward keeps, and in its backward takes."""
         taking: list[AbstractContextManager] = []
         # A layer's backward follows what its forward was asked to keep, whatever is asked for by then.
