@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
@@ -129,11 +128,9 @@ def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, co
     """torch itself would go on without compiling, for the rest of the training, after a line in the log."""
     compile_with("eager")
     monkeypatch.setattr(compiled_layers, "GRAPHS_PER_FUNCTION", 1)
+    monkeypatch.setitem(compiled_layers.OF_DYNAMO, "recompile_limit", 1)
     engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
-    with (
-        config.patch(recompile_limit=1),
-        pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"),
-    ):
+    with pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"):
         run_engine(engine, make_batch(RAGGED[0]), actor_loss())
 
 

@@ -52,8 +52,8 @@ class SharedRows(ABC):
         layout: what the rows are; None where a model made them from a padded batch.
         calls: layers that mixed these rows so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
-        around: calls attention, given it and its three tensors; so that its results are kept for the backward
-            (``engine.saved_attention``), or in a checkpoint of its own (``engine.kept_layers``).
+        around: calls attention, given it and its three tensors, in a checkpoint of its own where a layer is kept; see
+            ``engine.kept_layers``.
     """
 
     def __init__(self, layout: Layout | None) -> None:

@@ -9,7 +9,6 @@ __all__ = ["TORCH_PARTS"]
 TORCH_VERSIONS = "2.11 to 2.13"
 
 _COMPILED_LAYERS = "engine/compiled_layers.py"
-_KEPT_LAYERS = "engine/kept_layers.py"
 
 
 def _parts(owner: str, used_by: str, /, **signatures: str) -> tuple[Part, ...]:
@@ -21,29 +20,29 @@ TORCH_PARTS: tuple[Part, ...] = (
     *_parts("torch._C._dynamo.eval_frame", _COMPILED_LAYERS, _set_lru_cache=EXISTS),
     *_parts("torch._dynamo.config", _COMPILED_LAYERS, patch="(arg1=None, arg2=None, **kwargs)"),
     *_parts("torch._dynamo.config", _COMPILED_LAYERS, recompile_limit=EXISTS, fail_on_recompile_limit_hit=EXISTS),
+    *_parts("torch._dynamo.config", _COMPILED_LAYERS, specialize_float=EXISTS),
     *_parts("torch._dynamo", "config/layer_compiler.py", config=EXISTS),
     *_parts("torch._dynamo.config", "config/layer_compiler.py", disable=EXISTS, suppress_errors=EXISTS),
     *_parts("torch._dynamo.exc", _COMPILED_LAYERS, FailOnRecompileLimitHit=EXISTS, TorchDynamoException=EXISTS),
     *_parts(
         "torch._inductor.exc", _COMPILED_LAYERS, CppCompileError=EXISTS, InvalidCxxCompiler=EXISTS, OperatorIssue=EXISTS
     ),
-    *_parts("torch._functorch.config", _COMPILED_LAYERS, guess_tangent_strides_as_outputs=EXISTS),
+    *_parts(
+        "torch._functorch.config",
+        _COMPILED_LAYERS,
+        patch="(arg1=None, arg2=None, **kwargs)",
+        guess_tangent_strides_as_outputs=EXISTS,
+        ban_recompute_used_far_apart=EXISTS,
+        ban_recompute_long_fusible_chains=EXISTS,
+        ban_recompute_materialized_backward=EXISTS,
+    ),
     # What an exception in a backward leaves behind, before FSDPModule.reset_iter_state.
     *_parts(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "upstream/engines.py",
         _root_post_backward_final_callback="(self)",
     ),
-    # Kept layers: what a compiled one saves for its backward.
-    *_parts("torch._functorch.config", f"{_COMPILED_LAYERS} {_KEPT_LAYERS}", patch="(arg1=None, arg2=None, **kwargs)"),
-    *_parts(
-        "torch._functorch.config",
-        _KEPT_LAYERS,
-        ban_recompute_used_far_apart=EXISTS,
-        ban_recompute_long_fusible_chains=EXISTS,
-        ban_recompute_materialized_backward=EXISTS,
-    ),
-    *_parts("torch.utils._pytree", _KEPT_LAYERS, tree_leaves="(tree, is_leaf=None)"),
+    *_parts("torch.utils._pytree", "engine/kept_layers.py", tree_leaves="(tree, is_leaf=None)"),
     *_parts("torch.UntypedStorage", "engine/held_bytes.py", _cdata=EXISTS),
     *_parts("torch.nn.modules.dropout", "engine/requirements.py", _DropoutNd=EXISTS),
     # Public, and still on the move.

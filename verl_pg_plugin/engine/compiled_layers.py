@@ -1,7 +1,7 @@
 """Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -18,6 +18,26 @@ from verl_pg_plugin.engine.last_product import last_product, leave_out
 GRAPHS_PER_FUNCTION = 64
 """Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at 8,
 after which it would run the rest uncompiled and say so in a warning among others."""
+
+OF_DYNAMO = {
+    "recompile_limit": GRAPHS_PER_FUNCTION,
+    "fail_on_recompile_limit_hit": True,
+    # Numbers of a layer (epsilons, scales) never change; as symbols each would be wrapped, checked and unwrapped in
+    # every call of a graph.
+    "specialize_float": True,
+}
+OF_AUTOGRAD: dict[str, Any] = {
+    # Gradients of queries, keys and values come as attention's kernel writes them, which is how the forward has written
+    # queries, keys and values themselves. Later torch expects that by default; 2.11 would copy them.
+    "guess_tangent_strides_as_outputs": True,
+    # What torch's partitioner would save for the sake of a fusion: products and sums are saved, and the backward
+    # computes what is elementwise. At the shape of Qwen3-4B a layer holds a quarter less so.
+    # ``aggressive_recomputation`` would compute the products of experts again, which are no matrix products to it.
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+}
+"""Settings of torch for compiled layers, kept and recomputed ones alike: one graph gives both the same gradients."""
 
 OFF = "set prefix_grouper.compile_layers=False"
 FAILURES = (
@@ -78,7 +98,9 @@ def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
-        with _bounded():  # here too: settings are a thread's own, and a GPU's backward has one of its own
+        # Here too: in later torch settings are a thread's own, and a GPU's backward has a thread of its own. Where they
+        # are in force asking is all that a call pays.
+        with nullcontext() if _in_force() else _settings():
             return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
     return of_plain_inputs
@@ -102,13 +124,14 @@ class _SameStorage(torch.autograd.Function):
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
-    """Settings of torch for graphs and how many there may be."""
-    limit = config.patch(recompile_limit=GRAPHS_PER_FUNCTION, fail_on_recompile_limit_hit=True)
-    # Gradients of queries, keys and values come as attention's kernel writes them, which is how the forward has written
-    # queries, keys and values themselves. Later torch expects that by default; 2.11 would copy them.
-    with limit, functorch_config.patch(guess_tangent_strides_as_outputs=True):
+def _settings() -> Iterator[None]:
+    with config.patch(OF_DYNAMO), functorch_config.patch(OF_AUTOGRAD):
         yield
+
+
+def _in_force() -> bool:
+    of_both = ((config, OF_DYNAMO), (functorch_config, OF_AUTOGRAD))
+    return all(getattr(where, name) == value for where, settings in of_both for name, value in settings.items())
 
 
 @contextmanager
@@ -120,7 +143,7 @@ def compiling() -> Iterator[None]:
             tell nobody.
     """
     try:
-        with _bounded():
+        with _settings():
             yield
     except FailOnRecompileLimitHit as error:
         raise LayerCompilerError(

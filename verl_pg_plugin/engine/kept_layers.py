@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -27,12 +25,6 @@ from verl_pg_plugin.engine.attention_half import AttentionHalf
 from verl_pg_plugin.engine.compiled_layers import decoder_layers
 from verl_pg_plugin.engine.held_bytes import HeldBytes
 from verl_pg_plugin.engine.saved_attention import SavedAttention
-
-RECOMPUTES_WHAT_IS_ELEMENTWISE = dict.fromkeys(
-    ("ban_recompute_used_far_apart", "ban_recompute_long_fusible_chains", "ban_recompute_materialized_backward"), False
-)
-"""What torch's partitioner would save for the sake of a fusion. ``aggressive_recomputation`` goes further: it would
-compute the products of experts again, which are no matrix products to it."""
 
 
 class KeptLayers:
@@ -107,7 +99,6 @@ class KeptLayers:
 
     def attention(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
         """``attend`` as the layer that runs now needs it: in the layer's checkpoint, or in its own in a kept layer."""
-        attend = partial(self._saved.attention, attend)
         if not self._inside:
             return attend(*tensors)
         contexts = self._saved.contexts
@@ -119,7 +110,6 @@ class KeptLayers:
     def run(self, layer: _Layer, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """One layer's forward."""
         given = pytree.tree_leaves([args, getattr(call, "keywords", {})])
-        call = partial(_saving_little, call)
         if layer.place not in self._kept:
             return layer.recomputed(call, *args)
         self._inside = torch.is_grad_enabled() and not self._halves
@@ -135,16 +125,6 @@ class KeptLayers:
             return out
         finally:
             self._inside, self._held = False, None
-
-
-def _saving_little(call: Callable[..., Any], *args: Any) -> Any:
-    """``call``; a layer that is compiled on the way saves products and sums, and its backward what is elementwise.
-
-    At the shape of Qwen3-4B a kept layer holds a quarter less so. Recomputed layers run the same graphs, and so give
-    the same gradients.
-    """
-    with functorch_config.patch(RECOMPUTES_WHAT_IS_ELEMENTWISE):
-        return call(*args)
 
 
 class _Layer:

@@ -5,14 +5,14 @@ numbers per row, one to two times the hidden size. So keeping it saves the large
 memory (selective activation checkpointing, ``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
 
 torch would have Python look at every operator of a layer, on its way to the device and again when it is recomputed, and
-small models wait for the host as it is. In decoder layers it looks at attention alone; blocks of a tower, whose
+small models wait for the host as it is. In decoder layers it looks at the kernel alone; blocks of a tower, whose
 attention does not come by here, are looked at whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -80,14 +80,16 @@ class SavedAttention:
     def _policy(self) -> Callable[..., CheckpointPolicy]:
         return partial(_policy, self._operators if self._keeps else ())
 
-    def attention(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """``attend``, its kernel's results kept, or taken, as the checkpoint around says; see ``SharedRows.around``."""
-        with nullcontext() if self.running is None else self.running.next_mode():
-            return attend(*tensors)
+    def kernel(self, attend: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``attend``, its results kept, or taken, as the checkpoint around says; see ``VarlenKernel.around``."""
+        if self.running is None:
+            return attend(*args, **kwargs)
+        with self.running.next_mode():
+            return attend(*args, **kwargs)
 
 
 class _Pass(AbstractContextManager):
-    """A layer's forward or its recomputation: torch's mode for each call of attention in it, in their order.
+    """A layer's forward or its recomputation: torch's mode for each call of the kernel in it, in their order.
 
     torch's modes count operators from where they are entered, so calls do not share one.
     """

@@ -127,6 +127,8 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
             module: Any = super()._build_module()  # type: ignore[misc]
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
+        if (saved := self.shared_model.saved_attention) is not None:
+            self.sharing = replace(self.sharing, kernel=replace(self.sharing.kernel, around=saved.kernel))
         self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)
         return module
 
@@ -311,8 +313,8 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
             layout = self.sharing.lay_out(self.sharing.read(micro_batch))
         carrying = None if self.carrier is None else self.carrier.carrying(layout)
         rows = self.sharing.to_device(layout, micro_batch, carrying)
-        if (saved := self.shared_model.kept_layers or self.shared_model.saved_attention) is not None:
-            rows.shared.around = saved.attention
+        if (kept := self.shared_model.kept_layers) is not None:
+            rows.shared.around = kept.attention
         return rows
 
     def jagged_outputs(

@@ -58,18 +58,25 @@ def as_it_is(out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def by_itself(attend: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return attend(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class VarlenKernel:
     """A kernel and why it was chosen.
 
     Attributes:
         rounded: what layers that mix tokens without attention do to their output; verify mode moves both alike.
+        around: calls the kernel, given it and its arguments, so that its results are kept for the backward; see
+            ``engine.saved_attention``.
     """
 
     name: str
     reason: str
     attend: VarlenAttention
     rounded: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    around: Callable[..., torch.Tensor] = by_itself
 
     def __call__(
         self, q_THD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, *args: Any, **kwargs: Any
@@ -84,8 +91,8 @@ class VarlenKernel:
             raise NotImplementedError(f"{self.name} {misfit}; set actor_rollout_ref.actor.use_prefix_grouper=False")
         narrower = k_KGD.shape[-1] - v_KGD.shape[-1]
         if not narrower or KERNELS[self.name].narrow_values:
-            return self.attend(q_THD, k_KGD, v_KGD, *args, **kwargs)
-        out_THD = self.attend(q_THD, k_KGD, F.pad(v_KGD, (0, narrower)), *args, **kwargs)
+            return self.around(self.attend, q_THD, k_KGD, v_KGD, *args, **kwargs)
+        out_THD = self.around(self.attend, q_THD, k_KGD, F.pad(v_KGD, (0, narrower)), *args, **kwargs)
         return out_THD[..., : v_KGD.shape[-1]]
 
 
