@@ -120,6 +120,8 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
     update = phase == "update_actor"
     on_gpu = get_device_name() == "cuda"
     with engine.train_mode() if update else engine.eval_mode():
+        # Once in many runs Python would search its whole heap, for over half a second where layers were compiled.
+        gc.collect()
         get_torch_device().synchronize()
         dist.barrier()
         if on_gpu:
