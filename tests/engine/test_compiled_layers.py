@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.engine import compiled_layers
-from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_layers, compiling
+from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_layers, compile_part, compiling
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -132,6 +134,45 @@ def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, co
     engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
     with pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"):
         run_engine(engine, make_batch(RAGGED[0]), actor_loss())
+
+
+def test_the_settings_of_torch_hold_in_every_thread_and_end_with_the_call(compile_with) -> None:
+    """A GPU's backward has a thread of its own, and in later torch each thread has its own settings."""
+    found = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append({name: getattr(config, name) for name in compiled_layers.OF_DYNAMO})
+        return graph.forward
+
+    compile_with(backend)
+    before = {name: getattr(config, name) for name in compiled_layers.OF_DYNAMO}
+    part = compile_part(torch.sin, dynamic=True)
+    thread = Thread(target=part, args=(torch.ones(3),))
+    thread.start()
+    thread.join()
+    torch._dynamo.reset()
+    with config.patch(recompile_limit=compiled_layers.GRAPHS_PER_FUNCTION):  # as a user may have set
+        part(torch.ones(3))
+    torch._dynamo.reset()
+    with compiling():
+        part(torch.ones(3))
+    assert found == 3 * [compiled_layers.OF_DYNAMO]
+    assert before == {name: getattr(config, name) for name in compiled_layers.OF_DYNAMO} != compiled_layers.OF_DYNAMO
+
+
+def test_numbers_of_a_layer_are_no_inputs_of_its_graphs(compile_with) -> None:
+    """Each would be wrapped into a tensor, checked and read again in every call."""
+    inputs = []
+
+    def backend(graph: Any, given: Any) -> Any:
+        inputs.extend(given)
+        return graph.forward
+
+    compile_with(backend)
+    norm = torch.nn.LayerNorm(3, eps=1e-3)
+    compile_part(lambda x: norm(x) * norm.eps, dynamic=True)(torch.ones(5, 3))
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    assert sorted(tensor.dim() for tensor in tensors) == [1, 1, 2]
 
 
 def test_auto_compiles_nothing_on_a_cpu_and_says_why(qwen3: str, caplog: pytest.LogCaptureFixture) -> None:
