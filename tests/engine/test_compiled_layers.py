@@ -10,6 +10,7 @@ import torch
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._inductor.exc import InductorError
 from torch.utils.checkpoint import checkpoint
 
@@ -129,35 +130,40 @@ def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with
 def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, compile_with, monkeypatch) -> None:
     """torch itself would go on without compiling, for the rest of the training, after a line in the log."""
     compile_with("eager")
-    monkeypatch.setattr(compiled_layers, "GRAPHS_PER_FUNCTION", 1)
-    monkeypatch.setitem(compiled_layers.OF_DYNAMO, "recompile_limit", 1)
+    monkeypatch.setitem(compiled_layers.DYNAMO_SETTINGS, "recompile_limit", 1)
     engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
     with pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"):
         run_engine(engine, make_batch(RAGGED[0]), actor_loss())
 
 
-def test_the_settings_of_torch_hold_in_every_thread_and_end_with_the_call(compile_with) -> None:
-    """A GPU's backward has a thread of its own, and in later torch each thread has its own settings."""
-    found = []
+def settings() -> dict[str, Any]:
+    """Those of torch that compiled layers change, as they are now."""
+    return {name: getattr(config, name) for name in compiled_layers.DYNAMO_SETTINGS} | {
+        name: getattr(functorch_config, name) for name in compiled_layers.AUTOGRAD_SETTINGS
+    }
+
+
+def test_settings_hold_where_layers_are_compiled_in_every_thread_and_not_in_a_loss(qwen3: str, compile_with) -> None:
+    """A GPU's backward has a thread of its own; a compiled loss may have a number that changes in every step."""
+    ours, torchs, found = compiled_layers.DYNAMO_SETTINGS | compiled_layers.AUTOGRAD_SETTINGS, settings(), []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        found.append({name: getattr(config, name) for name in compiled_layers.OF_DYNAMO})
+        found.append(settings())
         return graph.forward
 
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        assert settings() == torchs
+        return actor_loss()(*args, **kwargs)
+
     compile_with(backend)
-    before = {name: getattr(config, name) for name in compiled_layers.OF_DYNAMO}
-    part = compile_part(torch.sin, dynamic=True)
-    thread = Thread(target=part, args=(torch.ones(3),))
+    run_update(make_engine(qwen3, packed=True, engine={"compile_layers": True}), loss)
+    thread = Thread(target=compile_part(torch.sin, dynamic=True), args=(torch.ones(3),))
+    before = len(found)
     thread.start()
     thread.join()
-    torch._dynamo.reset()
-    with config.patch(recompile_limit=compiled_layers.GRAPHS_PER_FUNCTION):  # as a user may have set
-        part(torch.ones(3))
-    torch._dynamo.reset()
-    with compiling():
-        part(torch.ones(3))
-    assert found == 3 * [compiled_layers.OF_DYNAMO]
-    assert before == {name: getattr(config, name) for name in compiled_layers.OF_DYNAMO} != compiled_layers.OF_DYNAMO
+    assert len(found) == before + 1 > 1
+    assert all(seen == ours for seen in found)
+    assert settings() == torchs != ours
 
 
 def test_numbers_of_a_layer_are_no_inputs_of_its_graphs(compile_with) -> None:

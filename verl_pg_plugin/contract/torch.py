@@ -18,7 +18,7 @@ def _parts(owner: str, used_by: str, /, **signatures: str) -> tuple[Part, ...]:
 TORCH_PARTS: tuple[Part, ...] = (
     # Compiled layers: which graph is taken, how many there may be, and that a failure is one.
     *_parts("torch._C._dynamo.eval_frame", _COMPILED_LAYERS, _set_lru_cache=EXISTS),
-    *_parts("torch._dynamo.config", _COMPILED_LAYERS, patch="(arg1=None, arg2=None, **kwargs)"),
+    *_parts("torch._dynamo.config", _COMPILED_LAYERS, _make_closure_patcher="(**changes)"),
     *_parts("torch._dynamo.config", _COMPILED_LAYERS, recompile_limit=EXISTS, fail_on_recompile_limit_hit=EXISTS),
     *_parts("torch._dynamo.config", _COMPILED_LAYERS, specialize_float=EXISTS),
     *_parts("torch._dynamo", "config/layer_compiler.py", config=EXISTS),
@@ -30,7 +30,7 @@ TORCH_PARTS: tuple[Part, ...] = (
     *_parts(
         "torch._functorch.config",
         _COMPILED_LAYERS,
-        patch="(arg1=None, arg2=None, **kwargs)",
+        _make_closure_patcher="(**changes)",
         guess_tangent_strides_as_outputs=EXISTS,
         ban_recompute_used_far_apart=EXISTS,
         ban_recompute_long_fusible_chains=EXISTS,

@@ -1,7 +1,7 @@
 """Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -15,18 +15,16 @@ from torch.utils.checkpoint import CheckpointError
 
 from verl_pg_plugin.engine.last_product import last_product, leave_out
 
-GRAPHS_PER_FUNCTION = 64
-"""Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at 8,
-after which it would run the rest uncompiled and say so in a warning among others."""
-
-OF_DYNAMO = {
-    "recompile_limit": GRAPHS_PER_FUNCTION,
+DYNAMO_SETTINGS: dict[str, Any] = {
+    # Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at
+    # 8, after which it would run the rest uncompiled and say so in a warning among others.
+    "recompile_limit": 64,
     "fail_on_recompile_limit_hit": True,
-    # Numbers of a layer (epsilons, scales) never change; as symbols each would be wrapped, checked and unwrapped in
-    # every call of a graph.
+    # Numbers of a layer (epsilons, scales) never change, and layers of a kind have the same. As symbols each would be
+    # made a tensor, checked and read again in every call of a graph; so those that differ make a graph each.
     "specialize_float": True,
 }
-OF_AUTOGRAD: dict[str, Any] = {
+AUTOGRAD_SETTINGS: dict[str, Any] = {
     # Gradients of queries, keys and values come as attention's kernel writes them, which is how the forward has written
     # queries, keys and values themselves. Later torch expects that by default; 2.11 would copy them.
     "guess_tangent_strides_as_outputs": True,
@@ -37,7 +35,7 @@ OF_AUTOGRAD: dict[str, Any] = {
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
 }
-"""Settings of torch for compiled layers, kept and recomputed ones alike: one graph gives both the same gradients."""
+"""Alike for layers that are kept and that are recomputed, whose graphs are the same, and so their gradients."""
 
 OFF = "set prefix_grouper.compile_layers=False"
 FAILURES = (
@@ -98,9 +96,7 @@ def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
-        # Here too: in later torch settings are a thread's own, and a GPU's backward has a thread of its own. Where they
-        # are in force asking is all that a call pays.
-        with nullcontext() if _in_force() else _settings():
+        with _settings():
             return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
     return of_plain_inputs
@@ -125,13 +121,18 @@ class _SameStorage(torch.autograd.Function):
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    with config.patch(OF_DYNAMO), functorch_config.patch(OF_AUTOGRAD):
+    """Around a call of a layer alone, since losses and heads may be compiled too, with torch's own settings.
+
+    In every call: in later torch settings are a thread's own, and a GPU's backward, which recomputes, has a thread of
+    its own. This way to set them takes a third of the time of ``config.patch``.
+    """
+    settings = ((config, DYNAMO_SETTINGS), (functorch_config, AUTOGRAD_SETTINGS))
+    undo = [torchs._make_closure_patcher(**ours)() for torchs, ours in settings]
+    try:
         yield
-
-
-def _in_force() -> bool:
-    of_both = ((config, OF_DYNAMO), (functorch_config, OF_AUTOGRAD))
-    return all(getattr(where, name) == value for where, settings in of_both for name, value in settings.items())
+    finally:
+        for back in undo:
+            back()
 
 
 @contextmanager
@@ -143,12 +144,12 @@ def compiling() -> Iterator[None]:
             tell nobody.
     """
     try:
-        with _settings():
-            yield
+        yield
     except FailOnRecompileLimitHit as error:
+        graphs, cause = DYNAMO_SETTINGS["recompile_limit"], _first_line(error.__cause__ or error)
         raise LayerCompilerError(
-            f"torch.compile has made {GRAPHS_PER_FUNCTION} graphs of one function of a decoder layer and would run it "
-            f"uncompiled from here on ({_first_line(error.__cause__ or error)}); {OFF}"
+            f"torch.compile has made {graphs} graphs of one function of a decoder layer and would run it uncompiled "
+            f"from here on ({cause}); {OFF}"
         ) from error
     except FAILURES as error:
         cause = _first_line(getattr(error, "inner_exception", error))
