@@ -10,13 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from verl_pg_plugin.attention.kernels.selection import by_itself
 from verl_pg_plugin.layout import Layout
 
 T = TypeVar("T")
-
-
-def _as_it_is(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    return attend(*tensors)
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class SharedRows(ABC):
     def __init__(self, layout: Layout | None) -> None:
         self.layout = layout
         self.calls: Counter[str] = Counter()
-        self.around: Callable[..., torch.Tensor] = _as_it_is
+        self.around: Callable[..., torch.Tensor] = by_itself
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod
