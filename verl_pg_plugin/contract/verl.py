@@ -81,14 +81,14 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         f"{_ENGINE}.FSDPEngineWithLMHead",
-        "engine/fsdp_engine.py",
+        "engine/model_passes.py engine/shared_prefix_engine.py",
         forward_step="(self, micro_batch, loss_function, forward_only)",
         prepare_model_inputs="(self, micro_batch)",
         prepare_model_outputs="(self, output, output_args, micro_batch, logits_processor_func)",
     ),
     *_parts(
         f"{_ENGINE}.FSDPEngineWithValueHead",
-        "engine/fsdp_engine.py",
+        "engine/model_passes.py engine/shared_prefix_engine.py",
         forward_step="(self, micro_batch, loss_function, forward_only)",
         prepare_model_inputs="(self, micro_batch)",
         prepare_model_outputs="(self, output, output_args, micro_batch, logits_processor_func)",

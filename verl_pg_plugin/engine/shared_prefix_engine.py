@@ -1,7 +1,7 @@
 """What verl's FSDP engines with shared prefixes have in common; without the mode they are the stock engines.
 
 Three seams of ``verl.workers.engine.fsdp.transformer_impl`` are overridden: how a mini-batch is cut into
-micro-batches here, model inputs and model outputs in ``fsdp_engine``. Sharding, optimizer, checkpoints and losses
+micro-batches here, model inputs and model outputs in ``model_passes``. Sharding, optimizer, checkpoints and losses
 are verl's.
 """
 
@@ -29,15 +29,14 @@ from verl_pg_plugin.config.layer_compiler import Decision
 from verl_pg_plugin.engine.activation_budget import Held
 from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
-from verl_pg_plugin.engine.batch.layout_field import layout_of
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, flops_of_a_device, plan_metrics
 from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
-from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.local_choices import choose_alike
 from verl_pg_plugin.engine.mfu_clock import MfuClock, MfuOfPasses
+from verl_pg_plugin.engine.model_passes import ModelPasses
 from verl_pg_plugin.engine.plan_policy import PlanPolicy
 from verl_pg_plugin.engine.ranks import on_every_rank
 from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
@@ -53,7 +52,7 @@ from verl_pg_plugin.modalities import Modality, modality_of
 logger = logging.getLogger(__name__)
 
 
-class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
+class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
     """Put in front of one of verl's FSDP engines.
 
     Prefixes are shared when the engine config is a ``PrefixGrouperEngineConfig`` with ``use_prefix_grouper=True``:
@@ -278,57 +277,3 @@ class SharedPrefixMixin(PlanPolicy, MfuOfPasses):
             if self.shared_model.saved_attention is not None:
                 self.shared_model.saved_attention.running = None  # the layer that an error has ended
         return output
-
-    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
-        if self.sharing is None:
-            return super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
-        inputs = self.inputs_of(micro_batch)
-        if self.meetings is not None:
-            self.meetings.before_collectives()
-        return inputs
-
-    def prepare_model_outputs(
-        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Callable | None
-    ) -> dict[str, torch.Tensor]:
-        if self.sharing is None:
-            stock = super().prepare_model_outputs  # type: ignore[misc]
-            return stock(output, output_args, micro_batch, logits_processor_func)
-        if self.meetings is not None:
-            self.meetings.after_collectives()
-        return self.outputs_of(output, output_args, micro_batch)
-
-    def inputs_of(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
-        """What the model reads, and what ``outputs_of`` needs beside what the model returns."""
-        raise NotImplementedError
-
-    def outputs_of(self, output: Any, output_args: Any, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
-        """Named outputs of every sequence, jagged."""
-        raise NotImplementedError
-
-    def rows_of(self, micro_batch: TensorDict) -> ForwardRows:
-        """The micro-batch's layout, planned or made now, on its device."""
-        assert self.sharing is not None
-        layout = layout_of(micro_batch)
-        if layout is None:
-            layout = self.sharing.lay_out(self.sharing.read(micro_batch))
-        carrying = None if self.carrier is None else self.carrier.carrying(layout)
-        rows = self.sharing.to_device(layout, micro_batch, carrying)
-        if (kept := self.shared_model.kept_layers) is not None:
-            rows.shared.around = kept.attention
-        return rows
-
-    def jagged_outputs(
-        self, rows: ForwardRows, names: list[str], columns_NC: torch.Tensor, micro_batch: TensorDict
-    ) -> dict[str, torch.Tensor]:
-        """C named outputs of the head rows, as the jagged tensors that verl's losses read."""
-        offsets, columns_AC = micro_batch["input_ids"].offsets(), self._of_all_ranks(rows, columns_NC)
-        return {name: rows.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}
-
-    def _of_all_ranks(self, rows: ForwardRows, columns_NC: torch.Tensor) -> torch.Tensor:
-        """Columns of the head rows of a Ulysses group; a rank whose head failed does not come to gather them."""
-        if self.meetings is None or self.ulysses_sequence_parallel_size == 1:
-            return rows.of_all_ranks(columns_NC)
-        self.meetings.before_collectives()
-        columns_AC = rows.of_all_ranks(columns_NC)
-        self.meetings.after_collectives()
-        return columns_AC
