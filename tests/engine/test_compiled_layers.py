@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor.exc import InductorError
@@ -125,6 +126,25 @@ def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with
     way_around = r"CheckpointError.*metadata.*set prefix_grouper.compile_layers=False"
     with pytest.raises(LayerCompilerError, match=way_around), compiling():
         checkpoint(lambda x: x.to(next(dtypes)) ** 2, x, use_reentrant=False).sum().backward()
+
+
+def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(qwen3: str, compile_with) -> None:
+    """Whose override would not help."""
+    compile_with("eager")
+    plain = actor_loss()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return 2 * x
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        value, metrics = plain(*args, **kwargs)
+        return doubled(value), metrics
+
+    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
+    with pytest.raises(Unsupported):
+        run_update(engine, loss)
 
 
 def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, compile_with, monkeypatch) -> None:

@@ -16,7 +16,8 @@ from verl_pg_plugin.synthetic import Sample
 
 SCALE = 10
 """Samples are as many times as long as those of the matrix."""
-NUM_BATCHES = 3
+NUM_BATCHES = 8
+"""Of one batch an error is up to 1.4 times that of another way to round, and 0.6 times it of the next."""
 # An even vocabulary: verl offloads without waiting for the copy, and FSDP2 reads parameters that it has to pad at once.
 SIZES = {
     "vocab_size": 98,

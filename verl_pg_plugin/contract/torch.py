@@ -25,7 +25,12 @@ TORCH_PARTS: tuple[Part, ...] = (
     *_parts("torch._dynamo.config", "config/layer_compiler.py", disable=EXISTS, suppress_errors=EXISTS),
     *_parts("torch._dynamo.exc", _COMPILED_LAYERS, FailOnRecompileLimitHit=EXISTS, TorchDynamoException=EXISTS),
     *_parts(
-        "torch._inductor.exc", _COMPILED_LAYERS, CppCompileError=EXISTS, InvalidCxxCompiler=EXISTS, OperatorIssue=EXISTS
+        "torch._inductor.exc",
+        _COMPILED_LAYERS,
+        CppCompileError=EXISTS,
+        InductorError=EXISTS,
+        InvalidCxxCompiler=EXISTS,
+        OperatorIssue=EXISTS,
     ),
     *_parts(
         "torch._functorch.config",

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler, OperatorIssue
 from torch.utils.checkpoint import CheckpointError
 
 from verl_pg_plugin.engine.last_product import last_product, leave_out
@@ -38,12 +38,11 @@ AUTOGRAD_SETTINGS: dict[str, Any] = {
 """Alike for layers that are kept and that are recomputed, whose graphs are the same, and so their gradients."""
 
 OFF = "set prefix_grouper.compile_layers=False"
-FAILURES = (
-    *(TorchDynamoException, FailOnRecompileLimitHit),
-    *(CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError),
-)
-"""What torch raises where it cannot compile; the second line where the backward is compiled, which is when it runs, or
-where a layer that is recomputed there takes another graph than its forward took."""
+OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
+"""What torch raises out of the call of a layer that it cannot compile."""
+OF_A_BACKWARD = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)
+"""What it raises out of a backward: that is compiled when it first runs, and a layer that is recomputed in it may take
+another graph than its forward took."""
 
 
 class LayerCompilerError(RuntimeError):
@@ -96,7 +95,7 @@ def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
-        with _settings():
+        with _settings(), compiling(OF_A_CALL):
             return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
     return of_plain_inputs
@@ -136,8 +135,12 @@ def _settings() -> Iterator[None]:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Around forwards and backwards of compiled layers: what torch cannot compile is an error that names the option.
+def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator[None]:
+    """Around compiled layers and their backwards: what torch cannot compile is an error that names the option.
+
+    Args:
+        failures: what torch may raise there. Around a whole mini-batch not those of a call, which a loss that is
+            compiled too raises as well; a layer's own are met in its call.
 
     Raises:
         LayerCompilerError: from torch's own error. Nothing falls back to uncompiled layers, which would be slower and
@@ -151,7 +154,7 @@ def compiling() -> Iterator[None]:
             f"torch.compile has made {graphs} graphs of one function of a decoder layer and would run it uncompiled "
             f"from here on ({cause}); {OFF}"
         ) from error
-    except FAILURES as error:
+    except failures as error:
         cause = _first_line(getattr(error, "inner_exception", error))
         uncompiled_too = isinstance(error, CheckpointError)  # if a layer's inputs differ, compiled or not
         way = f"{OFF}, or enable_gradient_checkpointing=False" if uncompiled_too else OFF

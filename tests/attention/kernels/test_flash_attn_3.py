@@ -128,6 +128,18 @@ def test_lengths_caps_and_determinism_arrive_where_upstream_reads_them(kernel: A
         assert call[name] == defaults[name].default
 
 
+def test_builds_that_return_the_log_sum_exp_too_give_the_same_output(kernel: Any, monkeypatch) -> None:
+    """As of before upstream's ``return_attn_probs``; ``auto`` takes them, since nothing else tells them apart."""
+    tensors, bounds, longest = inputs()
+    want = kernel.attend(*tensors, *bounds, *longest, softmax_scale=0.3)
+
+    def earlier(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_attn_varlen_func(*args, **kwargs), torch.zeros(4, 5)
+
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func", earlier)
+    torch.testing.assert_close(kernel.attend(*tensors, *bounds, *longest, softmax_scale=0.3), want, rtol=0, atol=0)
+
+
 def test_checkpointed_layers_keep_its_output(kernel: Any) -> None:
     """Under the operator's name that the spec lists; else every backward would run attention again."""
     tensors, bounds, longest = inputs()

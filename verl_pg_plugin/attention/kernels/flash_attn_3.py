@@ -30,7 +30,7 @@ def attend(
 ) -> torch.Tensor:
     """float16 and bfloat16; head dims that are multiples of 8 up to 256, as far as the build holds them."""
     q_THD, k_KGD, v_KGD = cast_under_autocast(q_THD, k_KGD, v_KGD)
-    return flash_attn_interface.flash_attn_varlen_func(
+    out = flash_attn_interface.flash_attn_varlen_func(
         q_THD,
         k_KGD,
         v_KGD,
@@ -44,3 +44,5 @@ def attend(
         softcap=softcap,
         deterministic=deterministic_backward(),
     )
+    # Builds of before https://github.com/Dao-AILab/flash-attention/pull/1851 return the log-sum-exp too.
+    return out[0] if isinstance(out, tuple) else out
