@@ -56,6 +56,29 @@ def test_more_rows_than_the_first_update_had_raise_what_an_update_needs():
     assert len(measured().layers(ROWS // 2)) == 36
 
 
+def test_fewer_rows_than_the_first_update_had_leave_the_whole_rise_free():
+    """Weights' gradients are as large for few rows as for many."""
+    assert len(measured(kinds=(KIND,) * 64).layers(ROWS // 2)) == (40 - 80 * RESERVE - 10) * 2
+
+
+def test_the_rise_is_that_of_the_rank_with_the_fewest_rows():
+    """Which rank's memory rose most is not known, so more rows than that one's may raise it by more."""
+    budget = ActivationBudget("auto", [KIND] * 36)
+    budget.end([held(), held(rows=2 * ROWS)])
+    budget.end([held(frozenset({35}), bytes_per_row={KIND: BYTES})] * 2)
+    budget.stepped = True
+    budget.begin([IDLE] * 2)
+    assert len(budget.layers(2 * ROWS)) == (40 - 80 * RESERVE - 20) // 2
+
+
+def test_where_memory_ended_half_as_many_layers_are_kept_and_they_are_the_last():
+    budget = measured()
+    budget.step_down([(budget.layers(ROWS), ROWS)])
+    assert budget.layers(ROWS) == frozenset(range(25, 36))
+    budget.step_down([(frozenset({35}), ROWS)])
+    assert budget.layers(ROWS) == frozenset()
+
+
 def test_a_device_without_room_keeps_nothing_not_even_to_measure():
     budget = ActivationBudget("auto", [KIND] * 36)
     budget.end([held()])
