@@ -91,7 +91,7 @@ def _one_of(*known: str) -> Callable[[Any], Objection | None]:
 def _auto_or_boolean(value: Any) -> Objection | None:
     if isinstance(value, bool) or value == "auto":
         return None
-    return "is neither auto nor a boolean; the values are auto, True and False", "auto"
+    return "is neither auto nor a boolean; the values are auto, True and False without quotes", "auto"
 
 
 def _at_least(least: int, *types: type[int] | type[float]) -> Callable[[Any], Objection | None]:
@@ -113,7 +113,7 @@ def _above_zero_or_none(value: Any) -> Objection | None:
     return "is not a finite number above 0: one lets nothing pass, the other everything", "null or <number above 0>"
 
 
-_KEEPS = "auto, attention, mlp, all and a plain number of GiB above 0"
+_KEEPS = "auto, attention, mlp, all and GiB above 0 as a number without unit or quotes"
 
 
 def _keeps(value: Any) -> Objection | None:
