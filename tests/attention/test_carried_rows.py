@@ -36,7 +36,7 @@ def test_what_a_part_owes_to_carried_keys_is_summed_in_float32() -> None:
     stack = block(2, torch.bfloat16)
     rows = carried_rows(Carrying(part(3), read=[stack]))
     own = torch.zeros(rows.num_rows, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    keys, _ = rows.read(own, own, OPTIONS)
+    keys, *_ = rows.read(own, own, OPTIONS)
     places = np.flatnonzero(rows.carrying.layout.kv_rows == 0).tolist()
     grad = torch.zeros_like(keys)
     grad[places] = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[:, None, None]
@@ -53,7 +53,7 @@ def test_the_owner_adds_what_it_is_owed_and_rounds_once() -> None:
         sums.fill_(1.0)
     rows = carried_rows(Carrying(part(2, num_carried=0, read_next=2), read=[], owed=[owed]))
     own = torch.zeros(rows.num_rows, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    keys, _ = rows.read(own, own, OPTIONS)
+    keys, *_ = rows.read(own, own, OPTIONS)
     grad = torch.zeros_like(keys)
     places = np.flatnonzero(rows.carrying.layout.kv_rows == 0).tolist()[:2]
     grad[places] = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)[:, None, None]

@@ -88,8 +88,8 @@ def test_softcap_on_sdpa_is_refused_and_not_ignored() -> None:
 def test_where_nothing_is_shared_no_key_is_copied() -> None:
     layout = batch_of(((1, 2, 3), (4, 5)), ((6, 7), (8,))).layout()
     packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
-    assert packed.kv_index is None
-    assert PackedRows.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").kv_index is not None
+    assert packed.copies is None
+    assert PackedRows.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").copies is not None
 
 
 def test_padding_rows_follow_the_others_and_attend_to_nothing() -> None:

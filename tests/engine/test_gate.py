@@ -43,7 +43,7 @@ def plan(batch: TensorDict, ratio: float = 1.0) -> MicroBatchPlan:
 
 
 def uses_kv_index(layout: PackedLayout) -> bool:
-    return PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu").kv_index is not None
+    return PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu").copies is not None
 
 
 def num_tokens(samples: list[Sample]) -> int:

@@ -9,6 +9,7 @@ schedule-level prefix reuse (https://arxiv.org/abs/2606.01143).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from verl_pg_plugin.attention.carry_stack import CarryBlock
 from verl_pg_plugin.attention.gather import GatherIndex, sum_over_readers, to_device
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
 from verl_pg_plugin.layout.carried import CarriedLayout
@@ -81,22 +83,20 @@ class CarriedRows(PackedRows):
     def carry(cls, carrying: Carrying, kernel: VarlenKernel, device: torch.device | str) -> CarriedRows:
         """Move the index maps of a part to ``device``, without waiting for the copies."""
         layout = carrying.layout
+        index = partial(GatherIndex.from_layout, layout, device, layout.num_carried)
         return cls(
             carrying,
             to_device(layout.handover, torch.int64, device),
             kernel=kernel,
             num_rows=layout.num_rows,
-            cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32, device),
-            cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
-            max_seqlen_q=layout.max_seqlen_q,
-            max_seqlen_k=layout.max_seqlen_k,
-            kv_index=GatherIndex.from_layout(layout, device, layout.num_carried) if layout.num_copied_keys else None,
+            bounds=Bounds.of(layout, device),
+            copies=KeyCopies(index()) if layout.num_copied_keys else None,
             layout=layout,
         )
 
     def read(
         self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         block, layer = self.carrying.leave, options.layer_idx
         if block is not None:
             if (layer, 0) in block.key_values:
@@ -108,7 +108,7 @@ class CarriedRows(PackedRows):
                 block.key_values[layer, which] = kept
                 if self.carrying.is_export:
                     block.key_value_sums[layer, which] = _wide_zeros(kept)
-        return _ReadRows.apply(k_TGD, self, layer, 0), _ReadRows.apply(v_TGD, self, layer, 1)
+        return _ReadRows.apply(k_TGD, self, layer, 0), _ReadRows.apply(v_TGD, self, layer, 1), {}
 
 
 class _ReadRows(torch.autograd.Function):
@@ -119,7 +119,7 @@ class _ReadRows(torch.autograd.Function):
         ctx.rows, ctx.layer, ctx.which = rows, layer, which
         carried = [block.key_values[layer, which] for block in rows.carrying.read]
         joined = torch.cat([*carried, own_TGD])
-        return joined if rows.kv_index is None else joined.index_select(0, rows.kv_index.rows)
+        return joined if rows.copies is None else joined.index_select(0, rows.copies.index.rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -128,7 +128,8 @@ class _ReadRows(torch.autograd.Function):
         carrying, num_carried = rows.carrying, rows.carrying.layout.num_carried
         wide = torch.promote_types(grad.dtype, torch.float32)
         # A copy in either case: what is owed is added in place.
-        total = grad.to(wide, copy=True) if rows.kv_index is None else sum_over_readers(grad, rows.kv_index, wide)
+        copies = rows.copies
+        total = grad.to(wide, copy=True) if copies is None else sum_over_readers(grad, copies.index, wide)
         for block in carrying.read:
             block.key_value_sums[ctx.layer, ctx.which].add_(total[block.start : block.stop])
         own = total[num_carried:]

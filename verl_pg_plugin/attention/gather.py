@@ -100,8 +100,13 @@ class _GatherRows(torch.autograd.Function):
         return sum_over_readers(grad, ctx.index, grad.dtype), None
 
 
-def sum_over_readers(grad: torch.Tensor, index: GatherIndex, dtype: torch.dtype) -> torch.Tensor:
+def sum_over_readers(
+    grad: torch.Tensor, index: GatherIndex, dtype: torch.dtype, total: torch.Tensor | None = None
+) -> torch.Tensor:
     """Gradient of the rows from the gradient (K, ...) of their copies.
+
+    Args:
+        total: (rows, heads, D) for the result, in ``dtype`` and of any strides; None for new memory.
 
     Returns:
         (rows, ...) in ``dtype``: summed in float32 (on a CPU, float64 for float64), in a fixed order, rounded once.
@@ -109,12 +114,15 @@ def sum_over_readers(grad: torch.Tensor, index: GatherIndex, dtype: torch.dtype)
     if grad.is_cuda:
         from verl_pg_plugin.attention.segment_sum import sum_readers
 
+        if total is None:
+            total = torch.empty((len(index.row_segment), *grad.shape[1:]), dtype=dtype, device=grad.device)
         return sum_readers(
-            grad.contiguous(), index.row_segment, index.key_place, index.reader_bounds, index.reader_starts, dtype
+            grad.contiguous(), index.row_segment, index.key_place, index.reader_bounds, index.reader_starts, total
         )
     accumulate = torch.promote_types(grad.dtype, torch.float32)
-    total = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)
-    return total.index_add_(0, index.rows, grad.to(accumulate)).to(dtype)
+    wide = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)
+    wide.index_add_(0, index.rows, grad.to(accumulate))
+    return wide.to(dtype) if total is None else total.copy_(wide)
 
 
 def gather_rows(x: torch.Tensor, index: GatherIndex) -> torch.Tensor:

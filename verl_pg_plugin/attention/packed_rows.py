@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, to_device
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies
 from verl_pg_plugin.attention.shared_rows import AttentionOptions, SharedRows
 from verl_pg_plugin.layout import PackedLayout
 
@@ -17,48 +20,38 @@ class PackedRows(SharedRows):
     Attributes:
         kernel: the varlen kernel to call.
         num_rows: T; rows after them are padding, which attends to nothing.
-        kv_index: gathers the keys and values of every segment; None where each row is a key of its own segment alone,
-            so that copying would change nothing.
-        cu_seqlens_q, cu_seqlens_k: (S+1,) int32.
-        max_seqlen_q, max_seqlen_k: in rows.
+        bounds: of the segments and of their keys.
+        copies: copies the keys and values of every segment; None where each row is a key of its own segment alone, so
+            that copying would change nothing.
     """
 
     def __init__(
         self,
         kernel: VarlenKernel,
         num_rows: int,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        kv_index: GatherIndex | None = None,
+        bounds: Bounds,
+        copies: KeyCopies | None = None,
         layout: PackedLayout | None = None,
     ) -> None:
         super().__init__(layout)
         self.kernel = kernel
         self.num_rows = num_rows
-        self.kv_index = kv_index
-        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
-        self.max_seqlen_q, self.max_seqlen_k = max_seqlen_q, max_seqlen_k
+        self.bounds = bounds
+        self.copies = copies
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, kernel: VarlenKernel, device: torch.device | str) -> PackedRows:
         """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
-        return cls(
-            kernel=kernel,
-            num_rows=layout.num_rows,
-            cu_seqlens_q=to_device(layout.cu_seqlens_q, torch.int32, device),
-            cu_seqlens_k=to_device(layout.cu_seqlens_k, torch.int32, device),
-            max_seqlen_q=layout.max_seqlen_q,
-            max_seqlen_k=layout.max_seqlen_k,
-            kv_index=GatherIndex.from_layout(layout, device) if layout.num_copied_keys else None,
-            layout=layout,
-        )
+        copies = None
+        if layout.num_copied_keys:
+            index = GatherIndex.from_layout(layout, device)
+            copies = KeyCopies.of(layout, index, device) if kernel.copies_keys else KeyCopies(index)
+        return cls(kernel, layout.num_rows, Bounds.of(layout, device), copies, layout)
 
     @classmethod
     def unshared(cls, kernel: VarlenKernel, cu_seqlens: torch.Tensor, max_seqlen: int, num_rows: int) -> PackedRows:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
-        return cls(kernel, num_rows, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return cls(kernel, num_rows, Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
 
     def rounded(self, out: torch.Tensor) -> torch.Tensor:
         return self.kernel.rounded(out)
@@ -87,23 +80,29 @@ class PackedRows(SharedRows):
         num_padding = len(q_THD) - self.num_rows
         if num_padding:
             q_THD, k_TGD, v_TGD = (x[: self.num_rows] for x in (q_THD, k_TGD, v_TGD))
-        k_KGD, v_KGD = self.read(k_TGD, v_TGD, options)
+        k, v, copies = self.read(k_TGD, v_TGD, options)
         out_THD = self.kernel(
             q_THD,
-            k_KGD,
-            v_KGD,
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-            self.max_seqlen_q,
-            self.max_seqlen_k,
+            k,
+            v,
+            self.bounds.cu_seqlens_q,
+            self.bounds.cu_seqlens_k,
+            self.bounds.max_seqlen_q,
+            self.bounds.max_seqlen_k,
             **options.of_kernel,
+            **copies,
         )
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
     def read(
         self, k_TGD: torch.Tensor, v_TGD: torch.Tensor, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, G, D) keys and values that the segments see, from those of the rows."""
-        if self.kv_index is None:
-            return k_TGD, v_TGD
-        return gather_rows(k_TGD, self.kv_index), gather_rows(v_TGD, self.kv_index)
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Keys and values for the kernel, from those of the rows, and how it copies them for itself.
+
+        Where it does not, they are the (K, G, D) that the segments see.
+        """
+        if self.copies is None:
+            return k_TGD, v_TGD, {}
+        if self.kernel.copies_keys:
+            return k_TGD, v_TGD, {"copies": self.copies}
+        return gather_rows(k_TGD, self.copies.index), gather_rows(v_TGD, self.copies.index), {}

@@ -13,6 +13,9 @@ def _sum_readers_kernel(
     place_ptr,
     reader_bounds_ptr,
     reader_starts_ptr,
+    row_stride,
+    head_stride,
+    head_dim: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -28,7 +31,8 @@ def _sum_readers_kernel(
     for reader in range(first, last):
         copy = tl.load(reader_starts_ptr + reader).to(tl.int64) + place
         total += tl.load(grad_ptr + copy * width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total_ptr + row * width + column, total.to(total_ptr.dtype.element_ty), mask=inside)
+    there = row * row_stride + (column // head_dim).to(tl.int64) * head_stride + column % head_dim
+    tl.store(total_ptr + there, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
 def sum_readers(
@@ -37,7 +41,7 @@ def sum_readers(
     key_place: torch.Tensor,
     reader_bounds: torch.Tensor,
     reader_starts: torch.Tensor,
-    dtype: torch.dtype,
+    total: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of the rows from the gradient of their copies.
 
@@ -47,12 +51,13 @@ def sum_readers(
         key_place: (T,) int32 place of a row within the keys of every segment that reads it.
         reader_bounds: (S+1,) int32 the readers of segment s are ``reader_starts[bounds[s]:bounds[s + 1]]``.
         reader_starts: int32 first key of each reader in the packed keys.
+        total: (T, ...) for the result, contiguous, or (T, heads, D) with any strides of rows and heads.
 
     Returns:
-        (T, ...) in ``dtype``; every sum is accumulated in float32 and rounded once.
+        ``total``; every sum is accumulated in float32 and rounded once.
     """
-    total = torch.empty((row_segment.shape[0], *grad.shape[1:]), dtype=dtype, device=grad.device)
     width = total[0].numel()
+    head_dim = width if total.is_contiguous() else total.shape[-1]
     grid = (row_segment.shape[0],)
     _sum_readers_kernel[grid](
         grad,
@@ -61,6 +66,9 @@ def sum_readers(
         key_place,
         reader_bounds,
         reader_starts,
+        total.stride(0),
+        total.stride(1),
+        head_dim=head_dim,
         width=width,
         block=triton.next_power_of_2(width),
     )

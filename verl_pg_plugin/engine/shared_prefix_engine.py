@@ -126,6 +126,8 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
             module: Any = super()._build_module()  # type: ignore[misc]
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
+        if options.compile_layers and not options.static_rows:
+            self.sharing = replace(self.sharing, kernel=self.sharing.kernel.for_compiled_layers())
         if (saved := self.shared_model.saved_attention) is not None:
             self.sharing = replace(self.sharing, kernel=replace(self.sharing.kernel, around=saved.kernel))
         self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)

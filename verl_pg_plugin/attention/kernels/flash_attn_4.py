@@ -2,9 +2,6 @@
 
 Its kernels are compiled when first called, once for each combination of head dim, heads, mask and dtype, which takes
 minutes; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
-
-flash-attn 4 is no operator of torch, so gradient checkpointing could not tell its output from the rest of a layer and
-keep it (``engine.saved_attention``); here its forward and backward become one.
 """
 
 import inspect
@@ -13,7 +10,9 @@ from typing import Any
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast, deterministic_backward
+from verl_pg_plugin.attention.kernels.flash_passes import FlashAttention, Scores, Tensors, as_operator
+from verl_pg_plugin.attention.kernels.inputs import deterministic_backward
+from verl_pg_plugin.attention.key_copies import Bounds
 
 # flash-attn 2.8 ships an early copy in the same folder, which has no such argument.
 if "max_seqlen_k" not in inspect.signature(_flash_attn_fwd).parameters:
@@ -23,96 +22,46 @@ if "max_seqlen_k" not in inspect.signature(_flash_attn_fwd).parameters:
     )
 
 
-def attend(
-    q_THD: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    softmax_scale: float,
-    window_size: int = -1,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """float16 and bfloat16; head dims that are multiples of 8, up to 256 on Hopper, up to 128 and 256 on Blackwell."""
-    q_THD, k_KGD, v_KGD = cast_under_autocast(q_THD, k_KGD, v_KGD)
-    out_THD, _ = _forward(
-        q_THD,
-        k_KGD,
-        v_KGD,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        window_size,
-        softcap,
-    )
-    return out_THD
-
-
-@torch.library.custom_op("verl_pg_plugin::flash_attn_4_forward", mutates_args=())
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_size: int,
-    softcap: float,
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, *_ = _flash_attn_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=True,
-        softcap=softcap,
-        return_lse=True,
-        **_window(window_size),
-    )
+    """float16 and bfloat16; head dims that are multiples of 8, up to 256 on Hopper, up to 128 and 256 on Blackwell."""
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_keywords(bounds, scores, causal=True))
     return out, lse
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.max_seqlen_q, ctx.max_seqlen_k, ctx.softmax_scale, ctx.window_size, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors, *output)
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    gradients: Tensors,
+    bounds: Bounds,
+    scores: Scores,
+    *,
+    causal: bool,
+) -> None:
+    """See ``Backward``."""
+    keywords = {**_keywords(bounds, scores, causal), "deterministic": deterministic_backward()}
+    dq, dk, dv = gradients
+    _flash_attn_bwd(q, k, v, out, grad_out, lse, dq=dq, dk=dk, dv=dv, **keywords)
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors  # nobody reads lse, so it has no gradient
-    grads = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out,
-        grad_out,
-        lse,
-        ctx.softmax_scale,
-        True,
-        ctx.softcap,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=ctx.max_seqlen_q,
-        max_seqlen_k=ctx.max_seqlen_k,
-        deterministic=deterministic_backward(),
-        **_window(ctx.window_size),
-    )
-    return (*grads[:3], *[None] * 7)
+def _keywords(bounds: Bounds, scores: Scores, causal: bool) -> dict[str, Any]:
+    bounded = scores.window_size >= 0
+    return {
+        "cu_seqlens_q": bounds.cu_seqlens_q,
+        "cu_seqlens_k": bounds.cu_seqlens_k,
+        "max_seqlen_q": bounds.max_seqlen_q,
+        "max_seqlen_k": bounds.max_seqlen_k,
+        "softmax_scale": scores.softmax_scale,
+        "causal": causal,
+        "window_size_left": scores.window_size if bounded else None,
+        "window_size_right": 0 if bounded else None,
+        "softcap": scores.softcap,
+    }
 
 
-_forward.register_autograd(_backward, setup_context=_keep)
-
-
-def _window(window_size: int) -> dict[str, int | None]:
-    bounded = window_size >= 0
-    return {"window_size_left": window_size if bounded else None, "window_size_right": 0 if bounded else None}
+attend = FlashAttention(as_operator("flash_attn_4", forward), backward)

@@ -7,12 +7,13 @@ heads, D head dim, S segments.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from verl_pg_plugin.attention.kernels.flash_passes import FlashAttention
 from verl_pg_plugin.attention.kernels.specs import (
     ATTENTION_KERNEL,
     ATTENTION_KERNELS,
@@ -77,6 +78,17 @@ class VarlenKernel:
     attend: VarlenAttention
     rounded: Callable[[torch.Tensor], torch.Tensor] = as_it_is
     around: Callable[..., torch.Tensor] = by_itself
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether it takes ``copies`` and the keys of the rows, instead of keys that are copied already."""
+        return isinstance(self.attend, FlashAttention)
+
+    def for_compiled_layers(self) -> "VarlenKernel":
+        """The same, its gradients as layers that are compiled for any number of rows want them."""
+        if not isinstance(self.attend, FlashAttention):
+            return self
+        return replace(self, attend=replace(self.attend, heads_first=True))
 
     def __call__(
         self, q_THD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, *args: Any, **kwargs: Any

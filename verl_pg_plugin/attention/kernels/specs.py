@@ -118,7 +118,7 @@ KERNELS: dict[str, KernelSpec] = {
     ),
     "flash_attn_2": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_2",
-        saved_ops=("flash_attn::_flash_attn_varlen_forward",),
+        saved_ops=("verl_pg_plugin::flash_attn_2_forward",),
         device_type="cuda",
         min_capability=(8, 0),
         package="flash-attn",

@@ -1,0 +1,73 @@
+"""How the keys of packed rows are copied for an attention kernel, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from verl_pg_plugin.attention.gather import GatherIndex, to_device
+from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.layout.carried import CarriedLayout
+from verl_pg_plugin.layout.root_reads import RootReads, read_roots
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of a varlen problem with S segments: (S+1,) int32 on the device, and the longest segment in rows."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, layout: PackedLayout | CarriedLayout | RootReads, device: torch.device | str) -> Bounds:
+        """Sent to ``device``, without waiting for the copies."""
+        return cls(
+            to_device(layout.cu_seqlens_q, torch.int32, device),
+            to_device(layout.cu_seqlens_k, torch.int32, device),
+            layout.max_seqlen_q,
+            layout.max_seqlen_k,
+        )
+
+
+@dataclass(frozen=True)
+class WithoutRoots:
+    """Attention told apart, see ``layout.root_reads``.
+
+    Attributes:
+        rows, keys: queries that read roots and the rows that hold these.
+        roots: bounds of that problem, which is not causal.
+        rest: bounds of the problem without roots, which is.
+        rest_index: copies its keys; None where every row is a key of its own segment alone.
+    """
+
+    rows: slice
+    keys: slice
+    roots: Bounds
+    rest: Bounds
+    rest_index: GatherIndex | None
+
+
+@dataclass(frozen=True)
+class KeyCopies:
+    """Copies of a forward's keys, and how its backward does with fewer.
+
+    Attributes:
+        index: makes the copies.
+        backward: None where the backward takes the same copies.
+    """
+
+    index: GatherIndex
+    backward: WithoutRoots | None = None
+
+    @classmethod
+    def of(cls, layout: PackedLayout, index: GatherIndex, device: torch.device | str) -> KeyCopies:
+        """The backward does without copies of roots where that is faster."""
+        reads = read_roots(layout)
+        if reads is None:
+            return cls(index)
+        rest_index = GatherIndex.from_layout(reads.rest, device) if reads.rest.num_copied_keys else None
+        roots, rest = Bounds.of(reads, device), Bounds.of(reads.rest, device)
+        return cls(index, WithoutRoots(reads.rows, reads.keys, roots, rest, rest_index))
