@@ -11,6 +11,8 @@ from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.shared_rows import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [
@@ -42,6 +44,14 @@ BATCH = batch_of(
     (TURN, range(6100, 6200)),
     (range(7000, 7333), range(8000, 8050)),
 )
+
+
+SHORT = batch_of(
+    *[(PROMPT, range(3000 + 100 * i, 3040 + 101 * i)) for i in range(24)],
+    *[(TURN[200:], range(6000 + 100 * i, 6001 + 107 * i)) for i in range(20)],
+    (TURN[200:], (6000, *range(9000, 9040))),
+)
+"""Two trees, one of them three segments deep; roots would be copied ten times."""
 
 
 def replicated_outcome(
@@ -103,6 +113,44 @@ def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
     packed = packed_outcome(tensors, layout, window, kernel)
     assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as they are", "heads first"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads"),
+    [
+        gpu_case("flash_attn_4", *SHAPES[0]),
+        gpu_case("flash_attn_4", *SHAPES[1], slow=True),
+        *[gpu_case("flash_attn_2", *shape) for shape in SHAPES],
+    ],
+)
+def test_gradients_without_copies_of_roots_are_as_exact_as_the_kernel_on_every_sequence_alone(
+    name: str, head_dim: int, heads: tuple[int, int], compiled: bool
+) -> None:
+    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
+    copies = PackedRows.from_layout(layout, kernel, "cuda").copies
+    assert copies is not None
+    assert copies.backward is not None
+    assert copies.backward.rest_index is not None
+    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)
+    packed = packed_outcome(tensors, layout, kernel=kernel.for_compiled_layers() if compiled else kernel)
+    assert_as_close(packed, replicated_outcome(tensors, layout, SHORT, -1, kernel), exact)
+
+
+@gpu_kernels("flash_attn_4", "flash_attn_2")
+@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of roots", "all copied"])
+def test_gradients_for_layers_compiled_for_any_number_of_rows_lie_heads_first(name: str, batch: Batch) -> None:
+    layout, kernel = batch.layout(), select_kernel(name, "cuda").for_compiled_layers()
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
+    rows = [x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
+    seen: list[torch.Tensor] = []
+    for x in rows:
+        x.register_hook(seen.append)
+    packed = PackedRows.from_layout(layout, kernel, "cuda")
+    packed.attend_packed(*rows, AttentionOptions(0.1)).backward(tensors.grad_out)
+    assert len(seen) == 3
+    assert all(gradient.transpose(0, 1).is_contiguous() for gradient in seen)
 
 
 @gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")
