@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
@@ -39,13 +38,16 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     )
     monkeypatch.setitem(KERNELS, "sdpa", spec)
     calls: Counter[str] = Counter()
-    for name in ("_copied", "_without_roots"):
 
-        def counted(*args: Any, run: Any = getattr(flash_passes, name), name: str = name) -> Any:
+    def count(name: str, run: Any) -> None:
+        def counted(*args: Any) -> Any:
             calls[name] += 1
             return run(*args)
 
         monkeypatch.setattr(flash_passes, name, counted)
+
+    count("_copied", flash_passes._copied)
+    count("_without_roots", flash_passes._without_roots)
     return calls
 
 

@@ -16,8 +16,8 @@ from tests.attention.kernels import reference_passes
 from tests.attention.test_packed_attention import GROUP, assert_equal
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.attention.gather import GatherIndex
-from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutRoots
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutRoots
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
 from verl_pg_plugin.engine.saved_attention import _policy

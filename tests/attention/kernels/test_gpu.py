@@ -48,7 +48,7 @@ BATCH = batch_of(
 
 SHORT = batch_of(
     *[(PROMPT, range(3000 + 100 * i, 3040 + 101 * i)) for i in range(24)],
-    *[(TURN[200:], range(6000 + 100 * i, 6001 + 107 * i)) for i in range(20)],
+    *[(TURN[200:], range(6000 + 100 * i, 6011 + 107 * i)) for i in range(20)],
     (TURN[200:], (6000, *range(9000, 9040))),
 )
 """Two trees, one of them three segments deep; roots would be copied ten times."""
