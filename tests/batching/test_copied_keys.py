@@ -11,9 +11,10 @@ from tests.layout.chains import lay_out, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.batching.chains import cut_with_chains
-from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours
+from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours, _keys_below_roots
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.cost.row_memory import RowMemory
+from verl_pg_plugin.layout.root_reads import read_roots
 
 SHAPE_4B = transformers.Qwen3Config(
     hidden_size=2560,
@@ -23,7 +24,9 @@ SHAPE_4B = transformers.Qwen3Config(
     num_key_value_heads=8,
     head_dim=128,
 )
-MEMORY = RowMemory.of(SHAPE_4B, torch.bfloat16, checkpointing=True, keeps_attention=True)
+MEMORY = RowMemory.of(SHAPE_4B, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel="torch_varlen")
+IN_PLACE = RowMemory.of(SHAPE_4B, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel="flash_attn_2")
+"""Of a kernel whose backward reads roots where they lie."""
 
 
 def grpo(prompt: int, response: int, n: int) -> Batch:
@@ -171,6 +174,49 @@ def test_without_carrying_they_are_cut_too() -> None:
     for members in cut:
         layout = SHORT_RESPONSES.take(members).layout()
         assert layout.num_rows + copies.take(layout.num_copied_keys, layout.num_rows) <= BUDGET
+
+
+def test_half_as_many_stay_whole_where_the_backward_copies_no_roots() -> None:
+    batch, weights = grpo(1024, 8, 128), IN_PLACE.weights(forward_only=False)
+    order, layout = batch.order(), batch.layout()
+    limits, copying = (MicroBatchLimits(BUDGET, copies=memory.copies(False)) for memory in (IN_PLACE, MEMORY))
+    assert len(cut_with_chains(order, limits, weights).parts) == len(cut_micro_batches(order, limits)) == 1
+    assert len(cut_with_chains(order, copying, weights).parts) > 1
+    assert len(cut_micro_batches(order, copying)) > 1
+    taken = layout.num_rows + IN_PLACE.copies(forward_only=True).take(layout.num_copied_keys, layout.num_rows)
+    assert layout.num_rows < taken <= BUDGET, "copies of the forward count"
+    tight = MicroBatchLimits(int(taken) - 1, copies=limits.copies)
+    assert len(cut_with_chains(order, tight, weights).parts) > 1
+    assert len(cut_micro_batches(order, tight)) > 1
+
+
+def test_parts_of_a_chain_count_gradients_of_copies_whatever_the_kernel() -> None:
+    """They join carried rows and own ones, and copy both."""
+    order, weights = grpo(1024, 8, 512).order(), IN_PLACE.weights(forward_only=False)
+    copies = IN_PLACE.copies(forward_only=False)
+    plan = cut_with_chains(order, MicroBatchLimits(BUDGET, copies=copies), weights, part_cost=40.0)
+    assert plan.num_chains == 1
+    expected = cut_with_chains(order, MicroBatchLimits(BUDGET, copies=MEMORY.copies(False)), weights, part_cost=40.0)
+    assert plan == expected
+
+
+def test_branches_with_copies_of_their_own_count_their_gradients() -> None:
+    """A short preamble, and below it a prompt with many responses: the root is not what is copied."""
+    preamble, prompt = range(10**6, 10**6 + 40), range(10**7, 10**7 + 1000)
+    batch = batch_of((preamble, [7] * 9), *[((*preamble, *prompt), [i] * 8) for i in range(256)])
+    copies = IN_PLACE.copies(forward_only=False)
+    assert copies.standing_alone(batch.order()) is copies
+    assert copies.standing_alone(SHORT_RESPONSES.order()) == IN_PLACE.copies(forward_only=True)
+
+
+@given(batches(max_sequences=10, with_classes=True))
+def test_keys_below_roots_are_those_that_a_backward_without_copies_of_roots_has_left(batch: Batch) -> None:
+    keys, rows = _keys_below_roots(batch.order())
+    layout = batch.layout()
+    reads = read_roots(layout, copies_per_row=0.0)
+    assert keys.sum() == len((layout if reads is None else reads.rest).kv_rows)
+    assert rows.sum() == layout.num_rows
+    assert len(keys) == layout.num_roots
 
 
 def test_turns_that_continue_one_another_stay_whole() -> None:

@@ -73,6 +73,22 @@ def test_a_copied_key_takes_its_value_and_gradients_of_all_query_heads_or_float3
     assert copies.free == 1 + 6 * 24 / (4 + gradients), "what the MLP's three of 12288 and their gradients take"
 
 
+@pytest.mark.parametrize(("kernel", "in_place"), [("flash_attn_2", True), ("flash_attn_4", True), ("sdpa", False)])
+def test_where_a_backward_reads_roots_in_place_copies_of_them_take_what_a_forward_needs(
+    kernel: str, in_place: bool
+) -> None:
+    memory = copying(kernel)
+    expected = memory.copies(forward_only=True) if in_place else None
+    assert memory.copies(forward_only=False).without_gradients == expected
+    assert memory.copies(forward_only=True).without_gradients is None
+
+
+def test_windows_read_no_root_in_place() -> None:
+    config = transformers.MistralConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=2, sliding_window=64)
+    memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True)
+    assert memory.copies(forward_only=False).without_gradients is None
+
+
 def test_copies_of_log_probs_have_no_gradients() -> None:
     copies = copying().copies(forward_only=True)
     assert (copies.weight, copies.free) == (pytest.approx(4 / 580.5), 1 + 3 * 24 / 4)

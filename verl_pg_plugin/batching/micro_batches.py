@@ -89,12 +89,13 @@ def cut_micro_batches(order: PrefixOrder, limits: MicroBatchLimits, at_least: in
 
 def _run_maker(order: PrefixOrder, limits: MicroBatchLimits) -> Callable[[int, int], _Run]:
     num_shared, rows_before = order.num_shared.tolist(), [0, *np.cumsum(order.num_new).tolist()]
-    keys = KeysOfNeighbours(order) if limits.max_rows is not None and limits.copies.weight else None
+    copies = limits.copies.standing_alone(order)
+    keys = KeysOfNeighbours(order) if limits.max_rows is not None and copies.weight else None
 
     def run_of(first: int, stop: int) -> _Run:
         rows = num_shared[first] + rows_before[stop] - rows_before[first]
         if keys is not None:
-            rows += math.ceil(limits.copies.take(keys.of(first, stop, carries=False), rows))
+            rows += math.ceil(copies.take(keys.of(first, stop, carries=False), rows))
         return _Run(first, stop, rows)
 
     return run_of
