@@ -211,10 +211,13 @@ def test_branches_with_copies_of_their_own_count_their_gradients() -> None:
 
 @given(batches(max_sequences=10, with_classes=True))
 def test_keys_below_roots_are_those_that_a_backward_without_copies_of_roots_has_left(batch: Batch) -> None:
-    keys, rows = _keys_below_roots(batch.order())
-    layout = batch.layout()
+    order, layout = batch.order(), batch.layout()
+    keys, rows = _keys_below_roots(order)
     reads = read_roots(layout, copies_per_row=0.0)
-    assert keys.sum() == len((layout if reads is None else reads.rest).kv_rows)
+    left = len((layout if reads is None else reads.rest).kv_rows)
+    assert keys.sum() >= left
+    if (order.num_shared[1:] < order.num_rows[:-1]).all():  # none goes on where another ends
+        assert keys.sum() == left
     assert rows.sum() == layout.num_rows
     assert len(keys) == layout.num_roots
 

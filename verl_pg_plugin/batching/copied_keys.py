@@ -55,7 +55,10 @@ class CopiedKeys:
 
 
 def _keys_below_roots(order: PrefixOrder) -> tuple[IntArray, IntArray]:
-    """Keys of each tree's segments without those that they read of a root above them, and its rows."""
+    """Keys of each tree's segments without those that they read of a root above them, and its rows.
+
+    A root ends here where the first sequence does, even if another goes on there alone: then there are fewer keys.
+    """
     starts = np.flatnonzero(order.num_shared == 0)
     tree = np.cumsum(order.num_shared == 0) - 1
     branches = np.where(order.num_shared == 0, order.num_rows.max(), order.num_shared)
