@@ -20,6 +20,7 @@ from tests.support import Result, actor_loss, assert_same, clone, group, run_eng
 from verl_pg_plugin.engine import shared_prefix_engine
 from verl_pg_plugin.engine.batch import micro_batch_plan
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
+from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.device_memory import DeviceMemory
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.ranks import RankError
@@ -39,11 +40,11 @@ MOST_SECONDS = 30
 FAULTS: dict[str, tuple[Any, str]] = {
     "the batch": (PackedMode, "check_batch"),
     "reading the plan": (PackedMode, "read"),
-    "the limits of a micro-batch": (micro_batch_plan, "_limits"),
+    "the limits of a micro-batch": (micro_batch_plan, "limits_of"),
     "cutting it": (micro_batch_plan, "_cut"),
     "laying it out": (PackedMode, "lay_out"),
     "its order among those of all ranks": (micro_batch_plan, "align"),
-    "picking its rows": (micro_batch_plan, "select_rows"),
+    "picking its rows": (RowSelector, "select"),
     "a micro-batch on its way to the device": (shared_prefix_engine, "on_device"),
     "rows of a chain": (Carrier, "carrying"),
     "inputs of a forward": (ForwardRows, "model_inputs"),

@@ -236,7 +236,7 @@ VERL_PARTS: tuple[Part, ...] = (
     ),
     *_parts(
         "verl.utils.tensordict_utils",
-        "engine/fsdp_engine.py engine/heads/fused_head.py engine/batch/micro_batch_plan.py engine/requirements.py "
+        "engine/fsdp_engine.py engine/heads/fused_head.py engine/batch/limits.py engine/requirements.py "
         "engine/batch/layout_field.py engine/batch/row_selection.py engine/sharing_modes.py engine/steps/verify.py "
         "synthetic.py upstream/engines.py",
         get="(tensordict, key, default=None)",

@@ -29,6 +29,7 @@ from verl_pg_plugin.config.layer_compiler import Decision
 from verl_pg_plugin.engine.activation_budget import Held
 from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
+from verl_pg_plugin.engine.batch.lazy_micro_batches import LazyMicroBatches
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, flops_of_a_device, plan_metrics
 from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
@@ -175,7 +176,6 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         run = step if self.verifier is None else partial(self.verifier.forward_step, step, meetings)
         if self.carrier is None:
             return run(micro_batch, loss_function, forward_only)
-        meetings.after_collectives()  # of the backward before
         result = self.carrier.forward_step(step, run, micro_batch, loss_function, forward_only)
         if not forward_only:
             meetings.before_collectives()
@@ -220,13 +220,14 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         data, carry, copies = on_every_rank(checked, everyone)
         plans: list[MicroBatchPlan] = []
 
-        def cut(data: TensorDict, dp_group: Any) -> tuple[list[TensorDict], list[list[int]]]:
+        def cut(data: TensorDict, dp_group: Any) -> tuple[LazyMicroBatches, list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
             plan = plan_micro_batches(
                 data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
             )
             plans.append(plan)
-            return plans[0].micro_batches, plans[0].indices
+            # verl's loop comes to the next micro-batch right behind the backward of the one before.
+            return replace(plan.micro_batches, on_arrival=meetings.after_collectives), plan.indices
 
         clock = MfuClock()
         keeper = None if forward_only else self.keeper
@@ -256,7 +257,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
 
         compiler = compiling() if self.layer_compilation.on else nullcontext()
         counting = nullcontext() if self.verifier is None else self.verifier.counting()
-        cutting = upstream.micro_batches_cut_by(cut, data, at_end=meetings.after_collectives)
+        cutting = upstream.micro_batches_cut_by(cut, data)
         try:
             if keeper is not None:
                 keeper.start(meetings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,35 +12,32 @@ from tensordict import TensorDict
 
 from verl_pg_plugin.upstream.changed import UpstreamChangedError
 
-CutMicroBatches = Callable[[TensorDict, Any], tuple[list[TensorDict], list[list[int]]]]
+CutMicroBatches = Callable[[TensorDict, Any], tuple[Iterable[TensorDict], list[list[int]]]]
 
 
 @contextmanager
-def micro_batches_cut_by(
-    cut: CutMicroBatches, data: TensorDict, at_end: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def micro_batches_cut_by(cut: CutMicroBatches, data: TensorDict) -> Iterator[None]:
     """Within the block, verl's FSDP engine cuts ``data``, and no other mini-batch, with ``cut``.
 
     What: ``prepare_micro_batches`` and ``postprocess_batch_func`` as ``verl.workers.engine.fsdp.transformer_impl`` sees
-    them look for ``cut`` in the mini-batch they are given. Where it is, the first calls it; the second calls ``at_end``
-    and restores the order of the rows whatever ``use_dynamic_bsz`` says (verl assumes that a fixed micro-batch size
-    never reorders them). Other mini-batches go to verl's functions. Put in once per process and left there, so that
-    engines may run inside or beside each other, in any order or thread.
+    them look for ``cut`` in the mini-batch they are given. Where it is, the first calls it; the second restores the
+    order of the rows whatever ``use_dynamic_bsz`` says (verl assumes that a fixed micro-batch size never reorders
+    them). Other mini-batches go to verl's functions. Put in once per process and left there, so that engines may run
+    inside or beside each other, in any order or thread.
     Why: ``FSDPEngine.forward_backward_batch`` calls the two as module functions and has no method to override;
     copying its loop would fork gradient accumulation, loss scaling and profiling.
     Versions: verl 0.9.0 and 0.9.1.
     Remove when: cutting micro-batches is a method of verl's engine.
 
     Args:
-        cut: takes the mini-batch and the data-parallel group; returns the micro-batches and the row indices of
-            each, as ``verl.workers.engine.utils.prepare_micro_batches`` does.
+        cut: takes the mini-batch and the data-parallel group; returns the micro-batches, which verl counts and loops
+            over once, and the row indices of each, as ``verl.workers.engine.utils.prepare_micro_batches`` does.
         data: the mini-batch; carries ``cut`` while the block runs.
-        at_end: called behind the last micro-batch, in front of what verl makes of their outputs.
     """
     from verl.utils import tensordict_utils as tu
 
     _look_for_cuts()
-    tu.assign_non_tensor_data(data, _CUT_KEY, (cut, at_end))
+    tu.assign_non_tensor_data(data, _CUT_KEY, cut)
     try:
         yield
     finally:
@@ -58,26 +55,22 @@ def _look_for_cuts() -> None:
     if getattr(prepare, "looks_for_cuts", False):
         return
 
-    def found_in(data: TensorDict) -> tuple[CutMicroBatches, Callable[[], None]] | None:
+    def cut_of(data: TensorDict) -> CutMicroBatches | None:
         return tu.get_non_tensor_data(data, _CUT_KEY, default=None)
 
     @functools.wraps(prepare)
     def prepare_by_cut(
         data: TensorDict, dp_group: Any = None, **kwargs: Any
-    ) -> tuple[list[TensorDict], list[list[int]] | None]:
-        found = found_in(data)
-        if found is None:
+    ) -> tuple[Iterable[TensorDict], list[list[int]] | None]:
+        cut = cut_of(data)
+        if cut is None:
             return prepare(data=data, dp_group=dp_group, **kwargs)
-        cut, _ = found
         return cut(data.exclude(_CUT_KEY), dp_group)
 
     @functools.wraps(postprocess)
     def postprocess_in_order(output_lst: list[Any], indices: Any, data: TensorDict) -> dict[str, Any]:
-        found = found_in(data)
-        if found is None:
+        if cut_of(data) is None:
             return postprocess(output_lst=output_lst, indices=indices, data=data)
-        _, at_end = found
-        at_end()
         options = data.select("pad_mode", strict=False)
         tu.assign_non_tensor(options, use_dynamic_bsz=True)
         return postprocess(output_lst=output_lst, indices=indices, data=options)

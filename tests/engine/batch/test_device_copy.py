@@ -13,7 +13,7 @@ from tests.support import group
 from verl_pg_plugin.engine.batch import device_copy
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
-from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.synthetic import make_batch
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def micro_batch() -> TensorDict:
     batch = make_batch([*group(9, [4, 7, 2], 1), *group(5, [3], 2)])
     batch["weight"] = torch.arange(4.0)
-    (rows,) = select_rows(batch, [[2, 0, 3]])
+    rows = RowSelector(batch).select([2, 0, 3])
     set_layout(rows, object())
     tu.assign_non_tensor(rows, uid=np.array(["a", "b", "c"], dtype=object))
     return rows

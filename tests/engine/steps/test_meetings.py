@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import actor_loss, clone, group, make_engine
 from verl_pg_plugin.engine import shared_prefix_engine
+from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.engine.steps import meetings
 from verl_pg_plugin.engine.steps.meetings import Meetings
@@ -92,17 +93,18 @@ def test_ranks_meet_in_front_of_every_forward_and_backward(
     assert told == [None] * (micro_batches * (1 if forward_only else 2) + 1), "and at the end"
 
 
+@pytest.mark.parametrize("fails", [(RowSelector, "select"), (shared_prefix_engine, "on_device")], ids=lambda at: at[1])
 def test_an_error_behind_a_backward_is_told(
-    qwen3: str, told: list[str | None], monkeypatch: pytest.MonkeyPatch
+    qwen3: str, told: list[str | None], monkeypatch: pytest.MonkeyPatch, fails: tuple[Any, str]
 ) -> None:
     """It lies in front of the next forward, where the others wait."""
-    engine, on_device, calls = make_engine(qwen3, packed=True), shared_prefix_engine.on_device, []
+    engine, step, calls = make_engine(qwen3, packed=True, engine={"carry": "never"}), getattr(*fails), []
 
     def second_fails(*args: Any) -> Any:
         calls.append(1)
-        return on_device(*args) if len(calls) == 1 else fail()
+        return step(*args) if len(calls) == 1 else fail()
 
-    monkeypatch.setattr(shared_prefix_engine, "on_device", second_fails)
+    monkeypatch.setattr(*fails, second_fails)
     with pytest.raises(ZeroDivisionError), engine.train_mode():
         engine.forward_backward_batch(clone(BATCH), actor_loss())
     assert told == [None, None, "ZeroDivisionError"]

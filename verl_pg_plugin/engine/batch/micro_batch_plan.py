@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.distributed as dist
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
@@ -26,7 +25,9 @@ from verl_pg_plugin.engine.batch.layout_field import (
     set_layout,
     set_recompute_attention,
 )
-from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.batch.lazy_micro_batches import LazyMicroBatches
+from verl_pg_plugin.engine.batch.limits import limits_of
+from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_carried, lay_out_idle_export
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
 from verl_pg_plugin.layout import Layout, PrefixOrder
@@ -63,7 +64,7 @@ class MicroBatchPlan:
         sequences: the mini-batch, by which ``indices`` count.
     """
 
-    micro_batches: list[TensorDict]
+    micro_batches: LazyMicroBatches
     indices: list[list[int]]
     chains: list[list[Part]]
     exported_rows: int
@@ -142,7 +143,7 @@ def plan_micro_batches(
     """
 
     def sort() -> tuple[Sequences, PrefixOrder, MicroBatchLimits]:
-        sequences, limits = mode.read(data), replace(_limits(data, sp_size), copies=copies or CopiedKeys())
+        sequences, limits = mode.read(data), replace(limits_of(data, sp_size), copies=copies or CopiedKeys())
         return sequences, sequences.order(), limits
 
     sequences, order, limits = on_every_rank(sort, dp_group)
@@ -176,18 +177,22 @@ def plan_micro_batches(
 
     def finish() -> MicroBatchPlan:
         indices = [part.sequences for part in parts]
-        micro_batches = select_rows(data, indices)
-        for k, micro_batch in enumerate(micro_batches):
-            set_layout(micro_batch, layouts[k])
+        selector = RowSelector(data)
+
+        def micro_batch(k: int) -> TensorDict:
+            rows = selector.select(indices[k])
+            set_layout(rows, layouts[k])
             if tower_is_idle:
-                set_idle_tower(micro_batch)
+                set_idle_tower(rows)
             if parts[k].recompute_attention:
-                set_recompute_attention(micro_batch)
+                set_recompute_attention(rows)
             if exporting[k]:
-                set_export(micro_batch, exports[k] or lay_out_idle_export(sequences.select(indices[k][:1])))
+                set_export(rows, exports[k] or lay_out_idle_export(sequences.select(indices[k][:1])))
+            return rows
+
         chains = [cut.parts for cut in cuts if len(cut.parts) > 1]
         exported = sum(export.num_rows for export in exports if export is not None)
-        return MicroBatchPlan(micro_batches, indices, chains, exported, sequences)
+        return MicroBatchPlan(LazyMicroBatches(micro_batch, len(parts)), indices, chains, exported, sequences)
 
     return on_every_rank(finish, dp_group)
 
@@ -297,20 +302,6 @@ def num_parts(
     copies: CopiedKeys,
 ) -> tuple[int, int]:
     """Micro-batches of this rank before ranks agree, and those that compute attention again for their backward."""
-    limits = replace(_limits(data, sp_size), copies=copies)
+    limits = replace(limits_of(data, sp_size), copies=copies)
     parts = [part for cut in _cut(sequences, order, limits, min_dedup_ratio, carry) for part in cut.parts]
     return len(parts), sum(part.recompute_attention for part in parts)
-
-
-def _limits(data: TensorDict, sp_size: int) -> MicroBatchLimits:
-    """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``."""
-    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-        return MicroBatchLimits(max_rows=_required(data, "max_token_len_per_gpu") * sp_size)
-    return MicroBatchLimits(max_sequences=_required(data, "micro_batch_size_per_gpu"))
-
-
-def _required(data: TensorDict, name: str) -> int:
-    limit = tu.get_non_tensor_data(data, name, default=None)
-    if limit is None:
-        raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
-    return int(limit)

@@ -1,4 +1,4 @@
-"""Take many selections of rows out of one mini-batch, whatever way its jagged fields are stored."""
+"""Select rows of a mini-batch, whatever way its jagged fields are stored."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.attention.gather import send
 
-def select_rows(data: TensorDict, selections: list[list[int]]) -> list[TensorDict]:
-    """``tu.index_select_tensor_dict`` for each selection, reading every jagged field once instead of once each.
+
+class RowSelector:
+    """Selects rows like ``tu.index_select_tensor_dict``, but reads every jagged field of the batch once.
 
     verl's function unbinds all rows of a field at every call, which for a thousand sequences in a hundred
-    micro-batches takes longer than planning them. The device waits for the first of them, so what fields of the same
-    lengths have in common is found once, and rows that lie side by side are copied in one piece.
+    micro-batches takes longer than planning them. What fields of the same lengths have in common is found once, and
+    rows that lie side by side are copied in one piece.
 
     Args:
         data: any batch; jagged fields are ragged in their second dimension or passed to verl's function.
-        selections: row indices of each result. Its fields of the same lengths have the same offsets.
     """
-    jagged = {
-        name: field
-        for name, field in data.items()
-        if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1
-    }
-    rest = data.exclude(*jagged)
-    results = [tu.index_select_tensor_dict(rest, rows) for rows in selections]
-    cuts: dict[tuple[int, ...], list[_Cut]] = {}
-    for name, field in jagged.items():
-        bounds, values = tuple(field.offsets().tolist()), field.values()
-        if bounds not in cuts:
-            cuts[bounds] = [_Cut.of(bounds, rows, values.device) for rows in selections]
-        for result, cut in zip(results, cuts[bounds], strict=True):
-            result[name] = torch.nested.nested_tensor_from_jagged(
-                torch.cat([values[begin:end] for begin, end in cut.pieces]),
-                cut.offsets,
-                min_seqlen=cut.shortest,
-                max_seqlen=cut.longest,
-            )
-    return results
+
+    def __init__(self, data: TensorDict) -> None:
+        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
+        for name, field in data.items():
+            if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1:
+                self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
+        self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
+
+    def select(self, rows: list[int]) -> TensorDict:
+        """These rows of the batch, in this order; fields of the same lengths have the same offsets."""
+        selected = tu.index_select_tensor_dict(self._rest, rows)
+        for bounds, fields in self._jagged.items():
+            cut = _Cut.of(bounds, rows, next(iter(fields.values())).device)
+            for name, values in fields.items():
+                selected[name] = torch.nested.nested_tensor_from_jagged(
+                    torch.cat([values[begin:end] for begin, end in cut.pieces]),
+                    cut.offsets,
+                    min_seqlen=cut.shortest,
+                    max_seqlen=cut.longest,
+                )
+        return selected
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class _Cut:
                 begin, _ = pieces.pop()
             pieces.append((begin, end))
         lengths = [bounds[row + 1] - bounds[row] for row in rows]
-        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+        offsets = send(torch.tensor([0, *lengths]).cumsum(0), device)
         return cls(pieces, offsets, min(lengths), max(lengths))
 
 

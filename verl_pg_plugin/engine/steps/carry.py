@@ -13,7 +13,7 @@ from torch import nn
 from verl_pg_plugin.attention.carried_rows import Carrying
 from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
 from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, recomputes_attention, set_layout
-from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.engine.steps.verify import ForwardStep
 from verl_pg_plugin.layout import Layout
@@ -98,7 +98,7 @@ class Carrier:
         return result
 
     def _export(self, step: ForwardStep, micro_batch: TensorDict, layout: CarriedLayout) -> None:
-        (samples,) = select_rows(micro_batch, [[0]])  # a chain's first sequence stands first
+        samples = RowSelector(micro_batch).select([0])  # a chain's first sequence stands first
         set_layout(samples, layout)
         block = _empty_block(layout)
         # One that only keeps other ranks company reads nothing, whatever lies on the stack.

@@ -17,7 +17,7 @@ from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
 from verl_pg_plugin.engine.batch.micro_batch_plan import unshared
-from verl_pg_plugin.engine.batch.row_selection import select_rows
+from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.sharing_modes import SharingMode
 from verl_pg_plugin.engine.steps.meetings import Meetings
@@ -190,7 +190,7 @@ class Verifier:
         """The samples without sharing, and how exactly that can be told, by output."""
 
         def forward() -> Responses:
-            samples = select_rows(micro_batch, [rows])[0]
+            samples = RowSelector(micro_batch).select(rows)
             set_layout(samples, layout)
             with torch.no_grad():
                 _, output = step(samples, None, True)
