@@ -11,10 +11,9 @@ from tests.layout.chains import lay_out, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.batching.chains import cut_with_chains
-from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours, _keys_below_roots
+from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.cost.row_memory import RowMemory
-from verl_pg_plugin.layout.root_reads import read_roots
 
 SHAPE_4B = transformers.Qwen3Config(
     hidden_size=2560,
@@ -198,28 +197,6 @@ def test_parts_of_a_chain_count_gradients_of_copies_whatever_the_kernel() -> Non
     assert plan.num_chains == 1
     expected = cut_with_chains(order, MicroBatchLimits(BUDGET, copies=MEMORY.copies(False)), weights, part_cost=40.0)
     assert plan == expected
-
-
-def test_branches_with_copies_of_their_own_count_their_gradients() -> None:
-    """A short preamble, and below it a prompt with many responses: the root is not what is copied."""
-    preamble, prompt = range(10**6, 10**6 + 40), range(10**7, 10**7 + 1000)
-    batch = batch_of((preamble, [7] * 9), *[((*preamble, *prompt), [i] * 8) for i in range(256)])
-    copies = IN_PLACE.copies(forward_only=False)
-    assert copies.standing_alone(batch.order()) is copies
-    assert copies.standing_alone(SHORT_RESPONSES.order()) == IN_PLACE.copies(forward_only=True)
-
-
-@given(batches(max_sequences=10, with_classes=True))
-def test_keys_below_roots_are_those_that_a_backward_without_copies_of_roots_has_left(batch: Batch) -> None:
-    order, layout = batch.order(), batch.layout()
-    keys, rows = _keys_below_roots(order)
-    reads = read_roots(layout, copies_per_row=0.0)
-    left = len((layout if reads is None else reads.rest).kv_rows)
-    assert keys.sum() >= left
-    if (order.num_shared[1:] < order.num_rows[:-1]).all():  # none goes on where another ends
-        assert keys.sum() == left
-    assert rows.sum() == layout.num_rows
-    assert len(keys) == layout.num_roots
 
 
 def test_turns_that_continue_one_another_stay_whole() -> None:

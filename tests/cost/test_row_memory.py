@@ -74,7 +74,7 @@ def test_a_copied_key_takes_its_value_and_gradients_of_all_query_heads_or_float3
 
 
 @pytest.mark.parametrize(("kernel", "in_place"), [("flash_attn_2", True), ("flash_attn_4", True), ("sdpa", False)])
-def test_where_a_backward_reads_roots_in_place_copies_of_them_take_what_a_forward_needs(
+def test_where_a_backward_reads_trunks_in_place_copies_of_them_take_what_a_forward_needs(
     kernel: str, in_place: bool
 ) -> None:
     memory = copying(kernel)

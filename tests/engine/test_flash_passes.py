@@ -47,7 +47,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(flash_passes, name, counted)
 
     count("_copied", flash_passes._copied)
-    count("_without_roots", flash_passes._without_roots)
+    count("_without_trunks", flash_passes._without_trunks)
     return calls
 
 
@@ -71,7 +71,7 @@ def test_updates_are_those_of_every_sequence_alone(
     batch = make_batch(samples, max_token_len_per_gpu=160)
     assert_same(run_engine(engine, clone(batch), actor_loss()), run_reference(qwen3, batch, actor_loss()))
     assert passes["_copied"] >= LAYERS
-    assert passes["_without_roots"] == apart * passes["_copied"], "once for each layer and micro-batch"
+    assert passes["_without_trunks"] == apart * passes["_copied"], "once for each layer and micro-batch"
 
 
 @pytest.mark.parametrize("budget", [48, 64])

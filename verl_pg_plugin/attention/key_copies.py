@@ -9,7 +9,7 @@ import torch
 from verl_pg_plugin.attention.gather import GatherIndex, to_device
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.layout.carried import CarriedLayout
-from verl_pg_plugin.layout.root_reads import RootReads, read_roots
+from verl_pg_plugin.layout.trunk_reads import TrunkReads, read_trunks
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Bounds:
     max_seqlen_k: int
 
     @classmethod
-    def of(cls, layout: PackedLayout | CarriedLayout | RootReads, device: torch.device | str) -> Bounds:
+    def of(cls, layout: PackedLayout | CarriedLayout | TrunkReads, device: torch.device | str) -> Bounds:
         """Sent to ``device``, without waiting for the copies."""
         return cls(
             to_device(layout.cu_seqlens_q, torch.int32, device),
@@ -33,19 +33,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class WithoutRoots:
-    """Attention told apart, see ``layout.root_reads``.
+class WithoutTrunks:
+    """Attention told apart, see ``layout.trunk_reads``.
 
     Attributes:
-        rows, keys: queries that read roots and the rows that hold these.
-        roots: bounds of that problem, which is not causal.
-        rest: bounds of the problem without roots, which is.
+        rows, keys: queries that read trunks and the rows that hold these.
+        trunks: bounds of that problem, which is not causal.
+        rest: bounds of the problem without trunks, which is.
         rest_index: copies its keys; None where every row is a key of its own segment alone.
     """
 
     rows: slice
     keys: slice
-    roots: Bounds
+    trunks: Bounds
     rest: Bounds
     rest_index: GatherIndex | None
 
@@ -60,14 +60,14 @@ class KeyCopies:
     """
 
     index: GatherIndex
-    backward: WithoutRoots | None = None
+    backward: WithoutTrunks | None = None
 
     @classmethod
     def of(cls, layout: PackedLayout, index: GatherIndex, device: torch.device | str) -> KeyCopies:
-        """The backward does without copies of roots where that is faster."""
-        reads = read_roots(layout)
+        """The backward does without copies of trunks where that is faster."""
+        reads = read_trunks(layout)
         if reads is None:
             return cls(index)
         rest_index = GatherIndex.from_layout(reads.rest, device) if reads.rest.num_copied_keys else None
-        roots, rest = Bounds.of(reads, device), Bounds.of(reads.rest, device)
-        return cls(index, WithoutRoots(reads.rows, reads.keys, roots, rest, rest_index))
+        trunks, rest = Bounds.of(reads, device), Bounds.of(reads.rest, device)
+        return cls(index, WithoutTrunks(reads.rows, reads.keys, trunks, rest, rest_index))

@@ -1,11 +1,13 @@
 """What cutting a trie costs and takes: parts, the memory of what they carry, and the price of computing it again."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_pg_plugin.batching.copied_keys import KeysOfNeighbours
+from verl_pg_plugin.batching.keys_below_trunks import copies_alone
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -72,6 +74,7 @@ class CutMaths:
         self.order, self.limits, self.weights, self.costs = order, limits, weights, costs
         self.new_before = np.concatenate([[0], np.cumsum(order.num_new)])
         self.keys = KeysOfNeighbours(order)
+        self._alone = copies_alone(order, limits.copies)
         # Scalars out of lists: out of arrays they take longer than what is done with them.
         self._new, self._shared = self.new_before.tolist(), order.num_shared.tolist()
 
@@ -106,5 +109,5 @@ class CutMaths:
         """Whether a group meets the limits as one micro-batch. A single sequence always does: it must run."""
         if group.sequences == 1:
             return True
-        few = self.limits.max_sequences is None or group.sequences <= self.limits.max_sequences
-        return few and not self.exceeds(group, None)
+        rows = self.rows(group)
+        return self.limits.admit(rows + math.ceil(self._alone(group.first, group.stop, rows)), group.sequences)

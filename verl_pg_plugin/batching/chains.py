@@ -1,7 +1,7 @@
 """Cut a mini-batch into micro-batches in which a trie of any size computes its shared rows once."""
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -121,10 +121,9 @@ def cut_with_chains(
         cut_micro_batches(_select(order, np.array([too_long])), limits)  # says which one and what to do
 
     maths = CutMaths(order, limits, weights, CarryCosts(export_cost, part_cost))
-    alone = CutMaths(order, replace(limits, copies=limits.copies.standing_alone(order)), weights, maths.costs)
-    groups = _groups(alone)
-    oversized = [(group.first, group.stop) for group in groups if not alone.admit_whole(group)]
-    whole = [group for group in groups if alone.admit_whole(group)]
+    groups = _groups(maths)
+    oversized = [(group.first, group.stop) for group in groups if not maths.admit_whole(group)]
+    whole = [group for group in groups if maths.admit_whole(group)]
     cuts = [*whole, *(cut for cuts in cut_tries(maths, oversized) for cut in cuts)]
     cuts = _split_further(maths, sorted(cuts, key=lambda cut: cut.first), at_least)
 

@@ -5,19 +5,19 @@ A segment reads its ancestors' rows, so its keys, ancestors' and own, are gather
 live at a time, and the memory in which a layer's MLP works has room for a few per row; 256 responses of 64 tokens to a
 prompt of 8192 make 86 per row.
 
-What a copy takes most of is its gradients. A backward that reads roots where they lie (``layout.root_reads``) has none
-of their copies, but not in parts of a chain, which join carried rows and own ones.
+What a copy takes most of is its gradients. A backward that reads trunks where they lie (``layout.trunk_reads``) copies
+none of them, but not in parts of a chain, which join carried rows and own ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.layout.root_reads import COPIES_PER_ROW
+from verl_pg_plugin.layout.trunk_reads import COPIES_PER_ROW
 
 
 @dataclass(frozen=True)
@@ -27,48 +27,33 @@ class CopiedKeys:
     Attributes:
         weight: a copied key with its value, in computed rows; 0 where copies are not counted.
         free: copies for each computed row that take nothing: a layer's MLP needs as much memory at another time.
-        without_gradients: the same where the backward copies no roots; None where it copies them.
+        without_gradients: the same of copies whose gradients are none; None where the backward copies what the forward
+            copies.
     """
 
     weight: float = 0.0
     free: float = 1.0
     without_gradients: CopiedKeys | None = None
 
-    def standing_alone(self, order: PrefixOrder) -> CopiedKeys:
-        """Of micro-batches that carry nothing.
-
-        A backward that copies roots after all, since there are few copies of them, has room for these and for those of
-        other ancestors, if the latter are few in every tree of the mini-batch.
-        """
-        if self.without_gradients is None:
-            return self
-        keys, rows = _keys_below_roots(order)
-        return self.without_gradients if (keys <= (self.free - COPIES_PER_ROW) * rows).all() else self
-
     def take(self, keys: int, rows: int) -> float:
         """Rows of the budget that the copies of a micro-batch of ``rows`` rows take."""
         return self.weight * max(keys - self.free * rows, 0.0)
 
+    def take_alone(self, keys: int, rows: int, below_trunks: int) -> float:
+        """The same of a micro-batch that carries nothing.
+
+        Args:
+            below_trunks: keys that are left where trunks are not copied, see ``KeysBelowTrunks``. A backward that
+                would copy few of trunks copies them after all.
+        """
+        if self.without_gradients is None:
+            return self.take(keys, rows)
+        in_backward = min(keys, below_trunks + COPIES_PER_ROW * rows)
+        return max(self.without_gradients.take(keys, rows), self.take(in_backward, rows))
+
     def take_each(self, keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The same for many micro-batches."""
         return self.weight * np.maximum(keys - self.free * rows, 0.0)
-
-
-def _keys_below_roots(order: PrefixOrder) -> tuple[IntArray, IntArray]:
-    """Keys of each tree's segments without those that they read of a root above them, and its rows.
-
-    A root ends here where the first sequence does, even if another goes on there alone: then there are fewer keys.
-    """
-    starts = np.flatnonzero(order.num_shared == 0)
-    tree = np.cumsum(order.num_shared == 0) - 1
-    branches = np.where(order.num_shared == 0, order.num_rows.max(), order.num_shared)
-    root = np.minimum.reduceat(branches, starts)
-    root = np.where(np.diff([*starts, len(tree)]) > 1, root, 0)
-    below = replace(
-        order, num_rows=order.num_rows - root[tree], num_shared=np.maximum(order.num_shared - root[tree], 0)
-    )
-    keys = np.diff(KeysOfNeighbours(below).before[[*starts, len(tree)]])
-    return keys + root, np.add.reduceat(order.num_new, starts)
 
 
 class KeysOfNeighbours:

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from verl_pg_plugin.batching.copied_keys import CopiedKeys, KeysOfNeighbours
+from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.batching.forks import Forks
+from verl_pg_plugin.batching.keys_below_trunks import copies_alone
 from verl_pg_plugin.batching.least_loaded import LeastLoaded
 from verl_pg_plugin.layout import PrefixOrder
 
@@ -89,14 +90,11 @@ def cut_micro_batches(order: PrefixOrder, limits: MicroBatchLimits, at_least: in
 
 def _run_maker(order: PrefixOrder, limits: MicroBatchLimits) -> Callable[[int, int], _Run]:
     num_shared, rows_before = order.num_shared.tolist(), [0, *np.cumsum(order.num_new).tolist()]
-    copies = limits.copies.standing_alone(order)
-    keys = KeysOfNeighbours(order) if limits.max_rows is not None and copies.weight else None
+    copies = copies_alone(order, limits.copies if limits.max_rows is not None else CopiedKeys())
 
     def run_of(first: int, stop: int) -> _Run:
         rows = num_shared[first] + rows_before[stop] - rows_before[first]
-        if keys is not None:
-            rows += math.ceil(copies.take(keys.of(first, stop, carries=False), rows))
-        return _Run(first, stop, rows)
+        return _Run(first, stop, rows + math.ceil(copies(first, stop, rows)))
 
     return run_of
 

@@ -25,7 +25,7 @@ class RowMemory:
         copies_kept: layers whose copies live until the backward; 1 where it makes them again, layer by layer.
         copy_gradients: what one layer's backward holds of a copy's gradients.
         mlp: what the MLP of one layer keeps of a row for its backward.
-        reads_roots: the backward of every layer reads the roots of tries where they lie, see ``layout.root_reads``.
+        reads_trunks: the backward of every layer reads the trunks of tries where they lie, see ``layout.trunk_reads``.
     """
 
     activations: int
@@ -36,7 +36,7 @@ class RowMemory:
     copies_kept: int = 1
     copy_gradients: int = 0
     mlp: int = 0
-    reads_roots: bool = False
+    reads_trunks: bool = False
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class RowMemory:
             copies_kept=1 if checkpointing else layers,
             copy_gradients=_gradients_of_a_copy(heads, kv_heads, key_width + value_width, dtype, kernel),
             mlp=mlp * dtype.itemsize,
-            reads_roots=KERNELS[kernel].reads_roots and set(attention_layer_types(config)) == {FULL},
+            reads_trunks=KERNELS[kernel].reads_trunks and set(attention_layer_types(config)) == {FULL},
         )
 
     def copies(self, forward_only: bool) -> CopiedKeys:
@@ -95,7 +95,7 @@ class RowMemory:
             copy, mlp = self.copies_kept * self.copy + self.copy_gradients, 2 * self.mlp
         if not copy:
             return CopiedKeys()
-        without_gradients = self.copies(forward_only=True) if self.reads_roots and not forward_only else None
+        without_gradients = self.copies(forward_only=True) if self.reads_trunks and not forward_only else None
         return CopiedKeys(copy / self.activations, 1 + mlp / copy, without_gradients)
 
     def weights(self, forward_only: bool) -> CarryWeights:

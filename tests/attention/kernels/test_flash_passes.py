@@ -17,12 +17,12 @@ from tests.attention.test_packed_attention import GROUP, assert_equal
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.attention.gather import GatherIndex
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutRoots
+from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutTrunks
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
 from verl_pg_plugin.engine.saved_attention import _policy
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.root_reads import read_roots
+from verl_pg_plugin.layout.trunk_reads import read_trunks
 
 KERNEL = VarlenKernel("flash_attn_2", "", reference_passes.attend)
 OPERATOR = "verl_pg_plugin::reference_forward"
@@ -37,18 +37,18 @@ TREE = batch_of(
 )
 
 
-def packed_rows(layout: PackedLayout, kernel: VarlenKernel = KERNEL, without_roots: bool = True) -> PackedRows:
-    """Rows whose backward does without copies of roots, however few these are, or with all copies."""
+def packed_rows(layout: PackedLayout, kernel: VarlenKernel = KERNEL, without_trunks: bool = True) -> PackedRows:
+    """Rows whose backward does without copies of trunks, however few these are, or with all copies."""
     rows = PackedRows.from_layout(layout, kernel, "cpu")
     if rows.copies is None:
         return rows
     index = rows.copies.index
     rows.copies = KeyCopies(index)
-    reads = read_roots(layout, copies_per_row=0.0) if without_roots else None
+    reads = read_trunks(layout, copies_per_row=0.0) if without_trunks else None
     if reads is not None:
         rest_index = GatherIndex.from_layout(reads.rest, "cpu") if reads.rest.num_copied_keys else None
         bounds = (Bounds.of(reads, "cpu"), Bounds.of(reads.rest, "cpu"))
-        rows.copies = KeyCopies(index, WithoutRoots(reads.rows, reads.keys, *bounds, rest_index))
+        rows.copies = KeyCopies(index, WithoutTrunks(reads.rows, reads.keys, *bounds, rest_index))
     return rows
 
 
@@ -62,22 +62,22 @@ def outcome(rows: PackedRows, tensors: Tensors, window_size: int = -1) -> Outcom
 @given(batches(), st.sampled_from([(1, 1), (4, 2)]), st.sampled_from([-1, 0, 3]), st.booleans(), st.integers(0, 999))
 @settings(max_examples=80)
 def test_random_tries_have_the_gradients_of_their_sequences_alone_without_copies_of_roots(
-    batch: Batch, heads: tuple[int, int], window_size: int, without_roots: bool, seed: int
+    batch: Batch, heads: tuple[int, int], window_size: int, without_trunks: bool, seed: int
 ) -> None:
     layout = batch.layout()
     tensors = random_tensors(layout.num_rows, *heads, head_dim=4, seed=seed, dtype=torch.float64)
     expected = dense_outcome(tensors, layout, batch.sequences, window_size)
-    assert_equal(outcome(packed_rows(layout, without_roots=without_roots), tensors, window_size), expected)
+    assert_equal(outcome(packed_rows(layout, without_trunks=without_trunks), tensors, window_size), expected)
 
 
-@pytest.mark.parametrize("without_roots", [True, False], ids=["roots apart", "all copied"])
+@pytest.mark.parametrize("without_trunks", [True, False], ids=["trunks apart", "all copied"])
 @pytest.mark.parametrize("batch", [GROUP, TREE], ids=["groups", "tree"])
 def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(
-    batch: Batch, without_roots: bool
+    batch: Batch, without_trunks: bool
 ) -> None:
     layout = batch.layout()
     tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
-    expected = outcome(packed_rows(layout, without_roots=without_roots), tensors)
+    expected = outcome(packed_rows(layout, without_trunks=without_trunks), tensors)
     seen: list[torch.Tensor] = []
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(
             x.register_hook(seen.append)
         return replace(reference_passes.attend, heads_first=True)(*args, **kwargs)
 
-    rows = packed_rows(layout, without_roots=without_roots)
+    rows = packed_rows(layout, without_trunks=without_trunks)
     rows.kernel = KERNEL.for_compiled_layers()
     assert rows.kernel.attend == replace(reference_passes.attend, heads_first=True)
     rows.kernel = replace(rows.kernel, around=lambda _, *args, **kwargs: attend(*args, **kwargs))
@@ -110,7 +110,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_backward_copies_no_key_of_a_root() -> None:
-    for batch, num_copies in ((GROUP, 0), (TREE, 2 * len(read_roots(TREE.layout(), 0.0).rest.kv_rows))):
+    for batch, num_copies in ((GROUP, 0), (TREE, 2 * len(read_trunks(TREE.layout(), 0.0).rest.kv_rows))):
         layout = batch.layout()
         tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
         rows, copies = packed_rows(layout), Copies()

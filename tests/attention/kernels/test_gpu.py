@@ -51,7 +51,7 @@ SHORT = batch_of(
     *[(TURN[200:], range(6000 + 100 * i, 6011 + 107 * i)) for i in range(20)],
     (TURN[200:], (6000, *range(9000, 9040))),
 )
-"""Two trees, one of them three segments deep; roots would be copied ten times."""
+"""Two trees, one of them three segments deep; trunks would be copied ten times."""
 
 
 def replicated_outcome(
@@ -139,7 +139,7 @@ def test_gradients_without_copies_of_roots_are_as_exact_as_the_kernel_on_every_s
 
 
 @gpu_kernels("flash_attn_4", "flash_attn_2")
-@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of roots", "all copied"])
+@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
 def test_gradients_for_layers_compiled_for_any_number_of_rows_lie_heads_first(name: str, batch: Batch) -> None:
     layout, kernel = batch.layout(), select_kernel(name, "cuda").for_compiled_layers()
     tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")

@@ -6,8 +6,8 @@ that is computed again copies nothing.
 
 The backward knows the output and the log-sum-exp of the whole softmax. With those, gradients through some of a query's
 keys are what the kernel's backward returns for these keys alone (the identity behind ring attention,
-https://arxiv.org/abs/2310.01889). So it runs once for what segments read of their roots, whose rows lie in one piece
-already, and once for the rest. The kernel sums the gradients of a root's keys in float32 there, instead of rounding
+https://arxiv.org/abs/2310.01889). So it runs once for what segments read of their trunks, whose rows lie in one piece
+already, and once for the rest. The kernel sums the gradients of a trunk's keys in float32 there, instead of rounding
 them for each copy.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from verl_pg_plugin.attention.gather import GatherIndex, sum_over_readers
 from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast
-from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutRoots
+from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutTrunks
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -145,7 +145,7 @@ class _Attend(torch.autograd.Function):
         elif copies.backward is None or scores.window_size >= 0:
             gradients = _copied(attention, saved, copies.index, ctx.bounds, scores)
         else:
-            gradients = _without_roots(attention, saved, copies.backward, scores)
+            gradients = _without_trunks(attention, saved, copies.backward, scores)
         return (*gradients, None, None, None, None)
 
 
@@ -165,10 +165,10 @@ def _copied(
     return dq, dk, dv
 
 
-def _without_roots(
-    attention: FlashAttention, saved: _Saved, apart: WithoutRoots, scores: Scores
+def _without_trunks(
+    attention: FlashAttention, saved: _Saved, apart: WithoutTrunks, scores: Scores
 ) -> tuple[torch.Tensor, ...]:
-    """The same, of which roots are not copied."""
+    """The same, of which trunks are not copied."""
     gradients = _copied(attention, saved, apart.rest_index, apart.rest, scores)
     rows, keys = apart.rows, apart.keys
     reads = _Saved(
@@ -179,9 +179,9 @@ def _without_roots(
         saved.out[rows],
         saved.lse[:, rows].contiguous(),
     )
-    through_roots = attention.gradients_of(reads.q, reads.k, reads.v)
-    _run(attention, reads, through_roots, apart.roots, scores, causal=False)
-    for total, part, where in zip(gradients, through_roots, (rows, keys, keys), strict=True):
+    through_trunks = attention.gradients_of(reads.q, reads.k, reads.v)
+    _run(attention, reads, through_trunks, apart.trunks, scores, causal=False)
+    for total, part, where in zip(gradients, through_trunks, (rows, keys, keys), strict=True):
         total[where].add_(part)
     return gradients
 

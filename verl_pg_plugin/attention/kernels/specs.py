@@ -46,7 +46,7 @@ class KernelSpec:
         narrow_values: whether values may be narrower than keys; where not, ``VarlenKernel`` pads them.
         widens_gradients: where several query heads share a key/value head, the backward holds gradients of keys and
             values for each query head and then sums them; else it sums them in float32 as it goes.
-        reads_roots: it is a ``FlashAttention``, whose backward, without a window, copies no roots where there are many.
+        reads_trunks: it is a ``FlashAttention``, whose backward, without a window, does without copies of trunks.
     """
 
     module: str
@@ -62,7 +62,7 @@ class KernelSpec:
     sinks_on: str | None = None
     narrow_values: bool = False
     widens_gradients: bool = False
-    reads_roots: bool = False
+    reads_trunks: bool = False
 
     @property
     def installed(self) -> bool:
@@ -105,7 +105,7 @@ KERNELS: dict[str, KernelSpec] = {
         head_dim_multiple=8,
         max_head_dim=256,
         softcap=True,
-        reads_roots=True,
+        reads_trunks=True,
     ),
     "flash_attn_3": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_3",
@@ -130,7 +130,7 @@ KERNELS: dict[str, KernelSpec] = {
         max_head_dim=256,
         softcap=True,
         widens_gradients=True,
-        reads_roots=True,
+        reads_trunks=True,
     ),
     "torch_varlen": KernelSpec(
         "verl_pg_plugin.attention.kernels.torch_varlen",

@@ -1,4 +1,4 @@
-"""Reads of roots and the rest of a layout together are what the layout reads, each key once."""
+"""Reads of trunks and the rest of a layout together are what the layout reads, each key once."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from hypothesis import given
 
 from tests.layout.tries import Batch, batch_of, batches, segment_paths
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.root_reads import RootReads, read_roots
+from verl_pg_plugin.layout.trunk_reads import TrunkReads, read_trunks
 
 
-def reads_of(reads: RootReads) -> Iterator[tuple[int, int]]:
-    """(row, key) of every read of a root."""
+def reads_of(reads: TrunkReads) -> Iterator[tuple[int, int]]:
+    """(row, key) of every read of a trunk."""
     bounds = zip(pairwise(reads.cu_seqlens_q.tolist()), pairwise(reads.cu_seqlens_k.tolist()), strict=True)
     for (q_start, q_stop), (k_start, k_stop) in bounds:
         for row in range(q_start, q_stop):
@@ -31,7 +31,7 @@ def reads_of_segments(layout: PackedLayout) -> Iterator[tuple[int, int]]:
 @given(batches(with_classes=True))
 def test_every_key_is_read_once_through_a_root_or_in_the_rest(batch: Batch) -> None:
     layout = batch.layout()
-    reads = read_roots(layout, copies_per_row=0.0)
+    reads = read_trunks(layout, copies_per_row=0.0)
     if reads is None:
         assert not (layout.segment_parent >= 0).any()
         return
@@ -46,7 +46,7 @@ def test_every_key_is_read_once_through_a_root_or_in_the_rest(batch: Batch) -> N
 @given(batches(with_classes=True))
 def test_the_rest_is_a_layout_of_the_same_rows_whose_trees_have_lost_their_roots(batch: Batch) -> None:
     layout = batch.layout()
-    reads = read_roots(layout, copies_per_row=0.0)
+    reads = read_trunks(layout, copies_per_row=0.0)
     if reads is None:
         return
     rest, bounds = reads.rest, pairwise(reads.rest.cu_seqlens_k.tolist())
@@ -75,12 +75,12 @@ def group(num_responses: int, length: int) -> Batch:
     ],
 )
 def test_roots_are_told_apart_where_many_copies_are_avoided(batch: Batch, told_apart: bool) -> None:
-    assert (read_roots(batch.layout()) is not None) == told_apart
+    assert (read_trunks(batch.layout()) is not None) == told_apart
 
 
 def test_of_one_group_no_row_is_left_over() -> None:
     """Rows without a key, and keys of nobody, would be filled with zeros and added up."""
-    reads = read_roots(group(16, 2).layout())
+    reads = read_trunks(group(16, 2).layout())
     assert reads is not None
     assert (reads.rows, reads.keys) == (slice(31, 63), slice(0, 31))
     assert (reads.cu_seqlens_q.tolist(), reads.cu_seqlens_k.tolist()) == ([0, 32], [0, 31])
