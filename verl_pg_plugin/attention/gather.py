@@ -116,9 +116,9 @@ def sum_over_readers(
 
         if total is None:
             total = torch.empty((len(index.row_segment), *grad.shape[1:]), dtype=dtype, device=grad.device)
-        return sum_readers(
-            grad.contiguous(), index.row_segment, index.key_place, index.reader_bounds, index.reader_starts, total
-        )
+        if grad.dim() != 3 or grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        return sum_readers(grad, index.row_segment, index.key_place, index.reader_bounds, index.reader_starts, total)
     accumulate = torch.promote_types(grad.dtype, torch.float32)
     wide = torch.zeros((len(index.row_segment), *grad.shape[1:]), dtype=accumulate, device=grad.device)
     wide.index_add_(0, index.rows, grad.to(accumulate))

@@ -45,7 +45,8 @@ class PackedRows(SharedRows):
         copies = None
         if layout.num_copied_keys:
             index = GatherIndex.from_layout(layout, device)
-            copies = KeyCopies.of(layout, index, device) if kernel.copies_keys else KeyCopies(index)
+            has_backward = kernel.copies_keys and torch.is_grad_enabled()
+            copies = KeyCopies.of(layout, index, device) if has_backward else KeyCopies(index)
         return cls(kernel, layout.num_rows, Bounds.of(layout, device), copies, layout)
 
     @classmethod

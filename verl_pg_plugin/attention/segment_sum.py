@@ -13,8 +13,10 @@ def _sum_readers_kernel(
     place_ptr,
     reader_bounds_ptr,
     reader_starts_ptr,
-    row_stride,
-    head_stride,
+    grad_row_stride,
+    grad_head_stride,
+    total_row_stride,
+    total_head_stride,
     head_dim: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -27,12 +29,13 @@ def _sum_readers_kernel(
     last = tl.load(reader_bounds_ptr + segment + 1)
     column = tl.arange(0, block)
     inside = column < width
+    head, within = (column // head_dim).to(tl.int64), column % head_dim
+    grad_there, total_there = head * grad_head_stride + within, head * total_head_stride + within
     total = tl.zeros((block,), dtype=tl.float32)
     for reader in range(first, last):
         copy = tl.load(reader_starts_ptr + reader).to(tl.int64) + place
-        total += tl.load(grad_ptr + copy * width + column, mask=inside, other=0.0).to(tl.float32)
-    there = row * row_stride + (column // head_dim).to(tl.int64) * head_stride + column % head_dim
-    tl.store(total_ptr + there, total.to(total_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(grad_ptr + copy * grad_row_stride + grad_there, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + row * total_row_stride + total_there, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
 def sum_readers(
@@ -46,18 +49,18 @@ def sum_readers(
     """Gradient of the rows from the gradient of their copies.
 
     Args:
-        grad: (K, ...) gradient of the gathered rows, contiguous.
+        grad: (K, ...) gradient of the gathered rows, contiguous, or (K, heads, D) with any strides of rows and heads.
         row_segment: (T,) int32 segment of each row.
         key_place: (T,) int32 place of a row within the keys of every segment that reads it.
         reader_bounds: (S+1,) int32 the readers of segment s are ``reader_starts[bounds[s]:bounds[s + 1]]``.
         reader_starts: int32 first key of each reader in the packed keys.
-        total: (T, ...) for the result, contiguous, or (T, heads, D) with any strides of rows and heads.
+        total: (T, ...) for the result, likewise.
 
     Returns:
         ``total``; every sum is accumulated in float32 and rounded once.
     """
     width = total[0].numel()
-    head_dim = width if total.is_contiguous() else total.shape[-1]
+    has_heads = total.dim() == 3
     grid = (row_segment.shape[0],)
     _sum_readers_kernel[grid](
         grad,
@@ -66,9 +69,11 @@ def sum_readers(
         key_place,
         reader_bounds,
         reader_starts,
+        grad.stride(0),
+        grad.stride(1) if has_heads else width,
         total.stride(0),
-        total.stride(1),
-        head_dim=head_dim,
+        total.stride(1) if has_heads else width,
+        head_dim=total.shape[-1] if has_heads else width,
         width=width,
         block=triton.next_power_of_2(width),
     )

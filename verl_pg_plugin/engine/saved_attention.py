@@ -65,7 +65,7 @@ class SavedAttention:
         """The ``context_fn`` of a checkpoint: what attention in its forward keeps, and in its backward takes."""
         taking: list[AbstractContextManager] = []
         # A layer's backward follows what its forward was asked to keep, whatever is asked for by then.
-        modes = partial(create_selective_checkpoint_contexts, self._policy())
+        modes = partial(create_selective_checkpoint_contexts, self._policy(self._operators))
 
         def keeping(call: int) -> AbstractContextManager:
             keeps, takes = modes()
@@ -75,10 +75,12 @@ class SavedAttention:
         return _Pass(self, keeping), _Pass(self, taking.__getitem__)
 
     def _modes(self) -> Any:
-        return create_selective_checkpoint_contexts(self._policy())
+        """Of a tower's layers, which call a kernel's package as transformers does, and not always the same one."""
+        operators = tuple(operator for spec in KERNELS.values() for operator in spec.saved_ops)
+        return create_selective_checkpoint_contexts(self._policy(operators))
 
-    def _policy(self) -> Callable[..., CheckpointPolicy]:
-        return partial(_policy, self._operators if self._keeps else ())
+    def _policy(self, operators: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+        return partial(_policy, operators if self._keeps else ())
 
     def kernel(self, attend: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """``attend``, its results kept, or taken, as the checkpoint around says; see ``VarlenKernel.around``."""

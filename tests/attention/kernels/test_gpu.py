@@ -1,5 +1,6 @@
 """Kernels on a GPU: packed attention in bf16 is as close to float32 as the kernel on every sequence alone is."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.attention.dense import Outcome, Tensors, dense_outcome, packed_outcom
 from tests.attention.test_gather import BigGroup
 from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
-from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
+from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, sum_over_readers
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
@@ -46,12 +47,13 @@ BATCH = batch_of(
 )
 
 
+TEMPLATE = (5, 6, 7, 8)
 SHORT = batch_of(
-    *[(PROMPT, range(3000 + 100 * i, 3040 + 101 * i)) for i in range(24)],
-    *[(TURN[200:], range(6000 + 100 * i, 6011 + 107 * i)) for i in range(20)],
-    (TURN[200:], (6000, *range(9000, 9040))),
+    *[((*TEMPLATE, *PROMPT), range(3000 + 100 * i, 3040 + 101 * i)) for i in range(24)],
+    *[((*TEMPLATE, *TURN[200:]), range(6000 + 100 * i, 6011 + 107 * i)) for i in range(20)],
+    ((*TEMPLATE, *TURN[200:]), (6000, *range(9000, 9040))),
 )
-"""Two trees, one of them three segments deep; trunks would be copied ten times."""
+"""Two trunks below what all begin with, one of them with branches that branch; they would be copied ten times."""
 
 
 def replicated_outcome(
@@ -151,6 +153,24 @@ def test_gradients_for_layers_compiled_for_any_number_of_rows_lie_heads_first(na
     packed.attend_packed(*rows, AttentionOptions(0.1)).backward(tensors.grad_out)
     assert len(seen) == 3
     assert all(gradient.transpose(0, 1).is_contiguous() for gradient in seen)
+
+
+def test_gradients_of_copies_are_added_up_however_they_lie() -> None:
+    """Parts of chains sum what a kernel has written heads first, for layers that are compiled."""
+    index = GatherIndex.from_layout(SHORT.layout(), "cuda")
+    grad = torch.randn(len(index.rows), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    heads_first = grad.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = sum_over_readers(grad.cpu(), to_cpu(index), torch.float32)
+    for given in (grad, heads_first):
+        total = torch.empty(3, len(index.row_segment), 24, device="cuda").transpose(0, 1)
+        assert sum_over_readers(given, index, torch.float32, total) is total
+        torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(sum_over_readers(given, index, torch.float32), total)
+    assert torch.equal(sum_over_readers(grad[:, 0, 0], index, torch.float32), total[:, 0, 0])
+
+
+def to_cpu(index: GatherIndex) -> GatherIndex:
+    return GatherIndex(*(getattr(index, field.name).cpu() for field in fields(index)))
 
 
 @gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")

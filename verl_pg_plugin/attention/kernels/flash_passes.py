@@ -8,7 +8,8 @@ The backward knows the output and the log-sum-exp of the whole softmax. With tho
 keys are what the kernel's backward returns for these keys alone (the identity behind ring attention,
 https://arxiv.org/abs/2310.01889). So it runs once for what segments read of their trunks, whose rows lie in one piece
 already, and once for the rest. The kernel sums the gradients of a trunk's keys in float32 there, instead of rounding
-them for each copy.
+them for each copy, in an order of its own unless it is told to be deterministic; a query's, of which both calls have a
+part, is rounded in each and once more in their sum.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from verl_pg_plugin.attention.gather import GatherIndex, sum_over_readers
 from verl_pg_plugin.attention.kernels.inputs import cast_under_autocast
@@ -137,6 +139,7 @@ class _Attend(torch.autograd.Function):
         return out_THD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = _Saved(*grads, *ctx.saved_tensors)
         attention, copies, scores = ctx.attention, ctx.copies, ctx.scores

@@ -121,7 +121,8 @@ KERNELS: dict[str, KernelSpec] = {
     ),
     "flash_attn_2": KernelSpec(
         "verl_pg_plugin.attention.kernels.flash_attn_2",
-        saved_ops=("verl_pg_plugin::flash_attn_2_forward",),
+        # The second in towers, which do not come here.
+        saved_ops=("verl_pg_plugin::flash_attn_2_forward", "flash_attn::_flash_attn_varlen_forward"),
         device_type="cuda",
         min_capability=(8, 0),
         package="flash-attn",
