@@ -86,10 +86,27 @@ def test_groups_with_few_copies_make_no_room_for_those_with_many(
     layouts = list(alone(behind(preamble, [*many_copies, *few_copies]), limits))
     assert layouts
     for layout in layouts:
-        keys, rows = layout.num_copied_keys, layout.num_rows
-        if keys:
-            left = keys_of_backward(layout, copies_per_row=3)
-            assert rows + max(OF_FORWARD.take(keys, rows), COPIES.take(left, rows)) <= budget
+        assert layout.num_rows + max(copies_of_forward(layout), copies_of_backward(layout)) <= budget
+
+
+def copies_of_forward(layout: PackedLayout) -> float:
+    return OF_FORWARD.take(layout.num_copied_keys, layout.num_rows)
+
+
+def copies_of_backward(layout: PackedLayout) -> float:
+    return COPIES.take(keys_of_backward(layout, copies_per_row=3), layout.num_rows)
+
+
+def test_branches_of_branches_count_their_copies_with_gradients() -> None:
+    """Attempts that go on from the middle of others: a trunk is read in place, and what branches below it is copied."""
+    batch = batch_of(
+        *[([*range(10**7, 10**7 + 500), *[10**6 + branch] * 300], [i] * 8) for branch in range(6) for i in range(40)]
+    )
+    budget = 6000
+    layouts = list(alone(batch, MicroBatchLimits(budget, copies=COPIES)))
+    assert any(copies_of_backward(layout) > copies_of_forward(layout) for layout in layouts)
+    for layout in layouts:
+        assert layout.num_rows + max(copies_of_forward(layout), copies_of_backward(layout)) <= budget
 
 
 @pytest.mark.parametrize("preamble", [0, 30])
