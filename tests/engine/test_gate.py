@@ -42,7 +42,7 @@ def plan(batch: TensorDict, ratio: float = 1.0) -> MicroBatchPlan:
     return plan_micro_batches(batch, None, 1, PACKED_MODE, ratio)
 
 
-def uses_kv_index(layout: PackedLayout) -> bool:
+def copies_keys(layout: PackedLayout) -> bool:
     return PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu").copies is not None
 
 
@@ -53,14 +53,14 @@ def num_tokens(samples: list[Sample]) -> int:
 def test_the_default_lets_everything_share() -> None:
     planned = plan(make_batch(WEAK))
     assert planned.num_rmpad == 0
-    assert uses_kv_index(planned.layouts[0])
+    assert copies_keys(planned.layouts[0])
 
 
 def test_below_the_ratio_attention_is_the_ordinary_varlen_call() -> None:
     planned = plan(make_batch(WEAK), ratio=1.5)
     assert planned.num_rmpad == 1
     (layout,) = planned.layouts
-    assert not uses_kv_index(layout)
+    assert not copies_keys(layout)
     assert layout.num_rows == num_tokens(WEAK) - len(WEAK)
     assert layout.num_roots == len(WEAK)
 
@@ -69,8 +69,7 @@ def test_each_micro_batch_decides_for_itself() -> None:
     batch = make_batch([*WEAK, *STRONG], use_dynamic_bsz=False, micro_batch_size_per_gpu=6)
     planned = plan(batch, ratio=1.5)
     shared = {
-        tuple(sorted(rows)): uses_kv_index(layout)
-        for rows, layout in zip(planned.indices, planned.layouts, strict=True)
+        tuple(sorted(rows)): copies_keys(layout) for rows, layout in zip(planned.indices, planned.layouts, strict=True)
     }
     assert sorted(row for rows in shared for row in rows) == list(range(11))
     assert set(shared.values()) == {True, False}
@@ -96,7 +95,7 @@ def test_random_batches_keep_the_ratio_the_budget_and_every_sample(ratio: float,
         "plain rmpad needs more rows, not a larger budget"
     )
     for layout in planned.layouts:
-        assert layout.num_logical_tokens >= ratio * layout.num_rows or not uses_kv_index(layout)
+        assert layout.num_logical_tokens >= ratio * layout.num_rows or not copies_keys(layout)
     assert [layout.num_rows for layout in planned.layouts] == sorted(
         (layout.num_rows for layout in planned.layouts), reverse=True
     )

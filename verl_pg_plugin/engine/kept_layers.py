@@ -5,8 +5,8 @@ checkpointing does not look, while calling a layer without a checkpoint around i
 last layers are kept, since they are freed first: when a recomputed layer needs its working memory, they are gone.
 
 Inside a kept layer attention alone is checkpointed, or the half of the layer around it (``engine.attention_half``). Its
-kernel's output is kept, as everywhere, and the copies of keys and values are gathered again, since a prompt is copied
-for each of its responses.
+kernel's output is kept, as everywhere, and no copies of keys and values, since a prompt is copied for each of its
+responses.
 """
 
 from __future__ import annotations
