@@ -66,14 +66,18 @@ def attend_sequence(
 
 
 def dense_outcome(
-    tensors: Tensors, layout: PackedLayout, sequences: tuple[tuple[int, ...], ...], window_size: int = -1
+    tensors: Tensors,
+    layout: PackedLayout,
+    sequences: tuple[tuple[int, ...], ...],
+    window_size: int = -1,
+    softcap: float = 0.0,
 ) -> Outcome:
     """Each sequence gathered by its tokens, not by the layout's own index maps; a shared row counts once."""
     q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     out, seen = torch.zeros_like(tensors.q), torch.zeros(len(q), dtype=torch.bool)
     for tokens in sequences:
         rows = torch.tensor(sequence_rows(layout, tokens))
-        attended = attend_sequence(q[rows], k[rows], v[rows], q.shape[-1] ** -0.5, window_size)
+        attended = attend_sequence(q[rows], k[rows], v[rows], q.shape[-1] ** -0.5, window_size, softcap)
         fresh = ~seen[rows]
         out = out.index_copy(0, rows[fresh].to(q.device), attended[fresh.to(q.device)])
         seen[rows] = True
@@ -82,12 +86,16 @@ def dense_outcome(
 
 
 def packed_outcome(
-    tensors: Tensors, layout: PackedLayout, window_size: int = -1, kernel: VarlenKernel | None = None
+    tensors: Tensors,
+    layout: PackedLayout,
+    window_size: int = -1,
+    kernel: VarlenKernel | None = None,
+    softcap: float = 0.0,
 ) -> Outcome:
     """``PackedRows`` of the same tensors."""
     device = tensors.q.device
     packed = PackedRows.from_layout(layout, kernel or select_kernel("sdpa", device.type), device)
     q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size))
+    out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size, softcap))
     out.backward(tensors.grad_out)
     return Outcome(out.detach(), q.grad, k.grad, v.grad)

@@ -11,7 +11,8 @@ from tests.attention.test_gather import BigGroup
 from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, sum_over_readers
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
+from verl_pg_plugin.attention.kernels.capped_scores import cap_fault
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, load_kernel, select_kernel
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
@@ -57,7 +58,7 @@ SHORT = batch_of(
 
 
 def replicated_outcome(
-    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: VarlenKernel
+    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: VarlenKernel, softcap: float = 0.0
 ) -> Outcome:
     """Every sequence with all of its rows through the same kernel, as remove-padding runs them.
 
@@ -73,7 +74,8 @@ def replicated_outcome(
 
     q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     scale, longest = q.shape[-1] ** -0.5, max(lengths)
-    out = kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, window_size=window)
+    options = {"softmax_scale": scale, "window_size": window, "softcap": softcap}
+    out = kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
@@ -185,6 +187,19 @@ def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
 
 def test_auto_takes_the_first_kernel_that_runs_here() -> None:
     assert select_kernel("auto", "cuda").name == next(name for name in NAMES if not kernel_obstacle(name, "cuda"))
+
+
+@gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
+@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
+def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
+    attend = load_kernel(name)
+    if fault := cap_fault(attend, 128, "cuda"):
+        pytest.skip(f"{name} {fault}")
+    layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, softcap=softcap)
+    packed = packed_outcome(tensors, layout, kernel=kernel, softcap=softcap)
+    assert_as_close(packed, replicated_outcome(tensors, layout, batch, -1, kernel, softcap), exact)
 
 
 def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from verl_pg_plugin.attention.kernels.capped_scores import cap_fault
 from verl_pg_plugin.attention.kernels.flash_passes import FlashAttention
 from verl_pg_plugin.attention.kernels.specs import (
     ATTENTION_KERNEL,
@@ -119,17 +120,22 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: the kernel is not installed or cannot run on the device or this model; the message names the fix.
+        RuntimeError: the kernel is not installed, cannot run on the device or this model, or was built without capped
+            scores, which the model has; the message names the fix.
     """
     if name not in ATTENTION_KERNELS:
         raise ValueError(f"unknown attention kernel {name!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
+    needs = needs or AttentionNeeds()
     reasons = [f"{ATTENTION_KERNEL}={name}" + (f" on device {device_type}" if name == "auto" else "")]
     for candidate in candidates(name, device_type):
-        obstacle = kernel_obstacle(candidate, device_type) or KERNELS[candidate].misfit(
-            needs or AttentionNeeds(), device_type
-        )
+        spec = KERNELS[candidate]
+        obstacle = kernel_obstacle(candidate, device_type) or spec.misfit(needs, device_type)
         if not obstacle:
-            return VarlenKernel(candidate, "; ".join(reasons), load_kernel(candidate))
+            attend = load_kernel(candidate)
+            if needs.softcap and (fault := cap_fault(attend, max(map(max, needs.head_dims), default=64), device_type)):
+                obstacle = f"{fault}; install one that does: {spec.install}"
+            else:
+                return VarlenKernel(candidate, "; ".join(reasons), attend)
         reasons.append(f"{candidate} {obstacle}")
     if name != "auto":
         raise RuntimeError(f"attention kernel {reasons[-1]}")
