@@ -23,6 +23,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.sharing_modes import PackedMode
+from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, random_group
 
 VOCAB = 97
@@ -72,6 +73,7 @@ def make_engine(
 
     ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too.
     """
+    register()  # where a module of ours was what imported verl, the engines wait for a second call
     engine = engine or {}
     options = {name: engine[name] for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
     engine_config = PrefixGrouperEngineConfig(

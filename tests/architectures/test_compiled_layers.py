@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from tests.architectures.outcome import HYBRIDS, model_class, supports_checkpointing
 from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
+from tests.architectures.test_gpu_models import DENSE, assert_as_close_as_stock, save_dense, zero_gradients
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES
@@ -18,6 +19,8 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow, pytest
 
 TYPES = sorted((COMPILED_TYPES & set(MODEL_TYPES)) - HYBRIDS)
 """Hybrids and types with pictures are run compiled by ``tests/mixers`` and ``tests/modalities``."""
+CAPPED = {"gemma2"}
+"""No kernel for a CPU caps scores, in stock verl either."""
 RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]
 
 
@@ -59,6 +62,13 @@ def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert set(graphs) == {graphs[0]}
+
+
+@pytest.mark.parametrize("model_type", sorted(set(DENSE) - CAPPED))
+def test_compiled_layers_in_bf16_are_as_exact_as_stock_rmpad(model_type: str, tmp_path: Path) -> None:
+    """A layer that computes something in float32 may be compiled otherwise than it runs, or recomputed otherwise."""
+    path, zero = save_dense(tmp_path, model_type), zero_gradients(model_type)
+    assert_as_close_as_stock(path, "auto", compiled=True, zero=zero, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("model_type", sorted(BREAKING_TYPES))

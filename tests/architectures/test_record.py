@@ -1,5 +1,6 @@
 """docs/models.md is what the record says, and the record is what the installed transformers does."""
 
+import csv
 import json
 import re
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from make_models_table import FUSED, RECORD, RENEW, main, read_record
 from tests.architectures.outcome import outcome_of
 from tests.architectures.test_gpu_models import MODELS
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, NOT_ON_GPU
+from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, NOT_ON_GPU, ON_CPU_ALONE
 
 REPOSITORY = Path(__file__).parents[2]
 OUTCOMES = read_record(REPOSITORY)
@@ -58,6 +59,13 @@ def test_every_mixture_that_auto_compiles_on_a_gpu_has_a_test_there() -> None:
         if any(name.endswith(("Experts", "Moe", "MoE")) for name in names)
     }
     assert mixtures == MODELS.keys() & set(MODEL_TYPES)
+
+
+def test_the_log_says_that_a_type_ran_compiled_on_a_gpu_only_if_its_test_passed_there() -> None:
+    with (REPOSITORY / "docs/data/gpu_tests_one_h200.csv").open(newline="") as lines:
+        passed = [row["test"] for row in csv.DictReader(lines) if row["outcome"] == "passed"]
+    found = (re.search(r"test_gpu_models.py::test_compiled_.*\[(\w+)\]", name) for name in passed)
+    assert {match[1] for match in found if match} == COMPILED_TYPES - NOT_ON_GPU.keys() - ON_CPU_ALONE
 
 
 def test_a_document_that_differs_is_stale_and_a_failed_test_is_no_record(

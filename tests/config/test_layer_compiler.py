@@ -11,7 +11,7 @@ from torch._dynamo import config
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import InvalidCxxCompiler
 
-from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, NOT_ON_GPU
+from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, NOT_ON_GPU, ON_CPU_ALONE
 from verl_pg_plugin.config import Mode
 from verl_pg_plugin.config import layer_compiler as under_test
 from verl_pg_plugin.config.facts import Facts, Role
@@ -68,6 +68,14 @@ def test_no_type_is_both_tested_and_known_to_break() -> None:
     assert NOT_ON_GPU.keys() < COMPILED_TYPES
     for model_type in BREAKING_TYPES:
         assert f"compiled layers of {model_type} " in decide("auto", replace(PROVEN, model_type=model_type)).reason
+
+
+def test_the_reason_says_where_a_type_was_tested() -> None:
+    assert COMPILED_TYPES - NOT_ON_GPU.keys() > ON_CPU_ALONE
+    for model_type, device in {"qwen3": "cuda", **dict.fromkeys(ON_CPU_ALONE, "a CPU")}.items():
+        assert decide("auto", replace(PROVEN, model_type=model_type)).reason.endswith(
+            f"tested with {model_type} on {device}"
+        )
 
 
 @pytest.mark.parametrize(("asked", "insists"), [(True, True), ("auto", False), (False, False), (None, False)])

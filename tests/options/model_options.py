@@ -116,7 +116,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
             "tests/engine/test_compiled_layers.py",
             f"{STEPS}/test_carry.py::test_carried_groups_stay_exact_with[static rows and compiled layers",
         ),
-        note="no recompilation while micro-batches change",
+        note="no recompilation while micro-batches change; over several processes on CPUs alone",
     ),
     Option(
         "attention recomputed in the backward",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, NOT_ON_GPU
+from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES, NOT_ON_GPU, ON_CPU_ALONE
 from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import Mode, is_set
@@ -117,7 +117,8 @@ def decide(asked: bool | str, facts: CompilerFacts) -> Decision:
         return Decision(asked is True, setting)
     found = next(obstacles(facts), None)
     if found is None:
-        return Decision(True, f"{setting}: tested with {facts.model_type} on {facts.device}")
+        device = "a CPU" if facts.model_type in ON_CPU_ALONE else facts.device
+        return Decision(True, f"{setting}: tested with {facts.model_type} on {device}")
     way = "" if found.forbids else f"; {COMPILE_LAYERS}=True compiles them all the same"
     return Decision(False, f"{setting}: {found.why}{way}")
 
