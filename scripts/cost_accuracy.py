@@ -130,8 +130,8 @@ def forecast_of(file: Path, row: dict[str, str]) -> float | None:
     if row["device"].startswith("cpu") or not path.startswith("packed"):
         return None
     options = dict(option.split("=") for option in path.partition(":")[2].split(",") if option)
-    if options.get("keep_activations") == "mlp":
-        return None  # of layers that keep a part there is no forecast
+    if options.get("keep_activations") in ("mlp", "auto"):
+        return None  # there is no forecast of layers that keep a part, nor of what memory will be free
     stock = Settings(BUDGETS.get(file.stem, USUAL_BUDGET))
     shared = Settings(
         int(own_budget or stock.budget),

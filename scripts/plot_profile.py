@@ -2,8 +2,8 @@
 
     python scripts/plot_profile.py docs/data/profile_4b.csv --out docs/images/profile_4b.png
 
-One bar for each case, phase and path, cut into kernel classes, with the idle time at its end. The number behind a bar
-is the wall clock. A bar that is longer than its number had several streams at work at once.
+One bar for each case, phase, path, attention kernel and commit, cut into kernel classes, with the idle time at its end.
+The number behind a bar is the wall clock. A bar that is longer than its number had several streams at work at once.
 """
 
 from __future__ import annotations
@@ -32,23 +32,31 @@ class ProfileBar:
     case: str
     phase: str
     path: str
+    kernel: str
+    commit: str
     seconds: dict[str, float]
     wall: float
 
+    @property
+    def label(self) -> str:
+        """What ran, and what it ran on if the path does not say so."""
+        kernel = "" if self.kernel in (*self.path.split("="), "stock") else f", {self.kernel}"
+        return f"{self.path}{kernel}\n{self.case}, {self.phase}, {self.commit}"
+
 
 def read_bars(rows: Iterable[dict[str, str]]) -> list[ProfileBar]:
-    """One for each case, phase and path, in the order of the table.
+    """One for each run, in the order of the table.
 
     Raises:
         ValueError: no row says what the device did, or one names a class that there is not.
     """
-    bars: dict[tuple[str, str, str], ProfileBar] = {}
+    bars: dict[tuple[str, str, str, str, str], ProfileBar] = {}
     for row in rows:
         if row["kind"] != "device":
             continue
         if row["name"] not in CLASSES:
             raise ValueError(f"no kernel class {row['name']}: {', '.join(CLASSES)}")
-        run = (row["case"], row["phase"], row["path"])
+        run = (row["case"], row["phase"], row["path"], row["kernel"], row["commit"])
         bar = bars.setdefault(run, ProfileBar(*run, {}, float(row["seconds_wall"])))
         bar.seconds[row["name"]] = float(row["seconds"])
     if not bars:
@@ -69,7 +77,7 @@ def draw(bars: list[ProfileBar], title: str, out: Path) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, (bar, end) in enumerate(zip(bars, left, strict=True)):
         axes.text(end, place, f" {bar.wall:.3g} s, {bar.seconds.get(IDLE, 0.0) / bar.wall:.0%} idle", va="center")
-    axes.set_yticks(range(len(bars)), [f"{bar.path}\n{bar.case}, {bar.phase}" for bar in bars], fontsize="small")
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(left))
     axes.set_xlabel("seconds")
@@ -90,9 +98,7 @@ def main() -> int:
     bars = read_bars(rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = rows[0]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    title = f"{about['model']} shape, {about['world_size']} x {about['device']} ({commits})"
-    draw(bars, title, args.out)
+    draw(bars, f"{about['model']} shape, {about['world_size']} x {about['device']}", args.out)
     return 0
 
 

@@ -171,7 +171,12 @@ def test_a_rehearsal_on_the_cpu_fills_the_table_and_the_picture(tmp_path: Path) 
     assert idle == pytest.approx(shares[IDLE], abs=1e-6)
     assert any(row["kind"] == "host" and row["name"] == "planning" and float(row["seconds"]) > 0 for row in rows)
 
-    draw(read_bars(rows), "rehearsal", picture)
+    twice = [*rows, *({**row, "kernel": "another", "seconds_wall": "9"} for row in rows)]
+    assert [(bar.kernel, bar.wall) for bar in read_bars(twice)] == [
+        (rows[0]["kernel"], float(rows[0]["seconds_wall"])),
+        ("another", 9.0),
+    ]
+    draw(read_bars(twice), "rehearsal", picture)
     assert picture.stat().st_size > 10_000
     with pytest.raises(ValueError, match="no row of kind device"):
         read_bars([row for row in rows if row["kind"] == "host"])
