@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from verl_pg_plugin.attention.kernels import specs
-from verl_pg_plugin.config.attention_kernels import kernel_obstacle
+from verl_pg_plugin.config import facts
 from verl_pg_plugin.config.validate import validate
 
 KEY = "prefix_grouper.attention_kernel"
@@ -27,6 +27,15 @@ def installed(monkeypatch):
     return packages
 
 
+@pytest.fixture
+def on_device(monkeypatch):
+    return lambda device_name: monkeypatch.setattr(facts, "get_device_name", lambda: device_name)
+
+
+def violations_of(config):
+    return [violation for violation in validate(config) if violation.rule == "attention_kernel"]
+
+
 @pytest.mark.parametrize(
     ("kernel", "device_name", "packages"),
     [
@@ -39,9 +48,10 @@ def installed(monkeypatch):
         ("flash_attn_4", "cuda", {"flash-attn-4"}),
     ],
 )
-def test_kernels_that_can_run(kernel, device_name, packages, installed):
+def test_kernels_that_can_run(kernel, device_name, packages, installed, on_device, make_config):
     installed |= packages
-    assert kernel_obstacle(kernel, device_name) is None
+    on_device(device_name)
+    assert violations_of(make_config(settings={KEY: kernel})) == []
 
 
 @pytest.mark.parametrize(
@@ -51,18 +61,20 @@ def test_kernels_that_can_run(kernel, device_name, packages, installed):
         ("flash_attn_4", "flash-attn", "pip install --pre flash-attn-4"),
     ],
 )
-def test_a_missing_kernel_on_a_gpu_names_the_command_that_installs_it(kernel, other, command, installed):
+def test_a_missing_kernel_on_a_gpu_names_the_command_that_installs_it(
+    kernel, other, command, installed, on_device, make_config
+):
     """Both packages bring a module flash_attn: one of them is no proof of the other."""
     installed.add(other)
-    _, fix = kernel_obstacle(kernel, "cuda")
-    assert command in fix
-    assert f"{KEY}=auto" in fix
+    on_device("cuda")
+    (violation,) = violations_of(make_config(settings={KEY: kernel}))
+    assert violation.fix == f"{command}, or {KEY}=auto"
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4", "flash_attn_2", "torch_varlen"])
-def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_setting_that_works(kernel):
-    _, fix = kernel_obstacle(kernel, "cpu")
-    assert fix == f"{KEY}=auto"
+def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_setting_that_works(kernel, make_config):
+    (violation,) = violations_of(make_config(settings={KEY: kernel}))
+    assert violation.fix == f"{KEY}=auto"
 
 
 def test_unknown_kernel_lists_the_choices(make_config):

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from config_support import TINY, save_checkpoint
 
+from verl_pg_plugin.attention.kernels import specs
 from verl_pg_plugin.config import Mode, facts
 from verl_pg_plugin.config.checkpoint_checks import checkpoint_violations
 
@@ -33,6 +34,21 @@ def test_capped_scores_are_refused_where_no_kernel_caps_them(violations_of, tmp_
     (violation,) = violations_of(save_checkpoint(tmp_path, transformers.Gemma2Config(**TINY)))
     assert violation.rule == "attention_kernel_model"
     assert "sdpa does not cap scores" in violation.why
+
+
+def test_a_model_that_needs_a_package_is_refused_before_ray_and_not_by_a_worker(violations_of, tmp_path, monkeypatch):
+    checkpoint = save_checkpoint(tmp_path, transformers.Gemma2Config(**TINY))
+    monkeypatch.setattr(facts, "get_device_name", lambda: "cuda")
+    by_name = {"prefix_grouper.attention_kernel": "torch_varlen"}
+    for asked in ({}, by_name):
+        (violation,) = violations_of(checkpoint, **asked)
+        assert violation.rule == "attention_kernel_model"
+        assert "torch_varlen does not cap scores" in violation.why
+        assert violation.fix.startswith("pip install --no-build-isolation flash-attn, or ")
+    monkeypatch.setattr(specs, "version", lambda package: "1.0")
+    assert violations_of(checkpoint) == []
+    (violation,) = violations_of(checkpoint, **by_name)
+    assert violation.fix.startswith("prefix_grouper.attention_kernel=flash_attn_2, or ")
 
 
 def test_learned_sinks_are_taken_on_a_cpu_and_refused_on_a_gpu(violations_of, tmp_path, monkeypatch):

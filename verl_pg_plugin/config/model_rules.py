@@ -11,7 +11,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_pg_plugin.architectures.head_probe import fused_obstacle
 from verl_pg_plugin.architectures.rotary_angles import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
 from verl_pg_plugin.architectures.skeleton import text_skeleton
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, model_misfit
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, candidates, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
 from verl_pg_plugin.config.layer_compiler import asks_to_compile, model_obstacle
@@ -58,8 +58,14 @@ def no_kernel_fits(value: Any, facts: Facts) -> str:
 def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
     needs = attention_needs(facts.hf_config.get_text_config())
     fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs, facts.device_name)]
-    elsewhere = f"{settings[0].key}={fitting[-1]} (on another device), or " if fitting else ""
-    return f"{elsewhere}{USE_PREFIX_GROUPER}=False (stock verl)"
+    stock = f"{USE_PREFIX_GROUPER}=False (stock verl)"
+    if not fitting:
+        return stock
+    kernel = fitting[-1]  # of packages the one for most GPUs
+    if kernel not in candidates("auto", facts.device_name):
+        return f"{settings[0].key}={kernel} (on another device), or {stock}"
+    missing = KERNELS[kernel].obstacle(facts.device_name)
+    return f"{missing.fix if missing else f'{settings[0].key}={kernel}'}, or {stock}"
 
 
 def head_is_not_fused(facts: Facts) -> str:

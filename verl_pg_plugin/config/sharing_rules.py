@@ -7,30 +7,38 @@ from typing import Any
 from hydra.utils import get_class
 
 from verl_pg_plugin.architectures.checks import REPLACED_ATTENTION
-from verl_pg_plugin.config.attention_kernels import kernel_obstacle
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import is_set
 from verl_pg_plugin.config.rule import ALL, SHARING, Rule, above_one, add_as, is_on, set_to
 from verl_pg_plugin.config.violation import Setting
+from verl_pg_plugin.reason import Reason
 
 __all__ = ["SHARING_RULES"]
 
 ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 
+def kernel_obstacle(value: Any, facts: Facts) -> Reason | None:
+    """Of a kernel that is asked for by name; of ``auto`` the model decides (``model_rules``)."""
+    return KERNELS[value].obstacle(facts.device_name) if value in KERNELS else None
+
+
 def lacks_kernel(value: Any, facts: Facts) -> bool:
-    return kernel_obstacle(value, facts.device_name) is not None
+    return kernel_obstacle(value, facts) is not None
 
 
 def kernel_why(value: Any, facts: Facts) -> str:
-    why, _ = kernel_obstacle(value, facts.device_name) or ("", "")
-    return why
+    obstacle = kernel_obstacle(value, facts)
+    assert obstacle is not None
+    return obstacle.why
 
 
 def kernel_fix(settings: tuple[Setting, ...], facts: Facts) -> str:
-    _, fix = kernel_obstacle(settings[0].value, facts.device_name) or ("", "")
-    return fix
+    obstacle = kernel_obstacle(settings[0].value, facts)
+    assert obstacle is not None
+    return ", or ".join(dict.fromkeys([obstacle.fix, f"{ATTENTION_KERNEL}=auto"]))
 
 
 def runs_fsdp(facts: Facts) -> bool:

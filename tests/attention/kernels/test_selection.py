@@ -57,7 +57,7 @@ def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
 @pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"])
 def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str) -> None:
     with pytest.raises(
-        RuntimeError, match=rf"{name} needs a cuda device, this is cpu; set prefix_grouper\.attention_kernel=auto"
+        RuntimeError, match=rf"{name} needs a cuda device, this is cpu: prefix_grouper\.attention_kernel=auto"
     ):
         select_kernel(name, "cpu")
 
@@ -200,6 +200,18 @@ def test_narrow_values_are_padded_for_a_kernel_that_takes_none_and_cut_again() -
     for name, width in (("flash_attn_2", 6), ("sdpa", 4)):
         assert torch.equal(VarlenKernel(name, "", attend)(keys, keys, values), values)
         assert widths.pop() == width
+
+
+def test_sdpa_is_no_way_out_for_a_model_that_it_does_not_compute(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, (7, 0))
+    with pytest.raises(RuntimeError, match=r"set prefix_grouper\.attention_kernel=sdpa \(slow\)$"):
+        select_kernel("auto", "cuda")
+    for needs in (specs.AttentionNeeds(softcap=True), specs.AttentionNeeds(sinks=True)):
+        with pytest.raises(RuntimeError, match="no attention kernel") as caught:
+            select_kernel("auto", "cuda", needs)
+        assert "sdpa" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -139,17 +139,16 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
         reasons.append(f"{candidate} {obstacle}")
     if name != "auto":
         raise RuntimeError(f"attention kernel {reasons[-1]}")
-    way_out = f"; or set {ATTENTION_KERNEL}=sdpa (slow)" if device_type == "cuda" else ""
+    slow = device_type == "cuda" and not KERNELS["sdpa"].misfit(needs, device_type)
+    way_out = f"; or set {ATTENTION_KERNEL}=sdpa (slow)" if slow else ""
     raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
 
 
 def kernel_obstacle(name: str, device_type: str) -> str:
     """Why a kernel cannot run here and what would change that; empty if nothing is in the way. Imports no kernel."""
     spec = KERNELS[name]
-    if spec.device_type not in (None, device_type):
-        return f"needs a {spec.device_type} device, this is {device_type}; set {ATTENTION_KERNEL}=auto"
-    if not spec.installed:
-        return f"needs {spec.package}, which is not installed: {spec.install}"
+    if found := spec.obstacle(device_type):
+        return f"{found.why}: {found.fix}"
     if spec.device_type == "cuda":
         if not torch.cuda.is_available():
             return f"needs a GPU and torch {torch.__version__} sees none; VERL_PLATFORM=cpu runs without"

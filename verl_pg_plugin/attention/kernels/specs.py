@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from verl_pg_plugin.reason import Reason
+
 ATTENTION_KERNEL = "prefix_grouper.attention_kernel"
 
 
@@ -78,6 +80,14 @@ class KernelSpec:
         except PackageNotFoundError:
             return False
         return True
+
+    def obstacle(self, device_type: str) -> Reason | None:
+        """Why this machine cannot run it on a type of device; starts no CUDA context, so any GPU will do here."""
+        if self.device_type not in (None, device_type):
+            return Reason(f"needs a {self.device_type} device, this is {device_type}", f"{ATTENTION_KERNEL}=auto")
+        if not self.installed:
+            return Reason(f"needs {self.package}, which is not installed", self.install)
+        return None
 
     def misfit(self, needs: AttentionNeeds, device_type: str) -> str:
         """What a model needs and this kernel does not compute on a device; empty if nothing."""
@@ -170,6 +180,12 @@ def candidates(name: str, device_type: str) -> tuple[str, ...]:
 
 
 def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
-    """Why no kernel that ``name`` stands for computes a model's attention, installed or not; empty if one does."""
-    found = {kernel: KERNELS[kernel].misfit(needs, device_type) for kernel in candidates(name, device_type)}
+    """Why no kernel that ``name`` stands for computes a model's attention; empty if one does.
+
+    Of those of "auto" one that is not installed is none. One that was asked for by name is ``KernelSpec.obstacle``'s.
+    """
+    found = {}
+    for kernel in candidates(name, device_type):
+        missing = KERNELS[kernel].obstacle(device_type) if name == "auto" else None
+        found[kernel] = KERNELS[kernel].misfit(needs, device_type) or (missing.why if missing else "")
     return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""

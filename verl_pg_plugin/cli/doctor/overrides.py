@@ -21,6 +21,7 @@ from verl_pg_plugin.config.layer_compiler import COMPILE_LAYERS, CompilerFacts, 
 from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode, mode_of
 from verl_pg_plugin.config.validate import everything
 from verl_pg_plugin.config.violation import Violation
+from verl_pg_plugin.mixers.attention import attention_needs
 
 __all__ = ["compose_config", "settings"]
 
@@ -64,14 +65,17 @@ def settings(config: DictConfig) -> Section:
         problems += _stock_fault(config)
     if not mode.shares_prefixes:
         rows.append(("attention", f"stock verl's; {USE_PREFIX_GROUPER}=True shares prefixes"))
-    elif not any(violation.rule == "attention_kernel" for violation in violations):
-        asked = OmegaConf.select(config, ATTENTION_KERNEL, default="auto")
+    elif not any(violation.rule in ("attention_kernel", "attention_kernel_model") for violation in violations):
+        asked, hf_config = OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), sharing_model(config)
+        needs = attention_needs(hf_config.get_text_config()) if hf_config else None
         try:
-            kernel = select_kernel(asked, get_device_name())
+            kernel = select_kernel(asked, get_device_name(), needs)
         except RuntimeError as error:
             rows.append(("attention kernel", "none"))
-            if asked != "auto":  # what auto misses is a problem of this machine and reported as such
+            if asked != "auto":
                 problems.append(Problem(str(error), f"{ATTENTION_KERNEL}=auto"))
+            elif needs:  # what auto misses whatever the model is a problem of this machine and reported as such
+                problems.append(Problem(str(error), f"{USE_PREFIX_GROUPER}=False"))
         else:
             rows.append(("attention kernel", f"{kernel.name} ({kernel.reason})"))
     if mode is Mode.PACKED:
