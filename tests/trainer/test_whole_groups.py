@@ -60,3 +60,8 @@ def test_prompts_that_are_compared_are_spread_over_the_batch() -> None:
     uids = [f"{row % 64}" for row in range(256)]
     assert some_prompts(uids) == list(range(0, 64, 4))
     assert some_prompts(["b", "a", "b", "c"]) == [0, 1, 3]
+    assert some_prompts([]) == []
+    for num_prompts in range(17, 64):
+        rows = some_prompts([str(row) for row in range(num_prompts)])
+        assert len(set(rows)) == 16
+        assert rows[-1] >= num_prompts - -(-num_prompts // 16)

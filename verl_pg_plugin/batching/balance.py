@@ -15,6 +15,8 @@ from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
 
 __all__ = ["Balance", "SegmentPrice", "balance_groups"]
 
+CHEAPEST_TRIED = 8
+"""Cells that the costliest may exchange runs with."""
 LEVEL = 1.01
 """No group is cut where the slowest is no more than this above the mean."""
 
@@ -185,12 +187,12 @@ def _balance(cells: list[_Cell], sorted_group: IntArray, prices: RunPrices, num_
     )
 
 
-def _swap_runs(cells: list[_Cell], candidates: int = 8) -> None:
+def _swap_runs(cells: list[_Cell]) -> None:
     """Exchange runs of one size between the costliest cell and a cheap one, the best exchange first."""
     for _ in range(2 * len(cells)):
         costliest = max(cells, key=lambda cell: cell.cost)
         best: tuple[float, _Cell, Run, Run] | None = None
-        for other in heapq.nsmallest(candidates, cells, key=lambda cell: cell.cost):
+        for other in heapq.nsmallest(CHEAPEST_TRIED, cells, key=lambda cell: cell.cost):
             gap = costliest.cost - other.cost
             for mine, theirs in _most_level(costliest, other):
                 left = max(costliest.cost - mine.cost + theirs.cost, other.cost + mine.cost - theirs.cost)

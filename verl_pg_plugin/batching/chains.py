@@ -98,7 +98,7 @@ def cut_with_chains(
     """Partition the sequences of a mini-batch; groups above the limits become chains where that is cheaper.
 
     A group that fits stays whole; a short prefix alone makes no group. One that does not fit is cut at the places that
-    cost least (``chain_cuts``). What then belongs to no chain fills the room that parts have left, and
+    cost least (``cut_search``). What then belongs to no chain fills the room that parts have left, and
     ``cut_micro_batches`` spreads the rest.
 
     Args:

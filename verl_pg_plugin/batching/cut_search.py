@@ -12,6 +12,8 @@ import numpy as np
 from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths, FloatArray
 from verl_pg_plugin.layout.prefix_order import IntArray
 
+CACHED_ELEMENTS = 32_768
+"""Of an array over several tries, so that all arrays of a step stay in a core's cache."""
 MANY_PARTS = 50
 """A large trie that has so many parts is not cut again to make them of one size."""
 
@@ -32,11 +34,11 @@ def cut_tries(maths: CutMaths, tries: list[tuple[int, int]]) -> list[list[Cut]]:
     return cuts
 
 
-def _alike(by_size: list[int], sizes: list[int], elements: int = 32_768) -> Iterator[list[int]]:
-    """Tries of similar size, in batches of arrays that stay in a core's cache."""
+def _alike(by_size: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """Tries of similar size, in batches."""
     batch: list[int] = []
     for i in by_size:
-        if batch and (sizes[i] > 1.25 * sizes[batch[0]] or sizes[i] * len(batch) > elements):
+        if batch and (sizes[i] > 1.25 * sizes[batch[0]] or sizes[i] * len(batch) > CACHED_ELEMENTS):
             yield batch
             batch = []
         batch.append(i)

@@ -7,11 +7,13 @@ import numpy as np
 
 from verl_pg_plugin.batching.runs import FloatArray
 
+MOST_TRIES = 3000
+"""Orders that are looked at; the time that this takes does not grow beyond it with ranks and chains."""
 LEAST_GAIN = 1e-6
 """Of the time of all: an order that gains less is not taken, whatever its last bits say."""
 
 
-def align(ranks: Sequence[Sequence[FloatArray]], most_tries: int = 3000) -> list[list[int]]:
+def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
     """Orders in which dear micro-batches meet dear ones.
 
     Ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the dearest of
@@ -21,7 +23,6 @@ def align(ranks: Sequence[Sequence[FloatArray]], most_tries: int = 3000) -> list
     Args:
         ranks: of each rank, its chains: (n, C) costs of a chain's n parts in the order in which they run, in each of C
             phases that end before the next begins. All ranks have as many parts.
-        most_tries: orders that are looked at; the time that this takes does not grow beyond it with ranks and chains.
 
     Returns:
         For each rank the indices of its chains, in the order in which they run.
@@ -31,7 +32,7 @@ def align(ranks: Sequence[Sequence[FloatArray]], most_tries: int = 3000) -> list
         return orders  # nothing is shorter than the order by cost
     costs = np.stack([_laid_out(chains, order) for chains, order in zip(ranks, orders, strict=True)])
     tries, improved = 0, len(ranks) > 1
-    while improved and tries < most_tries:
+    while improved and tries < MOST_TRIES:
         improved = False
         for rank, chains in enumerate(ranks):
             others = np.delete(costs, rank, axis=0).max(axis=0)
@@ -43,7 +44,7 @@ def align(ranks: Sequence[Sequence[FloatArray]], most_tries: int = 3000) -> list
                 if time < shortest:
                     orders[rank], costs[rank], shortest = order, tried, time * (1 - LEAST_GAIN)
                     improved = True
-                if tries >= most_tries:
+                if tries >= MOST_TRIES:
                     return orders
     return orders
 

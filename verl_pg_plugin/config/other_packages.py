@@ -13,7 +13,7 @@ import hashlib
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from importlib.util import find_spec
@@ -23,7 +23,6 @@ from typing import Any
 from verl.workers.engine.base import EngineRegistry
 
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
-from verl_pg_plugin.contract.table import Part
 from verl_pg_plugin.contract.verl import PARTS
 
 __all__ = ["Replacement", "edited_files", "installed_peers", "replacements", "say_once"]
@@ -59,14 +58,13 @@ class Replacement:
         return f"{self.path} is {self.module}'s (in force: {self.in_force})"
 
 
-def replacements(parts: Iterable[Part] = PARTS) -> list[Replacement]:
+def replacements() -> list[Replacement]:
     """Parts that neither their own package nor one that it decorates with has written, one entry for each function.
 
-    Args:
-        parts: what is missing of them altogether is the contract's to report.
+    What is missing of them altogether is the contract's to report.
     """
     found: dict[int, Replacement] = {}
-    for part in parts:
+    for part in PARTS:
         try:
             there = pkgutil.resolve_name(part.path)
         except (AttributeError, ImportError):

@@ -252,7 +252,8 @@ def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings:
             if settings.kept is not None and not part.recompute_attention:  # a part that does is short of room
                 kept += layout.num_rows * settings.kept.layers(layout.num_rows) / settings.kept.num_layers
                 held = max(held, settings.kept.held(layout.num_rows))
-    return _Work(rows, pairs, heads, again, exported, sum(map(len, chains)), kept, held)
+    micro_batches = sum(map(len, chains))
+    return _Work(rows, pairs, heads, again, exported=exported, micro_batches=micro_batches, kept=kept, held=held)
 
 
 def lay_out_chain(batch: Batch, chain: list[Part], forward_only: bool) -> list[PackedLayout]:

@@ -109,7 +109,6 @@ class KeptLayers:
 
     def run(self, layer: _Layer, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """One layer's forward."""
-        given = pytree.tree_leaves([args, getattr(call, "keywords", {})])
         if layer.place not in self._kept:
             return layer.recomputed(call, *args)
         self._inside = torch.is_grad_enabled() and not self._halves
@@ -118,6 +117,7 @@ class KeptLayers:
             with half:
                 if layer.place not in self._measures or not torch.is_grad_enabled():
                     return call(*args)
+                given = pytree.tree_leaves([args, getattr(call, "keywords", {})])
                 self._held = HeldBytes(layer.module, given)
                 with self._held.counting():
                     out = call(*args)

@@ -15,7 +15,6 @@ from verl_pg_plugin.reason import Reason
 # Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
 SINK_MODEL_TYPES = frozenset({"gpt_oss"})
 UNTRIED_SINK_MODEL_TYPES = frozenset({"deepseek_v4", "openai_privacy_filter"})
-# What a shared row would draw once for all its samples. Dropout that is a module is found in the model itself.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -51,8 +51,9 @@ def actor_flops(config: DictConfig) -> ModelFlops:
 
 def some_prompts(uids: Sequence[str]) -> list[int]:
     """A row of each of ``COMPARED_PROMPTS`` prompts, spread over the batch."""
-    first = list({uid: row for row, uid in reversed(list(enumerate(uids)))}.values())
-    return sorted(first)[:: max(1, len(first) // COMPARED_PROMPTS)][:COMPARED_PROMPTS]
+    first = sorted({uid: row for row, uid in reversed(list(enumerate(uids)))}.values())
+    wanted = min(COMPARED_PROMPTS, len(first))
+    return [first[i * len(first) // wanted] for i in range(wanted)]
 
 
 def mini_batches_of_config(trainer: Any, batch_size: int) -> int:

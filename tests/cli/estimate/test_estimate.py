@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.cli.estimate import report
+from verl_pg_plugin.config import layer_compiler
 
 TEMPLATE = "{% for message in messages %}a a a {{ message.content }} {% endfor %}"
 
@@ -242,7 +242,7 @@ def test_layers_are_forecast_compiled_where_they_would_be(capsys, model: str, tm
         return json.loads(figures.read_text())[0]["update"]
 
     assert update() == update("--compile-layers", "True") > update("--compile-layers", "False")
-    monkeypatch.setattr(report, "COMPILED_TYPES", frozenset())
+    monkeypatch.setattr(layer_compiler, "COMPILED_TYPES", frozenset())
     assert update() == update("--compile-layers", "False")
 
 

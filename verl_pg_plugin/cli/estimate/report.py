@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, NOT_ON_GPU
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.estimate.sources import Model
+from verl_pg_plugin.config.layer_compiler import AUTO, CompilerFacts, decide
+from verl_pg_plugin.config.mode import Mode
 from verl_pg_plugin.cost.flops import EXPERTS
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
 from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
@@ -58,7 +59,8 @@ def are_layers_compiled(asked: str, model: Model) -> bool:
     Args:
         asked: auto, True or False.
     """
-    return model.config.model_type in COMPILED_TYPES - NOT_ON_GPU.keys() if asked == "auto" else asked == "True"
+    facts = CompilerFacts(Mode.PACKED, "cuda", model.config.model_type)
+    return decide(AUTO if asked == AUTO else asked == "True", facts).on
 
 
 def kept_budget(asked: str | float, model: Model, compiled: bool) -> KeptBudget | None:

@@ -64,11 +64,11 @@ class Verifier:
     num_layers: int
     dtype: torch.dtype
     attending_with: Callable[[VarlenKernel], AbstractContextManager[None]]
-    fallen_back: bool = False
-    seen: Counter[str] = field(default_factory=Counter)
-    verified: dict[str, bool] = field(default_factory=dict)
-    turn: int = 0
-    comparisons: list[Comparison] = field(default_factory=list)
+    fallen_back: bool = field(default=False, init=False)
+    seen: Counter[str] = field(default_factory=Counter, init=False)
+    verified: dict[str, bool] = field(default_factory=dict, init=False)
+    turn: int = field(default=0, init=False)
+    comparisons: list[Comparison] = field(default_factory=list, init=False)
 
     def forward_step(
         self,
