@@ -57,12 +57,12 @@ def trie(rng: np.random.Generator, num_sequences: int = 4096, depth: int = 200, 
     return PrefixOrder(np.arange(num_sequences), rows, shared)
 
 
-def measure(order: PrefixOrder, max_rows: int, export_cost: float, repeats: int) -> tuple[float, ChainPlan]:
-    seconds, forward_only = [], not export_cost
+def measure(order: PrefixOrder, max_rows: int, forward_only: bool, repeats: int) -> tuple[float, ChainPlan]:
+    seconds = []
     limits = MicroBatchLimits(max_rows, copies=MEMORY.copies(forward_only))
     for _ in range(repeats):
         start = time.process_time()
-        plan = cut_with_chains(order, limits, MEMORY.weights(forward_only), export_cost=export_cost)
+        plan = cut_with_chains(order, limits, MEMORY.weights(forward_only), forward_only=forward_only)
         seconds.append(time.process_time() - start)
     return min(seconds), plan
 
@@ -77,8 +77,8 @@ def main() -> None:
     cases += [(f"short, groups of {n:,}", short_responses(rng, n), 16_384) for n in (256, 65_536)]
     cases += [("4,096 in a trie", trie(rng), m) for m in (8192, 65_536)]
     for name, order, max_rows in cases:
-        for phase, export_cost in (("update", 0.25), ("forward only", 0.0)):
-            seconds, plan = measure(order, max_rows, export_cost, arguments.repeats)
+        for phase, forward_only in (("update", False), ("forward only", True)):
+            seconds, plan = measure(order, max_rows, forward_only, arguments.repeats)
             figures = (len(plan.parts), plan.num_chains, plan.carried_rows, plan.exported_rows, plan.recomputed_rows)
             table.add_row(name, str(max_rows), phase, f"{seconds:.2f}", *map(str, figures))
     Console().print(table)

@@ -36,7 +36,6 @@ from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, lay_out_chain
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import build_prefix_order
-from verl_pg_plugin.layout.carried import CarriedLayout
 
 MODEL = "qwen3-4b"
 NUM_RANKS = 4
@@ -56,9 +55,9 @@ def chains_of(batch: Batch, budget: int, at_least: int) -> Chains:
     chains = []
     for parts in plan.chains:
         layouts = lay_out_chain(batch, parts, forward_only=False)
-        exports = [layout.export if isinstance(layout, CarriedLayout) else None for layout in layouts]
         update = [4 * flops.trunk(layout) + 3 * flops.per_head_row * len(layout.head_rows) for layout in layouts]
-        rows, export = [layout.num_rows for layout in layouts], [flops.trunk(e) if e else 0.0 for e in exports]
+        rows = [layout.num_rows for layout in layouts]
+        export = [flops.trunk(layout.export) if layout.export else 0.0 for layout in layouts]
         chains.append(np.array([rows, update, export]).T[::-1])
     return chains
 

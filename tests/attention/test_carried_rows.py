@@ -8,17 +8,17 @@ from verl_pg_plugin.attention.carried_rows import CarriedRows, Carrying
 from verl_pg_plugin.attention.carry_stack import CarryBlock
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 OPTIONS = AttentionOptions(1.0)
 
 
-def part(num_responses: int, **chain: int) -> CarriedLayout:
+def part(num_responses: int, first_head: int = 2, **chain: int) -> CarriedLayout:
     """Responses of one token to the prompt 1 2 3; by default a last part that carries the prompt's first two rows."""
     tokens = np.array([token for i in range(num_responses) for token in (1, 2, 3, 10 + i)])
-    settings = {"num_chain": num_responses, "num_carried": 2, "keep": 0, "read_next": 0, "first_head": 2, **chain}
-    prompts = np.full(num_responses, 3)
-    return build_carried_layout(tokens, np.arange(0, len(tokens) + 1, 4), prompts, forward_only=True, **settings)
+    place = ChainPart(**{"num_chain": num_responses, "num_carried": 2, **chain})
+    rows = tokens, np.arange(0, len(tokens) + 1, 4), np.full(num_responses, 3)
+    return build_carried_layout(*rows, part=place, first_head=first_head, forward_only=True)
 
 
 def carried_rows(carrying: Carrying) -> CarriedRows:

@@ -65,7 +65,7 @@ def test_parts_of_several_sequences_that_other_ranks_ask_for_fit_into_memory_too
 
 @given(st.data(), ANY_BATCH)
 def test_figures_count_rows_by_their_tokens(data: st.DataObject, batch: Batch) -> None:
-    plan = data.draw(plans(batch, export_cost=0.25))
+    plan = data.draw(plans(batch, forward_only=False))
     assert plan.num_chains == sum(len(chain) > 1 for chain in plan.chains)
     assert plan.carried_rows == sum(part.num_carried for part in plan.parts)
     assert plan.exported_rows == sum(part.num_carried - part.keep for part in plan.parts)
@@ -188,7 +188,7 @@ def test_two_parts_for_each_of_many_groups_are_made_equal_in_seconds() -> None:
     order = PrefixOrder(np.arange(65_536), rows, np.where(np.arange(65_536) % 256, 2047, 0))
     limits = MicroBatchLimits(16_384, copies=CopiedKeys(weight=0.0085, free=15.25))
     start = time.process_time()
-    plan = cut_with_chains(order, limits, CarryWeights(0.305, 0.305), export_cost=0.0)
+    plan = cut_with_chains(order, limits, CarryWeights(0.305, 0.305), forward_only=True)
     assert time.process_time() - start < 2
     assert (len(plan.parts), plan.num_chains, plan.recomputed_rows) == (512, 256, 0)
     rows_of_parts = np.array([[part.num_rows for part in chain] for chain in plan.chains])
@@ -213,7 +213,7 @@ def test_parts_of_a_chain_are_of_one_size() -> None:
 
 
 def test_a_forward_only_phase_carries_without_exporting() -> None:
-    plan = plan_group(110, export_cost=0.0)
+    plan = plan_group(110, forward_only=True)
     assert (plan.num_chains, plan.recomputed_rows, plan.exported_rows) == (1, 0, 0)
     assert plan.carried_rows == 99 * (len(plan.parts) - 1)
 
@@ -223,7 +223,7 @@ def test_a_tiny_prefix_is_computed_again_rather_than_exported() -> None:
     update = cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE)
     assert (update.num_chains, update.exported_rows) == (0, 0)
     assert update.recomputed_rows == 8 * (len(update.parts) - 1)
-    assert cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE, export_cost=0.0).num_chains == 1
+    assert cut_with_chains(tiny.order(), MicroBatchLimits(210), FREE, forward_only=True).num_chains == 1
 
 
 def test_what_is_carried_takes_room_in_the_budget() -> None:

@@ -47,12 +47,12 @@ def limits_for(draw: st.DrawFn, batch: Batch) -> MicroBatchLimits:
 @st.composite
 def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> ChainPlan:
     """Cuts of a batch under any limits, weights and costs."""
-    weight, cost = st.sampled_from([0.0, 0.5, 1.5]), st.sampled_from([0.0, 0.25, 1.0])
+    weight = st.sampled_from([0.0, 0.5, 1.5])
     options = {
         "limits": draw(limits_for(batch)),
         "weights": CarryWeights(draw(weight), draw(weight), draw(st.sampled_from([0.0, 0.5, 1.0]))),
         "at_least": draw(st.just(1) | st.integers(1, len(batch.sequences))),
-        "export_cost": draw(cost),
+        "forward_only": draw(st.booleans()),
         "part_cost": draw(st.sampled_from([0.0, 2.0])),
     } | fixed
     return cut_with_chains(batch.order(), **options)
@@ -83,10 +83,7 @@ def lay_out(batch: Batch, chain: list[Part], forward_only: bool) -> list[LaidOut
             mine.offsets,
             np.array(mine.prompt_lengths),
             mine.class_array,
-            num_chain=part.num_chain,
-            num_carried=part.num_carried,
-            keep=part.keep,
-            read_next=part.read_next,
+            part=part,
             first_head=first_head(chain, prompts) if part.num_chain else 0,
             forward_only=forward_only,
         )

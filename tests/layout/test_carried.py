@@ -1,6 +1,7 @@
 """Chains over random tries: each row is owned once, reads its ancestors, and gets every gradient owed to it."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.layout.chains import LaidOut, lay_out, plans, tries, walk_backward, walk_forward
 from tests.layout.tries import Batch, Key, batch_of, batches
 from verl_pg_plugin.cost.pairs import num_pairs
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
 
@@ -83,9 +84,9 @@ def test_a_part_copies_no_key_only_where_it_reads_every_row_once(data: st.DataOb
 
 def test_a_part_that_begins_with_a_duplicate_picks_the_carried_rows_that_it_reads() -> None:
     batch = batch_of(*[(range(20), (1, 2, 3))] * 2, (range(20), (4, 5)))
-    numbers = {"num_chain": 2, "num_carried": 22, "keep": 19, "read_next": 0, "first_head": 19, "forward_only": True}
-    mine = batch.take([1, 2])
-    layout = build_carried_layout(mine.tokens, mine.offsets, np.full(2, 20), **numbers)
+    part = ChainPart(num_chain=2, num_carried=22, keep=19)
+    mine, options = batch.take([1, 2]), {"first_head": 19, "forward_only": True}
+    layout = build_carried_layout(mine.tokens, mine.offsets, np.full(2, 20), part=part, **options)
     assert layout.kv_rows.tolist() == [*range(19), 22, 23]
     assert layout.num_copied_keys == 21
 
@@ -238,24 +239,33 @@ def test_a_rank_without_exports_runs_one_row_that_nobody_reads(batch: Batch) -> 
 
 
 GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])
-NUMBERS = {"num_chain": 4, "num_carried": 0, "keep": 0, "read_next": 19, "first_head": 19, "forward_only": True}
+FIRST = ChainPart(num_chain=4, read_next=19)
+
+
+def lay_group_out(part: ChainPart, first_head: int = 19) -> CarriedLayout:
+    options = {"part": part, "first_head": first_head, "forward_only": True}
+    return build_carried_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **options)
 
 
 @pytest.mark.parametrize("wrong", [{"read_next": 25}, {"num_carried": 10}, {"num_carried": 40, "read_next": 0}])
 def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
+    assert lay_group_out(FIRST).num_rows == 31
     with pytest.raises(ValueError, match="no part of a chain"):
-        build_carried_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **(NUMBERS | wrong))
+        lay_group_out(replace(FIRST, **wrong))
 
 
 def test_a_row_that_is_prompt_here_and_label_elsewhere_hands_over_its_head_output() -> None:
-    layout = build_carried_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **(NUMBERS | {"first_head": 17}))
+    layout = lay_group_out(FIRST, first_head=17)
     assert layout.handover[layout.handover_heads].tolist() == [17, 18]
     assert {17, 18} <= set(layout.head_rows.tolist())
 
 
 def test_a_part_without_a_row_of_its_own_is_refused() -> None:
-    chain = {"num_chain": 1, "keep": 0, "read_next": 0, "first_head": 1, "forward_only": True}
-    tokens, offsets, prompts = np.array([1, 2, 3, 4]), np.array([0, 4]), np.array([2])
-    assert build_carried_layout(tokens, offsets, prompts, num_carried=2, **chain).num_rows == 1
+    def lay_out_one(num_carried: int) -> CarriedLayout:
+        part = ChainPart(num_chain=1, num_carried=num_carried)
+        rows = np.array([1, 2, 3, 4]), np.array([0, 4]), np.array([2])
+        return build_carried_layout(*rows, part=part, first_head=1, forward_only=True)
+
+    assert lay_out_one(2).num_rows == 1
     with pytest.raises(ValueError, match="own at least one row"):
-        build_carried_layout(tokens, offsets, prompts, num_carried=3, **chain)
+        lay_out_one(3)

@@ -18,6 +18,7 @@ from verl_pg_plugin.batching.chain_cuts import (
 from verl_pg_plugin.batching.cut_search import cut_tries
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.layout import PrefixOrder
+from verl_pg_plugin.layout.carried import ChainPart
 from verl_pg_plugin.layout.prefix_order import IntArray
 
 SHORT_PREFIX = 64
@@ -29,29 +30,22 @@ LAST_RESORT = 1e12
 """Cost, in rows, of a part that exceeds the budget: more than any other, and still finite."""
 
 
-@dataclass(frozen=True)
-class Part:
+@dataclass(frozen=True, kw_only=True)
+class Part(ChainPart):
     """A micro-batch: neighbours of one trie that read rows of earlier parts, and whole groups that fill the room.
 
     Attributes:
         sequences: indices into the mini-batch: the chain's in sorted order, then the others.
-        num_chain: how many belong to the chain; 0 in an ordinary micro-batch.
-        chain: number of the chain; -1 in an ordinary micro-batch.
         num_rows: rows that the micro-batch computes (without its export).
-        num_carried: leading rows of its first sequence that earlier parts own.
-        keep: how many of those the next part reads as well.
-        read_next: rows that the next part carries.
+        chain: number of the chain; -1 in an ordinary micro-batch.
         recompute_attention: it is a single sequence and within the budget only if attention is not kept for its
             backward.
     """
 
     sequences: list[int]
-    num_chain: int
-    chain: int
     num_rows: int
-    num_carried: int = 0
-    keep: int = 0
-    read_next: int = 0
+    num_chain: int = 0
+    chain: int = -1
     recompute_attention: bool = False
 
 
@@ -92,7 +86,7 @@ def cut_with_chains(
     weights: CarryWeights,
     at_least: int = 1,
     *,
-    export_cost: float = EXPORT_COST,
+    forward_only: bool = False,
     part_cost: float = PART_COST,
 ) -> ChainPlan:
     """Partition the sequences of a mini-batch; groups above the limits become chains where that is cheaper.
@@ -106,8 +100,7 @@ def cut_with_chains(
         limits: what a micro-batch may hold; carried and owed rows count by their weight.
         weights: memory of a carried row and of a handed-over one, in computed rows.
         at_least: number of micro-batches to make if more than the limits ask for (ranks must agree on one).
-        export_cost: an exported row, in rows of an update: about 1/4 with gradient checkpointing, 1/3 without, and 0
-            in forward-only phases, which export nothing.
+        forward_only: there is no backward, so nothing is exported.
         part_cost: fixed cost of a micro-batch in rows of an update.
 
     Raises:
@@ -120,7 +113,7 @@ def cut_with_chains(
         too_long = np.argmax(order.num_rows > limits.max_rows)
         cut_micro_batches(_select(order, np.array([too_long])), limits)  # says which one and what to do
 
-    maths = CutMaths(order, limits, weights, CarryCosts(export_cost, part_cost))
+    maths = CutMaths(order, limits, weights, CarryCosts(0.0 if forward_only else EXPORT_COST, part_cost))
     groups = _groups(maths)
     oversized = [(group.first, group.stop) for group in groups if not maths.admit_whole(group)]
     whole = [group for group in groups if maths.admit_whole(group)]
@@ -146,14 +139,14 @@ def cut_with_chains(
     if rest:
         for sequences in cut_micro_batches(_select(order, _places(rest)), limits, max(needed, 1)):
             rows = num_rows(order, np.sort(place[sequences]))
-            planned.append([Part(sequences, num_chain=0, chain=-1, num_rows=rows)])
+            planned.append([Part(sequences=sequences, num_rows=rows)])
 
     parts = [part for chain in planned for part in chain]
     return ChainPlan(
         chains=planned,
         num_chains=len(chains),
         carried_rows=sum(part.num_carried for part in parts),
-        exported_rows=sum(part.num_carried - part.keep for part in parts) if export_cost else 0,
+        exported_rows=0 if forward_only else sum(part.num_carried - part.keep for part in parts),
         recomputed_rows=sum(part.num_rows for part in parts) - int(order.num_new.sum()),
     )
 

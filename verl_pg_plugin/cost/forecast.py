@@ -21,7 +21,7 @@ from verl_pg_plugin.cost.kept_layers import KeptBudget
 from verl_pg_plugin.cost.pairs import visible_pairs
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
+from verl_pg_plugin.layout.carried import build_carried_layout
 from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
 
 __all__ = ["Batch", "Forecast", "Settings", "forecast", "lay_out_chain"]
@@ -201,12 +201,11 @@ def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Setti
     shared = {}
     for forward_only in (True, False):
         weights = memory.weights(forward_only)
-        costs = {"part_cost": PART_COST, **({"export_cost": 0.0} if forward_only else {})}
         limits = MicroBatchLimits(max_rows=settings.budget, copies=memory.copies(forward_only))
         if settings.carry:
-            chains = cut_with_chains(order, limits, weights, 1, **costs).chains
+            chains = cut_with_chains(order, limits, weights, forward_only=forward_only).chains
         else:
-            chains = [[Part(members, 0, -1, 0)] for members in cut_micro_batches(order, limits)]
+            chains = [[Part(sequences=members, num_rows=0)] for members in cut_micro_batches(order, limits)]
         shared[forward_only] = _shared(batch, chains, flops, settings, forward_only)
     packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
     prices = {
@@ -247,8 +246,7 @@ def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings:
             rows, pairs = rows + layout.num_rows, pairs + of_pairs
             heads += flops.per_head_row * len(layout.head_rows)
             again += of_pairs if settings.recompute_attention or part.recompute_attention else 0.0
-            export = layout.export if isinstance(layout, CarriedLayout) else None
-            exported += flops.trunk(export) if export is not None else 0.0
+            exported += flops.trunk(layout.export) if layout.export is not None else 0.0
             if settings.kept is not None and not part.recompute_attention:  # a part that does is short of room
                 kept += layout.num_rows * settings.kept.layers(layout.num_rows) / settings.kept.num_layers
                 held = max(held, settings.kept.held(layout.num_rows))
@@ -273,10 +271,7 @@ def lay_out_chain(batch: Batch, chain: list[Part], forward_only: bool) -> list[P
             rows.tokens,
             rows.offsets,
             rows.prompt_lengths,
-            num_chain=part.num_chain,
-            num_carried=part.num_carried,
-            keep=part.keep,
-            read_next=part.read_next,
+            part=part,
             first_head=head,
             forward_only=forward_only,
         )

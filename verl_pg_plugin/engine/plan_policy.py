@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.cost.row_memory import RowMemory
@@ -35,12 +34,12 @@ class PlanPolicy:
         fallen_back = self.verifier is not None and self.verifier.fallen_back
         return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
 
-    def _cut_for_copies(self, plan: MicroBatchPlan, data: TensorDict, forward_only: bool) -> str | None:
-        """What to say where copied keys have cut the groups of ``data``; None where they have not."""
-        memory, sp_size = self._row_memory, self.ulysses_sequence_parallel_size
-        a_copy = (memory.copy + (0 if forward_only else memory.copy_gradients)) // sp_size
-        carry, copies = self._carry_policy(forward_only), self._copied_keys(forward_only)
-        return cut_for_copies(plan, data, sp_size, self.min_dedup_ratio, carry, copies, a_copy)
+    def _cut_for_copies(self, plan: MicroBatchPlan, forward_only: bool) -> str | None:
+        """What to say where copied keys have cut groups; None where they have not."""
+        memory, carries = self._row_memory, self._carry_policy(forward_only) is not None
+        a_copy = memory.copy + (0 if forward_only else memory.copy_gradients)
+        copies = self._copied_keys(forward_only)
+        return cut_for_copies(plan, copies, carries, a_copy // self.ulysses_sequence_parallel_size)
 
     def _carry_policy(self, forward_only: bool) -> CarryPolicy | None:
         """How groups above the limit go on in the next micro-batch; None where each part stands alone."""

@@ -242,7 +242,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
             copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
             if copies_count(plans[0], copies):
-                self._remarks.on_copies(partial(self._cut_for_copies, plans[0], data, forward_only), forward_only)
+                self._remarks.on_copies(partial(self._cut_for_copies, plans[0], forward_only), forward_only)
             figures = figures_of_rank(plans[0], padding, carried_bytes, flops, forward_only, patches, copy)
             return figures, None if keeper is None else keeper.held()
 

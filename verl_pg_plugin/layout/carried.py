@@ -22,6 +22,23 @@ _ROW_FIELDS = ("input_ids", "token_index", "position_ids", "labels", "key_place"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChainPart:
+    """Where a part stands in its chain; its sequences are the chain's, in sorted order, and then others.
+
+    Attributes:
+        num_chain: how many of them belong to the chain; 0 in an ordinary micro-batch.
+        num_carried: leading rows of the first one that earlier parts own.
+        keep: how many of those the next part reads as well.
+        read_next: rows that the next part carries, 0 for the last part; they are a prefix of the chain's last one here.
+    """
+
+    num_chain: int
+    num_carried: int = 0
+    keep: int = 0
+    read_next: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CarriedLayout(PackedLayout):
     """Index maps of a forward over T own rows which also reads c rows of the chain's path; see ``PackedLayout``.
 
@@ -74,10 +91,7 @@ def build_carried_layout(
     classes: IntArray | None = None,
     inside: IntArray | None = None,
     *,
-    num_chain: int,
-    num_carried: int,
-    keep: int,
-    read_next: int,
+    part: ChainPart,
     first_head: int,
     forward_only: bool,
 ) -> CarriedLayout:
@@ -86,10 +100,7 @@ def build_carried_layout(
     Args:
         tokens, offsets, prompt_lengths, classes, inside: its B sequences, as ``build_packed_layout`` takes them. The
             chain's come first, in the order of ``PrefixOrder``; all others are whole groups.
-        num_chain: how many belong to the chain.
-        num_carried: rows that the first sequence shares with earlier parts.
-        keep: leading rows that the carried ones have in common with those that the next part carries.
-        read_next: rows that the next part carries, 0 for the last part; they are a prefix of the last sequence.
+        part: which of them those are, and what goes from part to part.
         first_head: lowest position whose label lies in a response of any sequence of the chain. Rows handed over from
             there on need the head even where they are prompt here, because they may be a label elsewhere.
         forward_only: the stack is filled by earlier parts and nothing is exported.
@@ -97,6 +108,7 @@ def build_carried_layout(
     Raises:
         ValueError: the sequences are refused by ``build_packed_layout``, or the numbers describe no part of a chain.
     """
+    num_chain, num_carried, keep, read_next = part.num_chain, part.num_carried, part.keep, part.read_next
     own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
     apart = np.where(np.arange(len(own_class)) < num_chain, 0, 1 + own_class)
     packed = build_packed_layout(tokens, offsets, prompt_lengths, apart, inside)

@@ -10,10 +10,14 @@ where sequences part: of turns that continue one another, each a sequence of its
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder, build_prefix_order
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.layout.carried import CarriedLayout
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,19 @@ class PackedLayout:
         return int(np.diff(self.cu_seqlens_k).max())
 
     @property
+    def reads_ancestors(self) -> bool:
+        """Whether attention reads rows beside those of a row's own segment."""
+        return len(self.kv_rows) > self.num_rows
+
+    @property
     def stands_alone(self) -> bool:
         """No row of another micro-batch is read, see ``layout.carried``."""
         return True
+
+    @property
+    def export(self) -> "CarriedLayout | None":
+        """Nothing, see ``layout.carried``."""
+        return None
 
     @property
     def segments(self) -> tuple[IntArray, IntArray]:

@@ -64,9 +64,19 @@ class PaddedLayout:
         return 0
 
     @property
+    def reads_ancestors(self) -> bool:
+        """Always: the responses of a line read its prefix."""
+        return True
+
+    @property
     def stands_alone(self) -> bool:
         """No row of another micro-batch is read, see ``layout.carried``."""
         return True
+
+    @property
+    def export(self) -> None:
+        """Nothing, see ``layout.carried``."""
+        return None
 
     @property
     def segments(self) -> tuple[IntArray, IntArray]:

@@ -1,8 +1,11 @@
 """What every layout of rows can tell."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verl_pg_plugin.layout.prefix_order import IntArray
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.layout.carried import CarriedLayout
 
 
 class Layout(Protocol):
@@ -36,8 +39,16 @@ class Layout(Protocol):
         """Keys, each with its value, that our attention copies in every layer."""
 
     @property
+    def reads_ancestors(self) -> bool:
+        """Whether attention reads rows beside those of a row's own segment."""
+
+    @property
     def stands_alone(self) -> bool:
         """Whether no row of another micro-batch is read; False for parts of a chain."""
+
+    @property
+    def export(self) -> "CarriedLayout | None":
+        """What is computed without gradient in front of it, which parts of a chain alone may need."""
 
     @property
     def head_rows(self) -> IntArray:

@@ -24,6 +24,11 @@ SEQUENCES = Sequences(
 )
 
 
+def plan_of(indices: list[list[int]]) -> MicroBatchPlan:
+    nothing = {"chains": [], "exported_rows": 0, "parts_with": lambda copies: []}
+    return MicroBatchPlan([], indices, sequences=SEQUENCES, **nothing)
+
+
 def metrics(forward_only: bool, monkeypatch: pytest.MonkeyPatch, num_padding_rows: int = 0) -> dict[str, list[float]]:
     return module.plan_metrics(ranks_of_a_group(forward_only, monkeypatch, num_padding_rows), sp_size=2)
 
@@ -32,7 +37,7 @@ def ranks_of_a_group(
     forward_only: bool, monkeypatch: pytest.MonkeyPatch, num_padding_rows: int = 0
 ) -> list[dict[str, float]]:
     """Figures of two ranks that share their sequences."""
-    plan = MicroBatchPlan([], [[0, 1], [2, 3]], chains=[], exported_rows=0, sequences=SEQUENCES)
+    plan = plan_of([[0, 1], [2, 3]])
     monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT])
     figures = module.figures_of_rank(plan, num_padding_rows, 0, FLOPS, forward_only=forward_only)
     return [figures, figures]
@@ -55,7 +60,7 @@ def test_padding_is_physical_and_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_copies_are_told_per_computed_row_and_by_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = build_packed_layout(np.array([1, 2, 3]), np.array([0, 3]), np.array([1]))
-    plan = MicroBatchPlan([], [[0, 1], [2, 3], [0]], chains=[], exported_rows=0, sequences=SEQUENCES)
+    plan = plan_of([[0, 1], [2, 3], [0]])
     monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT, alone])
     figures = [
         module.figures_of_rank(plan, 0, 0, FLOPS, forward_only=True, bytes_of_a_copy=size) for size in (2**29, 2**30)
@@ -77,7 +82,7 @@ def test_the_gain_is_told_in_flops_and_beside_what_whole_prompts_give(monkeypatc
 @pytest.mark.parametrize(("indices", "groups"), [([[0, 1], [2, 3]], 1), ([[0, 2], [1, 3]], 2), ([[0, 1, 2, 3]], 2)])
 def test_groups_are_prompts_and_not_roots_of_tries(indices: list[list[int]], groups: float) -> None:
     """All four begin with token 1: one root, two prompts."""
-    plan = MicroBatchPlan([], indices, chains=[], exported_rows=0, sequences=SEQUENCES)
+    plan = plan_of(indices)
     assert plan.num_prompt_groups / len(indices) == groups
 
 
@@ -87,7 +92,7 @@ def test_prompts_of_another_class_are_another_group() -> None:
 
 
 def test_a_step_takes_as_much_memory_as_its_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = MicroBatchPlan([], [[0, 1], [2, 3]], chains=[], exported_rows=0, sequences=SEQUENCES)
+    plan = plan_of([[0, 1], [2, 3]])
     monkeypatch.setattr(MicroBatchPlan, "layouts", [LAYOUT, LAYOUT])
     ranks = [
         module.figures_of_rank(plan, 0, carried_bytes, FLOPS, forward_only=True) for carried_bytes in (2**31, 2**30)

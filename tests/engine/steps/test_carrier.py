@@ -11,7 +11,7 @@ from tests.support import group
 from verl_pg_plugin.attention.carry_stack import CarryBlock
 from verl_pg_plugin.engine.batch.layout_field import set_export, set_layout
 from verl_pg_plugin.engine.steps.carry import Carrier
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
 from verl_pg_plugin.synthetic import make_batch
 
 TOKENS, OFFSETS = np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4, 8])
@@ -19,8 +19,8 @@ TOKENS, OFFSETS = np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4, 8])
 
 def owner() -> CarriedLayout:
     """The part that computes the prompt's two rows, which another part reads."""
-    chain = {"num_chain": 2, "num_carried": 0, "keep": 0, "read_next": 2, "first_head": 2}
-    return build_carried_layout(TOKENS, OFFSETS, np.array([3, 3]), forward_only=False, **chain)
+    options = {"part": ChainPart(num_chain=2, read_next=2), "first_head": 2, "forward_only": False}
+    return build_carried_layout(TOKENS, OFFSETS, np.array([3, 3]), **options)
 
 
 def micro_batch_with(layout: CarriedLayout) -> TensorDict:

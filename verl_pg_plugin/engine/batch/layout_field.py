@@ -5,6 +5,7 @@ from typing import Any
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.carried import CarriedLayout
 
 LAYOUT_KEY = "prefix_grouper_layout"
@@ -19,7 +20,7 @@ def layout_of(micro_batch: TensorDict) -> Any:
     return tu.get_non_tensor_data(micro_batch, LAYOUT_KEY, default=None)
 
 
-def set_layout(micro_batch: TensorDict, layout: Any) -> None:
+def set_layout(micro_batch: TensorDict, layout: Layout) -> None:
     """Give a micro-batch its layout."""
     tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
 

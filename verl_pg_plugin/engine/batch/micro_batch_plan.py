@@ -62,6 +62,7 @@ class MicroBatchPlan:
         chains: the parts of groups that exceed a micro-batch, in forward order.
         exported_rows: rows computed once more without gradient.
         sequences: the mini-batch, by which ``indices`` count.
+        parts_with: micro-batches of this rank before ranks agree on a number, were copied keys counted otherwise.
     """
 
     micro_batches: LazyMicroBatches
@@ -69,6 +70,7 @@ class MicroBatchPlan:
     chains: list[list[Part]]
     exported_rows: int
     sequences: Sequences
+    parts_with: Callable[[CopiedKeys], list[Part]]
 
     @property
     def layouts(self) -> list[Layout]:
@@ -154,6 +156,10 @@ def plan_micro_batches(
         on_every_rank(partial(_check_can_fill, order, wanted), dp_group)
         cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)
 
+    def parts_with(copies: CopiedKeys) -> list[Part]:
+        cuts = _cut(sequences, order, replace(limits, copies=copies), min_dedup_ratio, carry)
+        return [part for cut in cuts for part in cut.parts]
+
     backward = carry is not None and not carry.forward_only
 
     def lay_out() -> tuple[list[list[Layout]], list[FloatArray]]:
@@ -167,7 +173,7 @@ def plan_micro_batches(
         running = align(costs_of_ranks)[0 if dp_group is None else dist.get_rank(dp_group)]
         parts = [part for i in running for part in (cuts[i].parts[::-1] if backward else cuts[i].parts)]
         layouts = [layout for i in running for layout in laid_out[i]]
-        return parts, layouts, list(map(_export_of, layouts))
+        return parts, layouts, [layout.export for layout in layouts]
 
     parts, layouts, exports = on_every_rank(put_in_order, dp_group)
     # FSDP gathers weights on all ranks or on none, so all export where one does.
@@ -192,7 +198,8 @@ def plan_micro_batches(
 
         chains = [cut.parts for cut in cuts if len(cut.parts) > 1]
         exported = sum(export.num_rows for export in exports if export is not None)
-        return MicroBatchPlan(LazyMicroBatches(micro_batch, len(parts)), indices, chains, exported, sequences)
+        micro_batches = LazyMicroBatches(micro_batch, len(parts))
+        return MicroBatchPlan(micro_batches, indices, chains, exported, sequences, parts_with)
 
     return on_every_rank(finish, dp_group)
 
@@ -212,33 +219,15 @@ def _lay_out(sequences: Sequences, cut: _Cut, mode: SharingMode, backward: bool)
         rows = sequences.select(cut.parts[0].sequences)
         return [mode.lay_out(rows if cut.shared else unshared(rows))]
     head = first_head(cut.parts, sequences.prompt_lengths)
-    layouts: list[Layout] = []
-    for part in cut.parts:
-        rows = sequences.select(part.sequences)
-        layouts.append(
-            lay_out_carried(
-                rows,
-                num_chain=part.num_chain,
-                num_carried=part.num_carried,
-                keep=part.keep,
-                read_next=part.read_next,
-                first_head=head,
-                forward_only=not backward,
-            )
-        )
+    layouts: list[Layout] = [
+        lay_out_carried(sequences.select(part.sequences), part, head, forward_only=not backward) for part in cut.parts
+    ]
     return layouts[::-1] if backward else layouts
-
-
-def _export_of(layout: Layout) -> CarriedLayout | None:
-    return layout.export if isinstance(layout, CarriedLayout) else None
 
 
 def _costs(layouts: list[Layout], price: Callable[[Layout], float]) -> FloatArray:
     """(n, 2) of a cut's micro-batches and of the exports in front of them, in the order in which they run."""
-    exports = map(_export_of, layouts)
-    forwards = [
-        [price(layout), price(export) if export else 0.0] for layout, export in zip(layouts, exports, strict=True)
-    ]
+    forwards = [[price(layout), price(layout.export) if layout.export else 0.0] for layout in layouts]
     # Where something is exported there is a backward, and an export has none.
     return np.array(forwards) * (FORWARDS_OF_AN_UPDATE, 1.0)
 
@@ -274,7 +263,7 @@ def _cut(
         for part in cut_micro_batches(order_alone, limits, wanted):
             members = [gated[k] for k in part]
             rows = int(lengths[members].sum()) - len(members)
-            cuts.append(_Cut([Part(members, num_chain=0, chain=-1, num_rows=rows)], shared=False))
+            cuts.append(_Cut([Part(sequences=members, num_rows=rows)], shared=False))
     return cuts
 
 
@@ -283,25 +272,11 @@ def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | N
         if limits.max_rows is None and limits.max_sequences is not None:
             # What as many of the longest sequences would take alone is the room for what is carried beside few rows.
             limits = replace(limits, max_rows=int(np.sort(order.num_rows)[-limits.max_sequences :].sum()))
-        costs = {"part_cost": carry.part_cost, **({"export_cost": 0.0} if carry.forward_only else {})}
-        return cut_with_chains(order, limits, carry.weights, at_least, **costs).chains
+        return cut_with_chains(
+            order, limits, carry.weights, at_least, forward_only=carry.forward_only, part_cost=carry.part_cost
+        ).chains
     place = np.argsort(order.sequences)
     return [
-        [Part(members, num_chain=0, chain=-1, num_rows=num_rows(order, np.sort(place[members])))]
+        [Part(sequences=members, num_rows=num_rows(order, np.sort(place[members])))]
         for members in cut_micro_batches(order, limits, at_least)
     ]
-
-
-def num_parts(
-    sequences: Sequences,
-    order: PrefixOrder,
-    data: TensorDict,
-    sp_size: int,
-    min_dedup_ratio: float,
-    carry: CarryPolicy | None,
-    copies: CopiedKeys,
-) -> tuple[int, int]:
-    """Micro-batches of this rank before ranks agree, and those that compute attention again for their backward."""
-    limits = replace(limits_of(data, sp_size), copies=copies)
-    parts = [part for cut in _cut(sequences, order, limits, min_dedup_ratio, carry) for part in cut.parts]
-    return len(parts), sum(part.recompute_attention for part in parts)

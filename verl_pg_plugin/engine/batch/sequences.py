@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout, build_prefix_order
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout, idle_export
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
 from verl_pg_plugin.layout.prefix_order import IntArray
 from verl_pg_plugin.modalities import Content, Modality
 from verl_pg_plugin.modalities.batch_error import OFF, BatchError
@@ -112,11 +111,18 @@ def lay_out_packed(sequences: Sequences) -> PackedLayout:
     return content.put_into(layout)
 
 
-def lay_out_carried(sequences: Sequences, **chain: Any) -> CarriedLayout:
-    """The rows of a part of a chain; ``chain`` as ``build_carried_layout`` takes it."""
+def lay_out_carried(sequences: Sequences, part: ChainPart, first_head: int, forward_only: bool) -> CarriedLayout:
+    """The rows of a part of a chain, see ``build_carried_layout``."""
     content = sequences.content
     layout = build_carried_layout(
-        content.keys, content.offsets, sequences.prompt_lengths, sequences.classes, content.inside, **chain
+        content.keys,
+        content.offsets,
+        sequences.prompt_lengths,
+        sequences.classes,
+        content.inside,
+        part=part,
+        first_head=first_head,
+        forward_only=forward_only,
     )
     export = layout.export and content.put_into(layout.export)
     return replace(content.put_into(layout), export=export)

@@ -30,6 +30,7 @@ from verl_pg_plugin.engine.steps.token_comparison import (
     relative_errors,
     rounded_otherwise,
 )
+from verl_pg_plugin.layout import Layout
 
 logger = logging.getLogger(__name__)
 FIRST_WITHIN = 100
@@ -130,7 +131,7 @@ class Verifier:
 
         def here() -> tuple[bool, bool]:
             layout = self._layout(micro_batch)
-            return layout.shares_rows, len(layout.kv_rows) > layout.num_rows
+            return layout.shares_rows, layout.reads_ancestors
 
         ranks = meetings.gather(here)
         return any(shares for shares, _ in ranks), any(reads for _, reads in ranks)
@@ -185,7 +186,7 @@ class Verifier:
         return run()
 
     def _alone(
-        self, step: ForwardStep, micro_batch: TensorDict, prompt_lengths: np.ndarray, rows: list[int], layout: Any
+        self, step: ForwardStep, micro_batch: TensorDict, prompt_lengths: np.ndarray, rows: list[int], layout: Layout
     ) -> tuple[Responses, dict[str, Tolerance]]:
         """The samples without sharing, and how exactly that can be told, by output."""
 
@@ -216,7 +217,7 @@ class Verifier:
         rows_alone = np.cumsum(np.diff(sequences.offsets)[chosen] - 1)
         return chosen[rows_alone <= max(self._layout(micro_batch).num_rows, rows_alone[0])].tolist()
 
-    def _layout(self, micro_batch: TensorDict) -> Any:
+    def _layout(self, micro_batch: TensorDict) -> Layout:
         layout = layout_of(micro_batch)
         return self.mode.lay_out(self.mode.read(micro_batch)) if layout is None else layout
 
