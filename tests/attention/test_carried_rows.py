@@ -76,7 +76,7 @@ def test_two_layers_of_one_number_are_an_error_and_not_one_overwritten() -> None
     own = torch.ones(rows.num_rows, 1, 1)
     rows.read(own, own, OPTIONS)
     with pytest.raises(
-        RuntimeError, match=r"two attention layers call themselves layer_idx 0: set prefix_grouper\.carry"
+        RuntimeError, match=r"two attention layers call themselves layer_idx 0: set \+\+prefix_grouper\.carry"
     ):
         rows.read(own, own, OPTIONS)
 

@@ -81,7 +81,7 @@ def test_softcap_on_sdpa_is_refused_and_not_ignored() -> None:
     layout = GROUP.layout()
     packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
     tensors = random_tensors(layout.num_rows, 2, 1, 4, seed=5, dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match=r"softcap needs prefix_grouper\.attention_kernel=flash_attn_2"):
+    with pytest.raises(NotImplementedError, match=r"softcap needs \+\+prefix_grouper\.attention_kernel=flash_attn_2"):
         packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(1.0, softcap=30.0))
 
 

@@ -68,13 +68,13 @@ def test_a_missing_kernel_on_a_gpu_names_the_command_that_installs_it(
     installed.add(other)
     on_device("cuda")
     (violation,) = violations_of(make_config(settings={KEY: kernel}))
-    assert violation.fix == f"{command}, or {KEY}=auto"
+    assert violation.fix == f"{command}, or ++{KEY}=auto"
 
 
 @pytest.mark.parametrize("kernel", ["flash_attn_4", "flash_attn_2", "torch_varlen"])
 def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_setting_that_works(kernel, make_config):
     (violation,) = violations_of(make_config(settings={KEY: kernel}))
-    assert violation.fix == f"{KEY}=auto"
+    assert violation.fix == f"++{KEY}=auto"
 
 
 def test_unknown_kernel_lists_the_choices(make_config):

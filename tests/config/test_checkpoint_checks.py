@@ -48,7 +48,7 @@ def test_a_model_that_needs_a_package_is_refused_before_ray_and_not_by_a_worker(
     monkeypatch.setattr(specs, "version", lambda package: "1.0")
     assert violations_of(checkpoint) == []
     (violation,) = violations_of(checkpoint, **by_name)
-    assert violation.fix.startswith("prefix_grouper.attention_kernel=flash_attn_2, or ")
+    assert violation.fix.startswith("++prefix_grouper.attention_kernel=flash_attn_2, or ")
 
 
 def test_learned_sinks_are_taken_on_a_cpu_and_refused_on_a_gpu(violations_of, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def test_no_option_takes_everything():
 
 @pytest.mark.parametrize(("name", "value", "why"), WRONG)
 def test_the_dataclass_names_the_value_and_those_that_it_takes(name, value, why):
-    with pytest.raises(ValueError, match=f"prefix_grouper.{name}=.*{why}.*; set prefix_grouper.{name}="):
+    with pytest.raises(ValueError, match=f"prefix_grouper.{name}=.*{why}.*; set \\+\\+prefix_grouper.{name}="):
         PrefixGrouperOptions(**{name: value})
 
 
@@ -71,7 +71,7 @@ def test_the_validators_say_the_same_before_ray_starts(name, value, why):
     (violation,) = option_violations({name: value})
     assert violation.why.startswith(why)
     assert violation.rule == ("attention_kernel" if name == "attention_kernel" else "option_value")
-    assert violation.fix.startswith(f"prefix_grouper.{name}=")
+    assert violation.fix.startswith(f"++prefix_grouper.{name}=")
 
 
 def test_all_wrong_values_are_listed_at_once(make_config):

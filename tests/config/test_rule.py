@@ -18,7 +18,7 @@ RULE = Rule("some", PACKED, ("verify",), is_verifying, "it is", set_to("off"), r
 
 def test_a_rule_is_asked_about_its_modes_and_roles_alone() -> None:
     (violation,) = RULE.violations([FACTS])
-    assert violation.fix == "prefix_grouper.verify=off"
+    assert violation.fix == "++prefix_grouper.verify=off"
     assert not list(RULE.violations([replace(FACTS, role=Role.CRITIC)]))
     assert not list(RULE.violations([replace(FACTS, mode=Mode.RMPAD)]))
 

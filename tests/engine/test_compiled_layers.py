@@ -116,14 +116,14 @@ def run(graph: Any, inputs: Any) -> Any:
 def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_with, backend: Any) -> None:
     compile_with(backend)
     engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
-    with pytest.raises(LayerCompilerError, match=r"ran out of disk.*set prefix_grouper\.compile_layers=False"):
+    with pytest.raises(LayerCompilerError, match=r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"):
         run_update(engine, actor_loss())
 
 
 def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with_the_way_around() -> None:
     dtypes = iter((torch.bfloat16, torch.float32))
     x = torch.ones(3, requires_grad=True)
-    way_around = r"CheckpointError.*metadata.*set prefix_grouper.compile_layers=False"
+    way_around = r"CheckpointError.*metadata.*set \+\+prefix_grouper.compile_layers=False"
     with pytest.raises(LayerCompilerError, match=way_around), compiling():
         checkpoint(lambda x: x.to(next(dtypes)) ** 2, x, use_reentrant=False).sum().backward()
 

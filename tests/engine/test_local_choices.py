@@ -23,7 +23,7 @@ def test_every_rank_and_machine_is_named_with_its_kernel_and_the_fastest_that_al
     assert describe_differences([FAST, FAST, SLOW, FAST, FAST, FAST]) == (
         "ranks decided differently, as their machines differ: attention kernels: flash_attn_2 on ranks 0-1, 3-5 of a "
         "(auto), torch_varlen on rank 2 of b (no flash-attn); give all machines what some lack, or set "
-        "prefix_grouper.attention_kernel=torch_varlen, which all can run"
+        "++prefix_grouper.attention_kernel=torch_varlen, which all can run"
     )
 
 
@@ -37,7 +37,7 @@ def test_two_machines_that_lack_different_things_for_the_compiler_are_told_apart
     assert told == (
         "ranks decided differently, as their machines differ: layers compiled on rank 0 of a (tested), layers not "
         "compiled on rank 1 of b (no gcc), layers not compiled on rank 2 of c (no Python.h); give all machines what "
-        "some lack, or set prefix_grouper.compile_layers=False"
+        "some lack, or set ++prefix_grouper.compile_layers=False"
     )
 
 

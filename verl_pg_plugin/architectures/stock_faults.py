@@ -11,7 +11,7 @@ from verl_pg_plugin.mixers.gated_delta.mixer import MULTIMODAL_MODEL_TYPES
 from verl_pg_plugin.reason import Reason
 
 PACKED_AS_RMPAD = (
-    "set actor_rollout_ref.actor.use_prefix_grouper=True, with prefix_grouper.min_dedup_ratio=1e9 for rmpad without "
+    "set actor_rollout_ref.actor.use_prefix_grouper=True, with ++prefix_grouper.min_dedup_ratio=1e9 for rmpad without "
     "sharing, or actor_rollout_ref.model.use_remove_padding=False"
 )
 

@@ -101,7 +101,7 @@ class CarriedRows(PackedRows):
         if block is not None:
             if (layer, 0) in block.key_values:
                 raise RuntimeError(
-                    f"two attention layers call themselves layer_idx {layer}: set prefix_grouper.carry=never"
+                    f"two attention layers call themselves layer_idx {layer}: set ++prefix_grouper.carry=never"
                 )
             for which, x in enumerate((k_TGD, v_TGD)):
                 kept = x.detach().index_select(0, self.handover)

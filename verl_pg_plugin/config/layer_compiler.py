@@ -119,7 +119,7 @@ def decide(asked: bool | str, facts: CompilerFacts) -> Decision:
     if found is None:
         device = "a CPU" if facts.model_type in ON_CPU_ALONE else facts.device
         return Decision(True, f"{setting}: tested with {facts.model_type} on {device}")
-    way = "" if found.forbids else f"; {COMPILE_LAYERS}=True compiles them all the same"
+    way = "" if found.forbids else f"; ++{COMPILE_LAYERS}=True compiles them all the same"
     return Decision(False, f"{setting}: {found.why}{way}")
 
 

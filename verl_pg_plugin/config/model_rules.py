@@ -63,9 +63,9 @@ def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
         return stock
     kernel = fitting[-1]  # of packages the one for most GPUs
     if kernel not in candidates("auto", facts.device_name):
-        return f"{settings[0].key}={kernel} (on another device), or {stock}"
+        return f"++{settings[0].key}={kernel} (on another device), or {stock}"
     missing = KERNELS[kernel].obstacle(facts.device_name)
-    return f"{missing.fix if missing else f'{settings[0].key}={kernel}'}, or {stock}"
+    return f"{missing.fix if missing else f'++{settings[0].key}={kernel}'}, or {stock}"
 
 
 def head_is_not_fused(facts: Facts) -> str:

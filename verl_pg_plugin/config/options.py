@@ -157,4 +157,4 @@ def option_violations(options: Mapping[str, Any]) -> Iterator[Violation]:
             why, value = objection
             rule = "attention_kernel" if name == "attention_kernel" else "option_value"
             key = f"{OPTIONS}.{name}"
-            yield Violation(rule, (Setting(key, options[name]),), why, f"{key}={value}")
+            yield Violation(rule, (Setting(key, options[name]),), why, f"++{key}={value}")

@@ -100,7 +100,7 @@ def say_once() -> None:
     if found:
         logger.warning(
             "verl_pg_plugin: another package has replaced parts that prefix sharing builds on: %s. Uninstall it or keep"
-            " it from loading, or let prefix_grouper.verify=first compare with rows computed alone",
+            " it from loading, or let ++prefix_grouper.verify=first compare with rows computed alone",
             "; ".join(map(str, found)),
         )
 

@@ -60,7 +60,7 @@ PACKED_RULES: tuple[Rule, ...] = (
         ("activation_offload",),
         lambda value, facts: is_on(value, facts) and is_verifying(facts.value("verify"), facts),
         f"verl's activation offload counts on one forward per step, and {OPTIONS}.verify adds others",
-        lambda settings, facts: f"{set_to('False')(settings, facts)}, or {OPTIONS}.verify=off",
+        lambda settings, facts: f"{set_to('False')(settings, facts)}, or ++{OPTIONS}.verify=off",
     ),
     Rule(
         "compile_layers_fsdp1",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_pg_plugin.config.facts import SOURCES, Facts, Role
-from verl_pg_plugin.config.keys import USE_REMOVE_PADDING
+from verl_pg_plugin.config.keys import OPTIONS, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, is_set
 from verl_pg_plugin.config.violation import Setting, Violation
 
@@ -123,7 +123,10 @@ def is_verifying(value: Any, facts: Facts) -> bool:
 
 
 def set_to(value: str) -> Fix:
-    return lambda settings, facts: " ".join(f"{setting.key}={value}" for setting in settings)
+    """As an override that any entry point takes: verl's own config has no section of ours, to which ``++`` adds."""
+    return lambda settings, facts: " ".join(
+        f"{'++' if setting.key.startswith(f'{OPTIONS}.') else ''}{setting.key}={value}" for setting in settings
+    )
 
 
 def add_as(value: str) -> Fix:

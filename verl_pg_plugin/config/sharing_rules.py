@@ -38,7 +38,7 @@ def kernel_why(value: Any, facts: Facts) -> str:
 def kernel_fix(settings: tuple[Setting, ...], facts: Facts) -> str:
     obstacle = kernel_obstacle(settings[0].value, facts)
     assert obstacle is not None
-    return ", or ".join(dict.fromkeys([obstacle.fix, f"{ATTENTION_KERNEL}=auto"]))
+    return ", or ".join(dict.fromkeys([obstacle.fix, f"++{ATTENTION_KERNEL}=auto"]))
 
 
 def runs_fsdp(facts: Facts) -> bool:

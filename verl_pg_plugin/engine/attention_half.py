@@ -31,7 +31,7 @@ class AttentionHalf:
         if half is None or isinstance(half, nn.ModuleList):
             raise ValueError(
                 f"{KEEP_ACTIVATIONS}=mlp: {type(layer).__name__} has no self_attn that could be computed again alone; "
-                f"set {KEEP_ACTIVATIONS}=attention, or to all or GiB"
+                f"set ++{KEEP_ACTIVATIONS}=attention, or to all or GiB"
             )
         if compiled and type(getattr(half, "o_proj", None)) is nn.Linear:
             leave_out(half.o_proj)  # where recomputing the half stops

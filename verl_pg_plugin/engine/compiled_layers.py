@@ -37,7 +37,7 @@ AUTOGRAD_SETTINGS: dict[str, Any] = {
 }
 """Alike for layers that are kept and that are recomputed, whose graphs are the same, and so their gradients."""
 
-OFF = "set prefix_grouper.compile_layers=False"
+OFF = "set ++prefix_grouper.compile_layers=False"
 OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
 """What torch raises out of the call of a layer that it cannot compile."""
 OF_A_BACKWARD = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)

@@ -81,7 +81,7 @@ class PrefixGrouperFSDPEngineWithLMHead(SharedPrefixMixin, FSDPEngineWithLMHead)
         logits_NV = rows.at_head_rows(output.logits)
         if in_head and logits_NV.shape[-1] != len(job.names):
             raise RuntimeError(
-                "the model's logits are not what its head returned; set prefix_grouper.logits_chunk_size=0 and "
+                "the model's logits are not what its head returned; set ++prefix_grouper.logits_chunk_size=0 and "
                 "actor_rollout_ref.model.use_fused_kernels=False"
             )
         return self.jagged_outputs(rows, job.names, logits_NV if in_head else job.outputs(logits_NV), micro_batch)

@@ -108,12 +108,12 @@ def describe_differences(ranks: Sequence[Told]) -> str:
     found = []
     if len({told.kernel[0] for told in ranks}) > 1:
         common = [name for name in KERNELS if all(name in told.runnable for told in ranks)]
-        override = f", or set {ATTENTION_KERNEL}={common[0]}, which all can run" if common else ""
+        override = f", or set ++{ATTENTION_KERNEL}={common[0]}, which all can run" if common else ""
         choices = _who_chose(ranks, [told.kernel for told in ranks])
         found.append(f"attention kernels: {choices}; give all machines what some lack{override}")
     if len({told.layers[0] for told in ranks}) > 1:
         choices = _who_chose(ranks, [told.layers for told in ranks])
-        found.append(f"{choices}; give all machines what some lack, or set {COMPILE_LAYERS}=False")
+        found.append(f"{choices}; give all machines what some lack, or set ++{COMPILE_LAYERS}=False")
     return f"ranks decided differently, as their machines differ: {'; '.join(found)}" if found else ""
 
 

@@ -41,7 +41,7 @@ class SavedAttention:
             names = " or ".join(self._operators)
             raise RuntimeError(
                 f"attention kernel {kernel_name} has no operator {names} in this version, so its outputs cannot be "
-                "kept; set prefix_grouper.recompute_attention=True"
+                "kept; set ++prefix_grouper.recompute_attention=True"
             )
 
     def install(self, module: Any) -> None:

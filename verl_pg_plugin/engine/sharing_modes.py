@@ -98,7 +98,7 @@ class PackedMode(SharingMode[PackedLayout]):
         if self.static_rows and not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
             raise BatchError(
                 "prefix_grouper.static_rows=True pads to the token budget, and use_dynamic_bsz=False has none; set "
-                "use_dynamic_bsz=True, or prefix_grouper.static_rows=False"
+                "use_dynamic_bsz=True, or ++prefix_grouper.static_rows=False"
             )
 
     def lay_out(self, sequences: Sequences) -> PackedLayout:

@@ -55,7 +55,7 @@ def show_config_shortly(config: Any) -> None:
         config: as verl prints it, a nested dict.
     """
     logger.warning(
-        "config: %d settings, in .hydra/config.yaml of the run's folder; prefix_grouper.console=full shows them here",
+        "config: %d settings, in .hydra/config.yaml of the run's folder; ++prefix_grouper.console=full shows them here",
         _num_settings(config),
     )
 

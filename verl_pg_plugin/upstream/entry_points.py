@@ -95,7 +95,7 @@ def show_config_by(show: Callable[[Any], None]) -> None:
     for module in (main_ppo, *([main] if running else [])):
         if not hasattr(module, "pprint"):
             raise UpstreamChangedError(
-                "verl.trainer.main_ppo no longer prints the config with pprint; set prefix_grouper.console=full"
+                "verl.trainer.main_ppo no longer prints the config with pprint; set ++prefix_grouper.console=full"
             )
         module.pprint = show
 
@@ -126,7 +126,7 @@ def steps_shown_by(console: Any, v0: bool = False) -> Iterator[None]:
         from verl.trainer.ppo.v1 import trainer_base as trainers
 
     if not (hasattr(loggers, "LocalLogger") and hasattr(trainers, "tqdm")):
-        raise UpstreamChangedError("verl's console logger or progress bar has moved; set prefix_grouper.console=full")
+        raise UpstreamChangedError("verl's console logger or progress bar has moved; set ++prefix_grouper.console=full")
     local_logger, tqdm = loggers.LocalLogger, trainers.tqdm
     loggers.LocalLogger = lambda print_to_console=True: console
     trainers.tqdm = functools.partial(tqdm, disable=True)

@@ -57,7 +57,7 @@ def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
 @pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"])
 def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str) -> None:
     with pytest.raises(
-        RuntimeError, match=rf"{name} needs a cuda device, this is cpu: prefix_grouper\.attention_kernel=auto"
+        RuntimeError, match=rf"{name} needs a cuda device, this is cpu: \+\+prefix_grouper\.attention_kernel=auto"
     ):
         select_kernel(name, "cpu")
 
@@ -135,7 +135,7 @@ def test_auto_never_takes_the_slow_kernel_on_an_old_gpu_but_names_it(
     installed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch, (7, 0))
-    with pytest.raises(RuntimeError, match=r"no attention kernel .* prefix_grouper\.attention_kernel=sdpa \(slow\)"):
+    with pytest.raises(RuntimeError, match=r"no attention kernel .* \+\+prefix_grouper\.attention_kernel=sdpa \(slow\)"):
         select_kernel("auto", "cuda")
 
 
@@ -206,7 +206,7 @@ def test_sdpa_is_no_way_out_for_a_model_that_it_does_not_compute(
     installed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch, (7, 0))
-    with pytest.raises(RuntimeError, match=r"set prefix_grouper\.attention_kernel=sdpa \(slow\)$"):
+    with pytest.raises(RuntimeError, match=r"set \+\+prefix_grouper\.attention_kernel=sdpa \(slow\)$"):
         select_kernel("auto", "cuda")
     for needs in (specs.AttentionNeeds(softcap=True), specs.AttentionNeeds(sinks=True)):
         with pytest.raises(RuntimeError, match="no attention kernel") as caught:

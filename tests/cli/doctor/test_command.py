@@ -40,7 +40,7 @@ def test_every_problem_has_its_fix_and_the_exit_code_is_1(
     assert "2 problems" in out
     assert f"{ACTOR}.qat.enable=True" in out
     assert f"   fix: {ACTOR}.qat.enable=False" in out.splitlines()
-    assert "   fix: prefix_grouper.attention_kernel=auto" in out.splitlines()
+    assert "   fix: ++prefix_grouper.attention_kernel=auto" in out.splitlines()
 
 
 def test_a_wrong_override_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,9 +58,9 @@ def test_warnings_alone_leave_the_exit_code_0(capsys: pytest.CaptureFixture[str]
     assert "   fix: " + "y" * 300 in lines
 
 
-def test_both_ways_to_write_an_option_are_read(capsys: pytest.CaptureFixture[str], packed: list[str]) -> None:
-    """verl's own config has no section of ours, so its entry point is given options with a plus."""
-    for option in ("prefix_grouper.logits_chunk_size=abc", "+prefix_grouper.logits_chunk_size=abc"):
+def test_all_ways_to_write_an_option_are_read(capsys: pytest.CaptureFixture[str], packed: list[str]) -> None:
+    """verl's own config has no section of ours, so its entry point is given options with a plus; ``++`` fits both."""
+    for option in (f"{plus}prefix_grouper.logits_chunk_size=abc" for plus in ("", "+", "++")):
         code, out, _ = run_main(capsys, *packed, option)
         assert code == 1
         assert "1. prefix_grouper.logits_chunk_size=abc: is not an integer" in out

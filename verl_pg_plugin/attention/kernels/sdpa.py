@@ -26,7 +26,7 @@ def attend(
         NotImplementedError: the model caps its scores.
     """
     if softcap:
-        raise NotImplementedError("softcap needs prefix_grouper.attention_kernel=flash_attn_2")
+        raise NotImplementedError("softcap needs ++prefix_grouper.attention_kernel=flash_attn_2")
     # Splitting joins the gradients of all pieces once; slices would each allocate one of full size.
     lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     pieces = zip(q_THD.split(lengths_q), k_KGD.split(lengths_k), v_KGD.split(lengths_k), strict=True)

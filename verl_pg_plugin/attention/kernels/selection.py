@@ -140,7 +140,7 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
     if name != "auto":
         raise RuntimeError(f"attention kernel {reasons[-1]}")
     slow = device_type == "cuda" and not KERNELS["sdpa"].misfit(needs, device_type)
-    way_out = f"; or set {ATTENTION_KERNEL}=sdpa (slow)" if slow else ""
+    way_out = f"; or set ++{ATTENTION_KERNEL}=sdpa (slow)" if slow else ""
     raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
 
 

@@ -84,7 +84,7 @@ class KernelSpec:
     def obstacle(self, device_type: str) -> Reason | None:
         """Why this machine cannot run it on a type of device; starts no CUDA context, so any GPU will do here."""
         if self.device_type not in (None, device_type):
-            return Reason(f"needs a {self.device_type} device, this is {device_type}", f"{ATTENTION_KERNEL}=auto")
+            return Reason(f"needs a {self.device_type} device, this is {device_type}", f"++{ATTENTION_KERNEL}=auto")
         if not self.installed:
             return Reason(f"needs {self.package}, which is not installed", self.install)
         return None

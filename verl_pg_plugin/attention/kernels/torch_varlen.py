@@ -35,13 +35,13 @@ def attend(
     """
     if softcap:
         raise NotImplementedError(
-            "torch_varlen has no softcap; install flash-attn and set prefix_grouper.attention_kernel=flash_attn_2"
+            "torch_varlen has no softcap; install flash-attn and set ++prefix_grouper.attention_kernel=flash_attn_2"
         )
     if max(q_THD.numel(), k_KGD.numel()) >= 2**31:
         # Measured on torch 2.11: one million rows of 32 heads x 128 gave garbage and no error.
         raise RuntimeError(
             f"torch_varlen cannot address {max(q_THD.numel(), k_KGD.numel())} elements; lower "
-            "ppo_max_token_len_per_gpu, or install flash-attn and set prefix_grouper.attention_kernel=flash_attn_2"
+            "ppo_max_token_len_per_gpu, or install flash-attn and set ++prefix_grouper.attention_kernel=flash_attn_2"
         )
     q_THD, k_KGD, v_KGD = cast_under_autocast(q_THD, k_KGD, v_KGD)
     return varlen_attn(

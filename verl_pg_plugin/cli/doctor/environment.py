@@ -61,7 +61,7 @@ def parts() -> Section:
             Problem(
                 f"another package has replaced what prefix sharing builds on: {replacement}",
                 f"uninstall {replacement.module.partition('.')[0]} or keep it from loading "
-                "(VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin), or let prefix_grouper.verify=first compare with rows "
+                "(VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin), or let ++prefix_grouper.verify=first compare with rows "
                 "computed alone",
                 is_warning=True,
             )

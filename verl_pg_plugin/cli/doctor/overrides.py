@@ -29,7 +29,8 @@ __all__ = ["compose_config", "settings"]
 def compose_config(overrides: list[str]) -> DictConfig:
     """The config that an entry point would run with these overrides: ours, or verl's where they are written for it.
 
-    verl's own config has no section ``prefix_grouper``, so there an option is added, with a ``+``.
+    verl's own config has no section ``prefix_grouper``, so there an option can be added with a ``+``; ``++`` does so
+    there and overrides in ours, which comes to the same.
 
     Raises:
         CommandError: an override that Hydra cannot parse or apply, or an interpolation that leads nowhere.
@@ -73,7 +74,7 @@ def settings(config: DictConfig) -> Section:
         except RuntimeError as error:
             rows.append(("attention kernel", "none"))
             if asked != "auto":
-                problems.append(Problem(str(error), f"{ATTENTION_KERNEL}=auto"))
+                problems.append(Problem(str(error), f"++{ATTENTION_KERNEL}=auto"))
             elif needs:  # what auto misses whatever the model is a problem of this machine and reported as such
                 problems.append(Problem(str(error), f"{USE_PREFIX_GROUPER}=False"))
         else:

@@ -188,7 +188,7 @@ def _problems(group: Group, limits: list[Limit], carries: bool, cannot: list[str
             f"the longest group, {group.num_rows} rows of {group.n} sequences, is cut in up to {parts} parts that each "
             f"compute the prompt again: {_settings(cutting)}"
         )
-        problems.append(Problem(what, _fixes(cutting, group) if cannot else f"{CARRY}=auto", is_warning=True))
+        problems.append(Problem(what, _fixes(cutting, group) if cannot else f"++{CARRY}=auto", is_warning=True))
     return problems
 
 

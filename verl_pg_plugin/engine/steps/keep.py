@@ -55,7 +55,7 @@ class Keeper:
         reason = _why_attention(model, mode, model_config, auto=asked == "auto")
         if reason:
             if asked != "auto":
-                raise ValueError(f"{KEEP_ACTIVATIONS}={asked}: {reason}; set {KEEP_ACTIVATIONS}=attention")
+                raise ValueError(f"{KEEP_ACTIVATIONS}={asked}: {reason}; set ++{KEEP_ACTIVATIONS}=attention")
             if dist.get_rank() == 0:
                 logger.warning("%s=auto keeps attention's outputs alone: %s", KEEP_ACTIVATIONS, reason)
             return None
@@ -136,7 +136,7 @@ class Keeper:
                 if start_over is None:
                     raise torch.OutOfMemoryError(
                         f"out of memory while {most} of {self.layers.num_layers} layers kept their activations "
-                        f"({KEEP_ACTIVATIONS}={self.budget.asked}); set {KEEP_ACTIVATIONS}=attention, or to fewer GiB"
+                        f"({KEEP_ACTIVATIONS}={self.budget.asked}); set ++{KEEP_ACTIVATIONS}=attention, or to fewer GiB"
                     ) from error
             # Not inside of the except clause, where the error's frames hold what had filled the memory.
             self.budget.step_down(self._kept)

@@ -242,7 +242,7 @@ class Verifier:
 
     def _remedy(self) -> str:
         return (
-            "Set actor_rollout_ref.actor.use_prefix_grouper=False, or prefix_grouper.on_mismatch=rmpad to go on "
+            "Set actor_rollout_ref.actor.use_prefix_grouper=False, or ++prefix_grouper.on_mismatch=rmpad to go on "
             "without sharing, and report the message; another kernel (prefix_grouper.attention_kernel) tells whether "
             "it is to blame. If stock verl with other micro-batches differs from itself as much, set "
             "prefix_grouper.verify_tolerance"
