@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tests.architectures.test_record import REPOSITORY
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from verl_pg_plugin.architectures import stock_faults
 from verl_pg_plugin.architectures.stock_faults import POSITIONS_KEPT, rmpad_fault
 
 RECORDING = "recording"
@@ -60,10 +61,24 @@ def test_rmpad_on_flash_attn_is_told_of_and_torchs_attention_is_not(model_type: 
     fault = rmpad_fault(config, "cuda")
     assert fault is not None
     assert f"computes {model_type} wrongly" in fault.why
-    assert "attn_implementation=sdpa" in fault.why
+    assert "attn_implementation=sdpa, or set actor_rollout_ref.actor.use_prefix_grouper=True" in fault.fix
     assert rmpad_fault(config, "cpu") is None
     assert rmpad_fault(tiny_config("mistral"), "cuda") is None
     config.get_text_config()._attn_implementation = "flash_attention_2"
     assert rmpad_fault(config, "cuda") is not None
     config.get_text_config()._attn_implementation = "sdpa"
     assert rmpad_fault(config, "cuda") is None
+
+
+def test_capped_scores_on_a_flash_attn_built_without_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a build multiplies scores by the cap in stock verl too."""
+    capped, built_without = tiny_config("gemma2"), ["does not cap scores"]
+    monkeypatch.setattr(stock_faults, "kernel_obstacle", lambda name, device: "")
+    monkeypatch.setattr(stock_faults, "model_obstacle", lambda name, device, needs: built_without[0])
+    fault = rmpad_fault(capped, "cuda")
+    assert fault is not None
+    assert "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why
+    assert rmpad_fault(capped, "cpu") is None
+    assert rmpad_fault(tiny_config("mistral"), "cuda") is None
+    built_without[0] = ""
+    assert rmpad_fault(capped, "cuda") is None

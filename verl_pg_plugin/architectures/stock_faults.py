@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, model_obstacle
 from verl_pg_plugin.mixers import MIXERS, count_layers
+from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.gated_delta.kernels import has_fla
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA
 from verl_pg_plugin.mixers.gated_delta.mixer import MULTIMODAL_MODEL_TYPES
@@ -22,20 +24,21 @@ attention has a mask."""
 
 
 def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Reason | None:
-    """Why stock verl's rmpad mode computes a model wrongly, and what to set instead; None if nothing is known.
+    """Why stock verl's rmpad mode computes a model wrongly, and what to do instead; None if nothing is known.
 
     Args:
         hf_config: of the checkpoint, with the ``attn_implementation`` that verl loads it with; without one it is
             flash-attn, which is verl's default.
     """
     text = hf_config.get_text_config()
-    for cause in (_carries_states(hf_config, device_name), _attends_across(text, device_name)):
-        if cause:
-            return Reason(f"stock verl's rmpad mode computes {hf_config.model_type} wrongly: {cause}", PACKED_AS_RMPAD)
+    faults = (_carried_states(hf_config, device_name), _unknown_starts(text, device_name), _uncapped(text, device_name))
+    for fault in filter(None, faults):
+        why = f"stock verl's rmpad mode computes {hf_config.model_type} wrongly: {fault.why}"
+        return Reason(why, f"{fault.fix}, or {PACKED_AS_RMPAD}" if fault.fix else PACKED_AS_RMPAD)
     return None
 
 
-def _carries_states(hf_config: PretrainedConfig, device_name: str) -> str:
+def _carried_states(hf_config: PretrainedConfig, device_name: str) -> Reason | None:
     """Recurrent layers that run from sequence to sequence.
 
     verl 0.9.1 lays sequences one after the other and tells attention where each begins, but not the recurrence: from
@@ -45,21 +48,36 @@ def _carries_states(hf_config: PretrainedConfig, device_name: str) -> str:
     """
     config = hf_config.get_text_config()
     if not count_layers(config)[GATED_DELTA] or MIXERS[GATED_DELTA].obstacles(config):
-        return ""
+        return None
     if hf_config.model_type in MULTIMODAL_MODEL_TYPES and device_name == "cuda" and has_fla():
-        return ""
-    return (
+        return None
+    return Reason(
         "its Gated DeltaNet layers carry the state of each sequence into the next, so log-probs and gradients depend "
         "on what else a micro-batch holds"
     )
 
 
-def _attends_across(text: PretrainedConfig, device_name: str) -> str:
-    """Attention that sees the sequences packed in front of its own: a tiny Ministral 3 on an H200 was off by 10%."""
+def _attends_with(text: PretrainedConfig, device_name: str) -> str:
+    """The ``attn_implementation``; empty where it is no flash-attn."""
     implementation = text._attn_implementation or "flash_attention_2"
-    if text.model_type not in POSITIONS_KEPT or device_name != "cuda" or "flash" not in implementation:
-        return ""
-    return (
-        "its attention does not tell flash-attn where a sequence begins, so rows see those packed in front of them; "
-        "actor_rollout_ref.model.override_config.attn_implementation=sdpa does"
+    return implementation if device_name == "cuda" and "flash" in implementation else ""
+
+
+def _unknown_starts(text: PretrainedConfig, device_name: str) -> Reason | None:
+    """Attention that sees the sequences packed in front of its own: a tiny Ministral 3 on an H200 was off by 10%."""
+    if text.model_type not in POSITIONS_KEPT or not _attends_with(text, device_name):
+        return None
+    return Reason(
+        "its attention does not tell flash-attn where a sequence begins, so rows see those packed in front of them",
+        "set actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     )
+
+
+def _uncapped(text: PretrainedConfig, device_name: str) -> Reason | None:
+    """Capped scores on a flash-attn 2 that was built without, see ``attention.kernels.capped_scores``."""
+    if not attention_needs(text).softcap:
+        return None
+    if _attends_with(text, device_name) != "flash_attention_2" or kernel_obstacle("flash_attn_2", device_name):
+        return None
+    found = model_obstacle("flash_attn_2", device_name, attention_needs(text))
+    return Reason(f"flash_attn_2 {found}") if found else None

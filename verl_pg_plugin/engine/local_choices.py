@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
+from verl_pg_plugin.attention.kernels.selection import VarlenKernel, model_obstacle, select_kernel
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS, AttentionNeeds
 from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.layer_compiler import COMPILE_LAYERS, CompilerFacts, Decision, decide
@@ -96,11 +96,7 @@ def _layers(decision: Decision) -> str:
 
 
 def _runnable(device_type: str, needs: AttentionNeeds) -> frozenset[str]:
-    return frozenset(
-        name
-        for name, spec in KERNELS.items()
-        if not (kernel_obstacle(name, device_type) or spec.misfit(needs, device_type))
-    )
+    return frozenset(name for name in KERNELS if not model_obstacle(name, device_type, needs))
 
 
 def describe_differences(ranks: Sequence[Told]) -> str:

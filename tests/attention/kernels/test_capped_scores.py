@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.architectures.test_every_model import capped_attention
-from verl_pg_plugin.attention.kernels import sdpa
+from verl_pg_plugin.attention.kernels import sdpa, selection
 from verl_pg_plugin.attention.kernels.capped_scores import TOLERANCE, cap_fault
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.attention.kernels.specs import KERNELS, AttentionNeeds
@@ -32,6 +32,13 @@ def gradients_without_caps(*args: Any, **options: Any) -> torch.Tensor:
 
 def in_bf16(*args: Any, **options: Any) -> torch.Tensor:
     return capped_attention(*(x.bfloat16() for x in args[:3]), *args[3:], **options)
+
+
+def refuses(error: type[Exception]) -> Callable[..., torch.Tensor]:
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        raise error("this build does not support softcap")
+
+    return attend
 
 
 def no_numbers(*args: Any, **options: Any) -> torch.Tensor:
@@ -66,7 +73,7 @@ def test_a_kernel_that_makes_no_numbers_is_told_too() -> None:
 def test_the_tolerance_lies_far_from_bf16_and_from_a_kernel_without_caps(monkeypatch: pytest.MonkeyPatch) -> None:
     for times, attend, faulty in ((1 / 4, in_bf16, False), (4, gradients_without_caps, True)):
         monkeypatch.setattr("verl_pg_plugin.attention.kernels.capped_scores.TOLERANCE", times * TOLERANCE)
-        assert bool(cap_fault(attend, 64, "cpu")) == faulty
+        assert bool(cap_fault.__wrapped__(attend, 64, "cpu")) == faulty
 
 
 @pytest.mark.parametrize("name", ["auto", "sdpa"])
@@ -82,7 +89,43 @@ def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(
     assert select_kernel(name, "cpu", CAPPED).name == "sdpa"
 
 
-def test_looking_needs_no_gradient_mode_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.no_grad():
-        assert cap_fault(capped_attention, 64, "cpu") == ""
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, NotImplementedError])
+def test_a_build_that_raises_is_passed_over_and_named(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {"raises": refuses(error), "sdpa": capped_attention}
+    for name in kernels:
+        monkeypatch.setitem(KERNELS, name, replace(KERNELS["sdpa"], softcap=True, install="pip install it"))
+    monkeypatch.setattr(selection, "load_kernel", kernels.__getitem__)
+    monkeypatch.setattr(selection, "candidates", lambda name, device: tuple(kernels) if name == "auto" else (name,))
+    monkeypatch.setattr(selection, "ATTENTION_KERNELS", ("auto", *kernels))
+    said = f"raises does not take capped scores (softcap): {error.__name__}: this build does not support softcap"
+    chosen = select_kernel("auto", "cpu", CAPPED)
+    assert chosen.name == "sdpa"
+    assert said in chosen.reason
+    with pytest.raises(RuntimeError) as caught:
+        select_kernel("raises", "cpu", CAPPED)
+    assert said in str(caught.value)
+
+
+def test_memory_that_ends_while_looking_is_no_fault_of_the_kernel() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        cap_fault(refuses(torch.OutOfMemoryError), 64, "cpu")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_looking_needs_no_gradient_mode_and_leaves_it(mode: Callable) -> None:
+    with mode():
+        assert cap_fault.__wrapped__(capped_attention, 64, "cpu") == ""
         assert not torch.is_grad_enabled()
+
+
+def test_the_widest_heads_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        widths.append(args[0].shape[-1])
+        return capped_attention(*args, **options)
+
+    monkeypatch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], softcap=True))
+    monkeypatch.setattr(sdpa, "attend", attend)
+    select_kernel("sdpa", "cpu", replace(CAPPED, head_dims=frozenset({(64, 32), (96, 128)})))
+    assert widths == [128]

@@ -6,6 +6,7 @@ heads, D head dim, S segments.
 """
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from verl_pg_plugin.attention.kernels.specs import (
     AttentionNeeds,
     candidates,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class VarlenAttention(Protocol):
@@ -128,20 +131,33 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
     needs = needs or AttentionNeeds()
     reasons = [f"{ATTENTION_KERNEL}={name}" + (f" on device {device_type}" if name == "auto" else "")]
     for candidate in candidates(name, device_type):
-        spec = KERNELS[candidate]
-        obstacle = kernel_obstacle(candidate, device_type) or spec.misfit(needs, device_type)
+        obstacle = model_obstacle(candidate, device_type, needs)
         if not obstacle:
-            attend = load_kernel(candidate)
-            if needs.softcap and (fault := cap_fault(attend, max(map(max, needs.head_dims), default=64), device_type)):
-                obstacle = f"{fault}; install one that does: {spec.install}"
-            else:
-                return VarlenKernel(candidate, "; ".join(reasons), attend)
+            return VarlenKernel(candidate, "; ".join(reasons), load_kernel(candidate))
         reasons.append(f"{candidate} {obstacle}")
     if name != "auto":
         raise RuntimeError(f"attention kernel {reasons[-1]}")
     slow = device_type == "cuda" and not KERNELS["sdpa"].misfit(needs, device_type)
     way_out = f"; or set ++{ATTENTION_KERNEL}=sdpa (slow)" if slow else ""
     raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
+
+
+def model_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
+    """Why a kernel cannot run a model here and what would change that; empty if it can.
+
+    For a model that caps scores the kernel is imported and tried, see ``capped_scores``.
+
+    Raises:
+        RuntimeError: then its package is installed but cannot be imported.
+    """
+    spec = KERNELS[name]
+    found = kernel_obstacle(name, device_type) or spec.misfit(needs, device_type)
+    if found or not needs.softcap:
+        return found
+    logger.info("trying how %s caps scores, which some kernels compile code for", name)
+    widest = max(map(max, needs.head_dims), default=64)
+    fault = cap_fault(load_kernel(name), widest, device_type)  # type: ignore[arg-type] # functions, frozen dataclasses
+    return f"{fault}; install one that does: {spec.install}" if fault else ""
 
 
 def kernel_obstacle(name: str, device_type: str) -> str:

@@ -10,7 +10,7 @@ from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL
+from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.cli.doctor.sharing import sharing_model
@@ -75,8 +75,8 @@ def settings(config: DictConfig) -> Section:
             rows.append(("attention kernel", "none"))
             if asked != "auto":
                 problems.append(Problem(str(error), f"++{ATTENTION_KERNEL}=auto"))
-            elif needs:  # what auto misses whatever the model is a problem of this machine and reported as such
-                problems.append(Problem(str(error), f"{USE_PREFIX_GROUPER}=False"))
+            elif needs and needs.softcap:  # what auto misses for any model is reported as a problem of the machine
+                problems.append(Problem(str(error), KERNELS["flash_attn_2"].install))
         else:
             rows.append(("attention kernel", f"{kernel.name} ({kernel.reason})"))
     if mode is Mode.PACKED:
