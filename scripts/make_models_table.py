@@ -47,19 +47,19 @@ NOTES = """
 - **value head**: a critic of this type runs, with the same exactness.
 - **compiled**: the decoder layers run under `torch.compile`, which `prefix_grouper.compile_layers=auto` does on a GPU
   under FSDP2, but for types with recurrence or pictures, Gemma 2, GraniteMoe, Ernie 4.5, OLMo 2 (less tried there) and
-  StarCoder 2 (up to 1.19 times the error of stock rmpad there), which `True` compiles:
+  StarCoder 2 (up to 1.19 times the error of stock rmpad there, log), which `True` compiles:
   `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and dense
-  types in bf16 to that of stock rmpad; no graph is added by ragged batches (torch 2.13 on a CPU, transformers {newest};
-  experts as one product of matrices). So are Qwen2.5-VL and Qwen3-VL (`tests/modalities`). Apertus is refused
-  compiled; where "no" stands otherwise nobody has tried, and `True` tries.
+  types that `auto` compiles in bf16 to that of stock rmpad; no graph is added by ragged batches (torch 2.13 on a CPU,
+  transformers {newest}; experts as one product of matrices). So are Qwen2.5-VL and Qwen3-VL (`tests/modalities`).
+  Apertus is refused compiled; where "no" stands otherwise nobody has tried, and `True` tries.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
-  and is slow on a GPU. Capped scores (Gemma 2) need a flash-attn that was built with them, which is looked at before
-  anything starts: one built without multiplies scores by the cap, in stock verl too. On a CPU they are tested with
-  attention written out, on a GPU not yet. On a GPU 33 types were run compiled, in bf16, as close to float32 as stock
-  rmpad ([record](data/gpu_tests_one_h200.csv)).
+  and is slow on a GPU. Capped scores (Gemma 2) need a flash-attn that was built with them, which is looked at when an
+  engine is built: a flash-attn 2 built without multiplies scores by the cap, in stock verl too, and says nothing. On a
+  CPU they are tested with attention written out, on a GPU not yet. On a GPU 33 types were run compiled, in bf16, as
+  close to float32 as stock rmpad ([record](data/gpu_tests_one_h200.csv)).
 - **Ministral 3, Persimmon and Fuyu** in stock rmpad on flash-attn: attention keeps the positions to itself, so rows see
   those packed in front of them (a tiny Ministral 3 on an H200: log-probs off by 0.6% with windows of 64, by 10% without
-  windows). Engine and doctor say so; packed mode does not go that way (0.2%, which is bf16).
+  windows, log). Engine and doctor say so; packed mode does not go that way (0.2%, which is bf16).
 - **needs**: overrides under `++actor_rollout_ref.model.override_config.` (checkpointing: under
   `actor_rollout_ref.model.`) without which the type's default config is refused.
 - **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The

@@ -40,7 +40,8 @@ class ProfileBar:
     @property
     def label(self) -> str:
         """What ran, and what it ran on if the path does not say so."""
-        kernel = "" if self.kernel in (*self.path.split("="), "stock") else f", {self.kernel}"
+        named = self.kernel == "stock" or f"attention_kernel={self.kernel}" in self.path
+        kernel = "" if named else f", {self.kernel}"
         return f"{self.path}{kernel}\n{self.case}, {self.phase}, {self.commit}"
 
 

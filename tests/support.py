@@ -73,7 +73,7 @@ def make_engine(
 
     ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too.
     """
-    register()  # where a module of ours was what imported verl, the engines wait for a second call
+    register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
     engine = engine or {}
     options = {name: engine[name] for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
     engine_config = PrefixGrouperEngineConfig(

@@ -19,8 +19,6 @@ pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow, pytest
 
 TYPES = sorted((COMPILED_TYPES & set(MODEL_TYPES)) - HYBRIDS)
 """Hybrids and types with pictures are run compiled by ``tests/mixers`` and ``tests/modalities``."""
-CAPPED = {"gemma2"}
-"""No kernel for a CPU caps scores, in stock verl either."""
 RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]
 
 
@@ -64,7 +62,7 @@ def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
     assert set(graphs) == {graphs[0]}
 
 
-@pytest.mark.parametrize("model_type", sorted(set(DENSE) - CAPPED))
+@pytest.mark.parametrize("model_type", DENSE)
 def test_compiled_layers_in_bf16_are_as_exact_as_stock_rmpad(model_type: str, tmp_path: Path) -> None:
     """A layer that computes something in float32 may be compiled otherwise than it runs, or recomputed otherwise."""
     path, zero = save_dense(tmp_path, model_type), zero_gradients(model_type)
