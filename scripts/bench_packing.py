@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks import packing_reference
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,6 @@ from verl_pg_plugin.packing import (
     create_pack_group,
     pack_grouped_data,
     pack_grpo_data,
-    reference,
 )
 from verl_pg_plugin.packing.segment_sum_scatter import scatter_sum
 
@@ -114,7 +114,7 @@ def cases(device: torch.device) -> Iterator[Case]:
                 f"{bs} x {seq}, {num_segments} segments, {order} ids",
                 device_name(device),
                 "one segment sum a row",
-                partial(reference.segment_sum_by_row, values, ids, num_segments),
+                partial(packing_reference.segment_sum_by_row, values, ids, num_segments),
                 partial(batch_unsorted_segment_sum, values, ids, num_segments),
                 inner,
             )
@@ -124,7 +124,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for bs, seq, inner in ((32, 8192, 1), (2, 64, 20)):
         for lengths in ("full", "ragged"):
             batch = grpo_batch(bs, seq, lengths)
-            samples = reference.samples_by_row(*batch)
+            samples = packing_reference.samples_by_row(*batch)
             for pack_num in (1, 3):
                 row: dict[str, Any] = {
                     "pack_num": pack_num,
@@ -138,7 +138,7 @@ def cases(device: torch.device) -> Iterator[Case]:
                     setting,
                     host,
                     "loop over samples",
-                    partial(reference.pack_batch_by_row, *batch, **row),
+                    partial(packing_reference.pack_batch_by_row, *batch, **row),
                     partial(pack_grpo_data, *batch, **row),
                     inner,
                 )
@@ -147,7 +147,7 @@ def cases(device: torch.device) -> Iterator[Case]:
                     f"{setting}, {len(groups)} calls",
                     host,
                     "loop over samples",
-                    partial(pack_each, partial(reference.pack_by_sample, **row), groups),
+                    partial(pack_each, partial(packing_reference.pack_by_sample, **row), groups),
                     partial(pack_each, partial(pack_grouped_data, **row), groups),
                     inner,
                 )
@@ -155,7 +155,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 def limits(values: torch.Tensor, ids: torch.Tensor, num_segments: int, setting: str) -> Iterator[Case]:
     """What bounds the segment sum on a CPU, against the same loop: torch's additions alone, and reading the input."""
-    loop = partial(reference.segment_sum_by_row, values, ids, num_segments)
+    loop = partial(packing_reference.segment_sum_by_row, values, ids, num_segments)
     for operation, limit in (
         ("limit: torch's scatter_add alone", partial(scatter_sum, values, ids, num_segments)),
         ("limit: reading values and ids once", lambda: (values.sum(), ids.amax())),

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.packing_reference import pack_batch_by_row, samples_by_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_pg_plugin.packing import create_pack_group, pack_grouped_data, pack_grpo_data
-from verl_pg_plugin.packing.reference import pack_batch_by_row, samples_by_row
 
 EOS = 7
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.packing_reference import group_by_loop, pack_by_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_pg_plugin.packing import create_pack_group, pack_grouped_data, pad_sequence_to_length
-from verl_pg_plugin.packing.reference import group_by_loop, pack_by_sample
 
 EOS = 7
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from benchmarks.packing_reference import segment_sum_by_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_pg_plugin.packing import batch_unsorted_segment_sum, segment_sum_cuda
-from verl_pg_plugin.packing.reference import segment_sum_by_row
 from verl_pg_plugin.packing.segment_sum_runs import MIN_RUN_TOKENS, MIN_TOKENS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

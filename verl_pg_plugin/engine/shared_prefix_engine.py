@@ -1,8 +1,9 @@
 """What verl's FSDP engines with shared prefixes have in common; without the mode they are the stock engines.
 
-Three seams of ``verl.workers.engine.fsdp.transformer_impl`` are overridden: how a mini-batch is cut into
-micro-batches here, model inputs and model outputs in ``model_passes``. Sharding, optimizer, checkpoints and losses
-are verl's.
+Of ``verl.workers.engine.fsdp.transformer_impl`` this overrides how the model is built, the loop over micro-batches
+(``forward_backward_batch``, ``forward_step``) and, in its bases, what goes into the model and comes out
+(``model_passes``). At ``optimizer_step``, ``train_batch`` and ``infer_batch`` it only looks on. Sharding, optimizer,
+checkpoints and losses are verl's.
 """
 
 import logging

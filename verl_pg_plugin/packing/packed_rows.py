@@ -24,7 +24,7 @@ def pack_grouped_data(
 ) -> dict[str, np.ndarray]:
     """Pack one group of samples into one row of `seq_length` tokens.
 
-    Values equal those of `reference.pack_by_sample`.
+    Values equal those of a loop over samples (`scripts/benchmarks/packing_reference.py`).
 
     Args:
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
