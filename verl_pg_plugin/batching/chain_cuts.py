@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verl_pg_plugin.batching.copied_keys import KeysOfNeighbours
 from verl_pg_plugin.batching.keys_below_trunks import copies_alone
@@ -22,7 +21,6 @@ EXPORT_COST = 0.25
 
 In the same data a row of old_log_prob, head and entropy included, takes 0.26 of one of an update.
 """
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths, FloatArray
+from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths
+from verl_pg_plugin.batching.runs import FloatArray
 from verl_pg_plugin.layout.prefix_order import IntArray
 
 CACHED_ELEMENTS = 32_768

@@ -37,7 +37,7 @@ AUTOGRAD_SETTINGS: dict[str, Any] = {
 }
 """Alike for layers that are kept and that are recomputed, whose graphs are the same, and so their gradients."""
 
-OFF = "set ++prefix_grouper.compile_layers=False"
+COMPILING_OFF = "set ++prefix_grouper.compile_layers=False"
 OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
 """What torch raises out of the call of a layer that it cannot compile."""
 OF_A_BACKWARD = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)
@@ -69,7 +69,7 @@ def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list
     """
     layers = decoder_layers(module)
     if not layers:
-        raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {OFF}")
+        raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
     # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
     torch._C._dynamo.eval_frame._set_lru_cache(False)
@@ -152,12 +152,12 @@ def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator
         graphs, cause = DYNAMO_SETTINGS["recompile_limit"], _first_line(error.__cause__ or error)
         raise LayerCompilerError(
             f"torch.compile has made {graphs} graphs of one function of a decoder layer and would run it uncompiled "
-            f"from here on ({cause}); {OFF}"
+            f"from here on ({cause}); {COMPILING_OFF}"
         ) from error
     except failures as error:
         cause = _first_line(getattr(error, "inner_exception", error))
         uncompiled_too = isinstance(error, CheckpointError)  # if a layer's inputs differ, compiled or not
-        way = f"{OFF}, or enable_gradient_checkpointing=False" if uncompiled_too else OFF
+        way = f"{COMPILING_OFF}, or enable_gradient_checkpointing=False" if uncompiled_too else COMPILING_OFF
         raise LayerCompilerError(f"torch failed with decoder layers compiled: {cause}; {way}") from error
 
 

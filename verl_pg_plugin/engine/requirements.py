@@ -12,7 +12,7 @@ from verl_pg_plugin.architectures.checks import Reason, class_reasons, config_re
 from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.rule import violations
 from verl_pg_plugin.config.rules import RULES
-from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 
 
 def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) -> None:
@@ -29,7 +29,7 @@ def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) 
         listing = "; ".join(
             f"{', '.join(map(str, violation.settings))}: {violation.why} (fix: {violation.fix})" for violation in found
         )
-        raise ValueError(f"use_prefix_grouper=True: {listing}; or {OFF}")
+        raise ValueError(f"use_prefix_grouper=True: {listing}; or {SHARING_OFF}")
 
 
 def check_no_dropout(module: nn.Module) -> None:
@@ -45,7 +45,7 @@ def check_no_dropout(module: nn.Module) -> None:
         if isinstance(layer, _DropoutNd) and layer.p > 0:
             raise ValueError(
                 f"use_prefix_grouper=True: {name} drops out with p={layer.p}, and samples that share a row would share "
-                f"its mask; set lora_dropout of the adapter (or the model's dropout) to 0, or {OFF}"
+                f"its mask; set lora_dropout of the adapter (or the model's dropout) to 0, or {SHARING_OFF}"
             )
 
 
@@ -83,4 +83,4 @@ def check_lm_head(module: Any) -> None:
 def _reject(module: nn.Module, reasons: list[Reason]) -> None:
     if reasons:
         causes = "; ".join(f"{reason.why} ({reason.fix})" if reason.fix else reason.why for reason in reasons)
-        raise ValueError(f"prefixes cannot be shared in {type(module).__name__}: {causes}; {OFF}")
+        raise ValueError(f"prefixes cannot be shared in {type(module).__name__}: {causes}; {SHARING_OFF}")

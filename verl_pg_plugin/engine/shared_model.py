@@ -13,7 +13,7 @@ from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 from verl_pg_plugin.engine.kept_layers import KeptLayers
-from verl_pg_plugin.engine.requirements import OFF, check_model
+from verl_pg_plugin.engine.requirements import SHARING_OFF, check_model
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.modalities import Modality
@@ -56,7 +56,7 @@ class SharedModel:
             if calls != num_layers:
                 raise RuntimeError(
                     f"{mixer} over shared prefixes ran in {calls} of {num_layers} layers of {self.name}: its other "
-                    f"layers mix tokens in a way that is not supported; {OFF}"
+                    f"layers mix tokens in a way that is not supported; {SHARING_OFF}"
                 )
 
 
@@ -85,7 +85,7 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
         if mode.sp_size > 1 and not MIXERS[name].spreads_over_ranks:
             raise ValueError(
                 f"{name} layers of {type(module).__name__} do not mix rows that are spread over ranks; set "
-                f"ulysses_sequence_parallel_size=1, or {OFF}"
+                f"ulysses_sequence_parallel_size=1, or {SHARING_OFF}"
             )
         MIXERS[name].install(module)
     mode.modality.install(module)

@@ -1,6 +1,6 @@
 """What is wrong with a batch."""
 
-OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
+SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 
 
 class BatchError(ValueError):

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.protocol import Content, ContentInputs
 from verl_pg_plugin.reason import Reason
 
@@ -53,7 +53,7 @@ class Text:
     def read(self, data: TensorDict) -> Content:
         tokens, offsets = read_tokens(data)
         if any(multi_modal_rows(data)):
-            raise BatchError(f"packed mode reads text only, and the batch has multi_modal_inputs; {OFF}")
+            raise BatchError(f"packed mode reads text only, and the batch has multi_modal_inputs; {SHARING_OFF}")
         _check_positions(data, offsets)
         return Content(tokens=tokens, keys=tokens, offsets=offsets)
 
@@ -118,4 +118,6 @@ def _check_positions(data: TensorDict, offsets: IntArray) -> None:
         return
     expected = counted(offsets)
     if positions.shape[-1] != len(expected) or not (positions == expected).all():
-        raise BatchError(f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {OFF}")
+        raise BatchError(
+            f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {SHARING_OFF}"
+        )

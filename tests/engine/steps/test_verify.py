@@ -21,7 +21,7 @@ from tests.engine.steps.broken_layouts import wrong_kv_row
 from tests.engine.steps.verifying import ALWAYS, SAMPLES, break_layouts, infer, update
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.engine.batch.sequences import Sequences
-from verl_pg_plugin.engine.requirements import OFF
+from verl_pg_plugin.engine.requirements import SHARING_OFF
 from verl_pg_plugin.engine.steps.meetings import Meetings
 from verl_pg_plugin.engine.steps.token_comparison import Comparison
 from verl_pg_plugin.engine.steps.verify import MismatchError, Verifier
@@ -175,7 +175,7 @@ def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(
 ) -> None:
     engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
     monkeypatch.setattr(engine, "shared_model", replace(engine.shared_model, layers=Counter(attention=3)))
-    with pytest.raises(RuntimeError, match=f"ran in 2 of 3 layers.*{OFF}"):
+    with pytest.raises(RuntimeError, match=f"ran in 2 of 3 layers.*{SHARING_OFF}"):
         infer(engine, make_batch(SAMPLES))
 
 

@@ -11,7 +11,7 @@ from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout
 from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
 from verl_pg_plugin.layout.prefix_order import IntArray
 from verl_pg_plugin.modalities import Content, Modality
-from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.text import TEXT
 
 
@@ -78,7 +78,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     if missing:
         raise BatchError(
             f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
-            f"pass batches as verl's trainers make them, or {OFF}"
+            f"pass batches as verl's trainers make them, or {SHARING_OFF}"
         )
     content = modality.read(data)
     offsets = content.offsets

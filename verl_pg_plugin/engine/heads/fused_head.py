@@ -12,7 +12,7 @@ from verl_pg_plugin.architectures.head_probe import fused_obstacle
 from verl_pg_plugin.engine.batch.sequences import BatchError
 from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
 
-OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
+FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 FusedOutputs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -36,7 +36,7 @@ class FusedHead(JobHead):
         """
         obstacle = fused_obstacle(module)
         if obstacle:
-            raise ValueError(f"use_fused_kernels=True: {obstacle}; {OFF}")
+            raise ValueError(f"use_fused_kernels=True: {obstacle}; {FUSED_OFF}")
         return cls(module.get_output_embeddings(), fused_outputs(backend))
 
     def wants(self, job: HeadJob) -> bool:
@@ -77,9 +77,9 @@ def check_fused_batch(data: TensorDict) -> None:
         BatchError: temperatures per sample, or ``calculate_sum_pi_squared``.
     """
     if isinstance(data["temperature"], torch.Tensor):
-        raise BatchError(f"use_fused_kernels=True takes one temperature for all samples; {OFF}")
+        raise BatchError(f"use_fused_kernels=True takes one temperature for all samples; {FUSED_OFF}")
     if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
         raise BatchError(
             "use_fused_kernels=True never has the probabilities that calculate_sum_pi_squared=True sums; set it to "
-            f"False, or {OFF}"
+            f"False, or {FUSED_OFF}"
         )

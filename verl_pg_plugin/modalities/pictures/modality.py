@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import Layout, PackedLayout
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.pictures.keys import build_keys
 from verl_pg_plugin.modalities.pictures.occurrences import Kind, Picture, find_pictures
 from verl_pg_plugin.modalities.pictures.sequence_parallel import slice_behind_the_tower
@@ -133,7 +133,7 @@ class Pictures:
             shape = "no position_ids" if given is None else f"position_ids of shape {given.shape}"
             raise BatchError(
                 f"a batch with pictures needs position_ids of shape ({POSITION_DIMENSIONS}, {offsets[-1]}), as verl's "
-                f"agent loop makes them, and has {shape}; {OFF}"
+                f"agent loop makes them, and has {shape}; {SHARING_OFF}"
             )
         return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.modalities.batch_error import OFF, BatchError
+from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 
 WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
 """What verl adds and the model needs for positions alone, which the batch has."""
@@ -93,7 +93,7 @@ def _check_names(sequence: int, given: Mapping[str, Any], kinds: tuple[Kind, ...
     if unknown:
         raise BatchError(
             f"row {sequence}: the processor returns {', '.join(unknown)}, which packed mode does not hand to this "
-            f"model; {OFF}"
+            f"model; {SHARING_OFF}"
         )
 
 
