@@ -6,6 +6,7 @@ Shape legend: B sequences, S padded length, T packed rows, L rows of this rank, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -185,7 +186,13 @@ def kernel_of(config: PretrainedConfig, device: torch.device) -> VarlenKernel:
             f"packed rows have no kernel for attn_implementation={implementation!r}; load the model with one of "
             f"{', '.join(KERNEL_OF_IMPLEMENTATION)}"
         )
-    return select_kernel(KERNEL_OF_IMPLEMENTATION[implementation], device.type)
+    return _selected(KERNEL_OF_IMPLEMENTATION[implementation], device.type)
+
+
+@cache
+def _selected(name: str, device_type: str) -> VarlenKernel:
+    """Once, and not in every forward: selecting reads the metadata of packages."""
+    return select_kernel(name, device_type)
 
 
 def _over_ranks(
