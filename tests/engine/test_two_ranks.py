@@ -137,12 +137,12 @@ def failures(qwen3: str) -> list[tuple[list[str], dict[str, str]]]:
         (
             "kernel",
             r"attention kernels: fast on rank 0 of .*, sdpa on rank 1 of .*; fast needs fast-attention, which is not "
-            r"installed: pip install it\); .* or set prefix_grouper\.attention_kernel=sdpa",
+            r"installed: pip install it\); .* or set \+\+prefix_grouper\.attention_kernel=sdpa",
         ),
         (
             "compiler",
             r"layers compiled on rank 0 of .*\(.*: tested with qwen3 on cpu\), layers not compiled on rank 1 of .*"
-            r"needs a C\+\+ compiler.*install g\+\+.* or set prefix_grouper\.compile_layers=False",
+            r"needs a C\+\+ compiler.*install g\+\+.* or set \+\+prefix_grouper\.compile_layers=False",
         ),
     ],
 )
