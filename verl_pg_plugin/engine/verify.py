@@ -1,4 +1,4 @@
-"""Compare what an engine computed for some samples, token by token, against a tolerance that fits the model.
+"""Verify mode: some samples of a live micro-batch are computed alone and must give the same numbers.
 
 Two forwards of one sample that add in another order differ by rounding, and how far that moves a log-prob depends on
 dtype, depth and weights: no constant is both above the noise of a large model in bf16 and below a fault in a small one.
@@ -10,23 +10,38 @@ The largest error alone would let a faint fault in every token pass, such as pos
 over each response is bounded too, by four times the mean noise.
 """
 
+from __future__ import annotations
+
+import logging
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine.batch import Sequences
+from verl_pg_plugin.engine.plan import PlannedMicroBatch
+from verl_pg_plugin.layout import IntArray
 
-Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
-"""By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""
+logger = logging.getLogger(__name__)
 
+FIRST_WITHIN = 100
+"""Micro-batches of each kind among which ``verify=first`` looks for one to verify."""
+NUM_SAMPLES = 2
+"""Samples that are computed alone in a micro-batch."""
 NOISE_FACTOR = 4.0
 
 # bf16 and fp16 products are summed in float32 and rounded once, when they are stored; float32 sums round at each term.
 _ROUNDING_STEP = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 16.0}
 _LEAST_TOLERANCE = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 1024.0}
+
+Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
+"""By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Tolerance:
     mean: float
 
     @classmethod
-    def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> "Tolerance":
+    def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> Tolerance:
         """See the module.
 
         Args:
@@ -157,35 +172,130 @@ def _relative_error(got_R: torch.Tensor, expected_R: torch.Tensor) -> torch.Tens
 
 
 def read_responses(
-    outputs: Mapping[str, torch.Tensor], rows: list[int], prompt_lengths: IntArray
+    outputs: Mapping[str, torch.Tensor], samples: list[int], prompt_lengths: IntArray
 ) -> dict[str, list[torch.Tensor]]:
-    """The values that verl reads: those of the rows in front of each response token.
+    """The values that verl reads: those of the tokens in front of each response token.
 
     Args:
         outputs: jagged (B, length) outputs of an engine.
-        rows: samples to read.
+        samples: which to read.
         prompt_lengths: (B,).
     """
     responses: dict[str, list[torch.Tensor]] = {}
     for name, jagged in outputs.items():
         bounds, values = jagged.offsets().tolist(), jagged.values().detach()
-        spans = [slice(bounds[row] + int(prompt_lengths[row]) - 1, bounds[row + 1] - 1) for row in rows]
+        spans = [slice(bounds[i] + int(prompt_lengths[i]) - 1, bounds[i + 1] - 1) for i in samples]
         responses[name] = [values[span].double().cpu() for span in spans]
     return responses
 
 
-def rounded_otherwise(kernel: VarlenKernel) -> VarlenKernel:
-    """The kernel with every element of its output, and of what other mixers compute, moved by a rounding step."""
-
-    def attend(q_THD: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return _moved(kernel.attend(q_THD, *args, **kwargs))  # type: ignore[arg-type]
-
-    return replace(kernel, attend=attend, rounded=_moved)
-
-
-def _moved(out: torch.Tensor) -> torch.Tensor:
+def rounded_otherwise(out: torch.Tensor) -> torch.Tensor:
     """Every element of (T, ...) moved up or down by a rounding step, the same way in each process."""
     generator = torch.Generator(out.device).manual_seed(len(out))
     signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
     step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
     return (out.double() * (1 + step * signs)).to(out.dtype)
+
+
+class MismatchError(RuntimeError):
+    """A sample computed with shared prefixes is not what it is alone."""
+
+
+class Verifier:
+    """Says which micro-batches are verified, and compares; ranks decide alike, as they have planned together.
+
+    Attributes:
+        options: when to verify, and the tolerance if it is given.
+        model: what runs, for messages.
+        dtype: that the model computes in.
+        comparisons: those since the metrics were last taken.
+    """
+
+    def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype) -> None:
+        self.options, self.model, self.dtype = options, model, dtype
+        self.comparisons: list[Comparison] = []
+        self._seen: Counter[str] = Counter()
+        self._verified: dict[str, bool] = {}  # kinds, and whether ancestors were read in any that was verified
+        self._turn = 0
+
+    def is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
+        """Whether to verify this micro-batch, to be asked once of each.
+
+        Args:
+            planned: the micro-batch.
+            kind: "update" or "forward-only".
+        """
+        index, period = self._seen[kind], self.options.verify_period
+        self._seen[kind] += 1
+        if period is None:
+            return False
+        if period:
+            return index % period == 0
+        if self._verified.get(kind) or index >= FIRST_WITHIN:
+            return False
+        # The first that shares anything on any rank: the others would prove nothing. Where no sequence attended to
+        # tokens of another in it (turns that only continue one another, the chunk that computes a prompt), the first in
+        # which one does has its turn too.
+        return planned.reads_ancestors or (planned.shares_tokens and kind not in self._verified)
+
+    def choose(self, sequences: Sequences) -> list[int]:
+        """Samples of a micro-batch: the one with most attention across a prefix, and one of the rest, in turn."""
+        order = sequences.order()
+        shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
+        by_sharing = order.sequences[np.argsort(-shared * (order.num_tokens - shared), kind="stable")]
+        num_samples = min(NUM_SAMPLES, len(by_sharing))
+        chosen = by_sharing[(np.arange(num_samples) * len(by_sharing) // num_samples + self._turn) % len(by_sharing)]
+        self._turn += 1
+        return chosen.tolist()
+
+    def tolerances(self, alone: Responses, perturbed: Responses) -> dict[str, Tolerance]:
+        """How exactly the samples can be told, by output.
+
+        Args:
+            alone: the samples, computed alone.
+            perturbed: the same through ``rounded_otherwise``; not looked at where the tolerance is given.
+        """
+        if (given := self.options.verify_tolerance) is not None:
+            return dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
+        noise = relative_errors(perturbed, alone)
+        return {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
+
+    def check(
+        self,
+        got: Responses,
+        alone: Responses,
+        tolerances: Mapping[str, Tolerance],
+        planned: PlannedMicroBatch,
+        samples: list[int],
+        micro_batch: TensorDict,
+        kind: str,
+    ) -> None:
+        """Compare what a micro-batch gave for some samples with the same samples computed alone.
+
+        Raises:
+            MismatchError: they differ by more than the tolerances; on this rank alone.
+        """
+        comparison = compare(got, alone, tolerances)
+        self.comparisons.append(comparison)
+        # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
+        level = logging.INFO if kind in self._verified else logging.WARNING
+        self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
+        if (worst := comparison.worst) is None:
+            text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
+            logger.log(level, text, kind, samples, comparison.max_error)
+            return
+        sample, uids = samples[worst.sample], tu.get(micro_batch, "uid")
+        uid = "" if uids is None else f" (uid {uids[sample]})"
+        raise MismatchError(
+            f"sample {sample}{uid} of the {len(micro_batch)} in {kind} micro-batch {self._seen[kind] - 1}: with shared "
+            f"prefixes {worst}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False and "
+            "report the message; another kernel (prefix_grouper.attention_kernel) tells whether it is to blame. If "
+            "stock verl with other micro-batches differs from itself as much, set prefix_grouper.verify_tolerance"
+        )
+
+    def take(self) -> list[tuple[int, float]] | None:
+        """Samples and largest error of each comparison since the last call; None where verify mode is off."""
+        comparisons, self.comparisons = self.comparisons, []
+        if self.options.verify_period is None:
+            return None
+        return [(comparison.num_samples, comparison.max_error) for comparison in comparisons]
