@@ -66,8 +66,8 @@ class KeptLayers:
         if not layers or not all(getattr(layer, "_gradient_checkpointing_func", None) for layer in layers):
             return None
         halves: list[AttentionHalf] = []
-        if options.keep_activations == "mlp":
-            compiled, dynamic = bool(options.compile_layers), not options.static_rows
+        if False:
+            compiled, dynamic = bool(options.compile_layers), True
             halves = [AttentionHalf(layer, saved_attention.contexts, compiled, dynamic) for layer in layers]
         kept = cls(saved_attention, layers, halves)
         for place, layer in enumerate(layers):

@@ -5,19 +5,25 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel, model_obstacle, select_kernel
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS, AttentionNeeds
-from verl_pg_plugin.config.facts import Facts
-from verl_pg_plugin.config.layer_compiler import COMPILE_LAYERS, CompilerFacts, Decision, decide
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiles_layers
 from verl_pg_plugin.engine.ranks import gather_on_every_rank
 from verl_pg_plugin.mixers.attention import attention_needs
 
 logger = logging.getLogger(__name__)
+
+
+class Decision(NamedTuple):
+    """Whether an engine compiles its decoder layers, and why."""
+
+    on: bool
+    reason: str
 
 
 class RanksDifferError(RuntimeError):
@@ -78,8 +84,7 @@ def choose_alike(engine_config: Any, model_config: Any, group: dist.ProcessGroup
 
     def choose() -> Told:
         kernel = select_kernel(options.attention_kernel, device, needs)
-        facts = CompilerFacts.of(Facts.from_engine(engine_config, model_config))
-        layers = decide(options.compile_layers, facts)
+        layers = Decision(*compiles_layers(engine_config, model_config))
         chosen.append(LocalChoices(kernel, layers))
         return Told(
             platform.node(), (kernel.name, kernel.reason), (_layers(layers), layers.reason), _runnable(device, needs)

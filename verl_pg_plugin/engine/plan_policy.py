@@ -32,7 +32,7 @@ class PlanPolicy:
     def min_dedup_ratio(self) -> float:
         """Micro-batches that would share less than this run as plain rmpad; all of them after a mismatch."""
         fallen_back = self.verifier is not None and self.verifier.fallen_back
-        return math.inf if fallen_back else self.engine_config.prefix_grouper.min_dedup_ratio
+        return math.inf if fallen_back else 1.0
 
     def _cut_for_copies(self, plan: MicroBatchPlan, forward_only: bool) -> str | None:
         """What to say where copied keys have cut groups; None where they have not."""
@@ -62,7 +62,7 @@ class PlanPolicy:
             self._autocast_dtype,
             checkpointing=self.model_config.enable_gradient_checkpointing,
             # Offloaded activations keep nothing here; what is carried then has the room of layer inputs.
-            keeps_attention=not (options.recompute_attention or self.model_config.enable_activation_offload),
+            keeps_attention=(options.keeps_attention and not self.model_config.enable_activation_offload),
             kernel=self.sharing.kernel.name,
         )
 

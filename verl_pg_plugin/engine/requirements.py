@@ -6,30 +6,10 @@ from tensordict import TensorDict
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, HFModelConfig
 
-from verl_pg_plugin.architectures.checks import Reason, class_reasons, config_reasons, lm_head_reasons
-from verl_pg_plugin.config.facts import Facts
-from verl_pg_plugin.config.rule import violations
-from verl_pg_plugin.config.rules import RULES
+from verl_pg_plugin.architectures import class_issues, config_issues, lm_head_issues
+from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
-
-
-def check_options(engine_config: FSDPEngineConfig, model_config: HFModelConfig) -> None:
-    """Reject engine and model options that the mode does not support.
-
-    The validators ask the same table before Ray starts; verl's own entry point meets it here. Asked before verl's
-    engine is initialised, it speaks before verl refuses a sequence-parallel size in words of its own.
-
-    Raises:
-        ValueError: one line with the settings, the cause and the fix of every violation.
-    """
-    found = violations(RULES, [Facts.from_engine(engine_config, model_config)])
-    if found:
-        listing = "; ".join(
-            f"{', '.join(map(str, violation.settings))}: {violation.why} (fix: {violation.fix})" for violation in found
-        )
-        raise ValueError(f"use_prefix_grouper=True: {listing}; or {SHARING_OFF}")
 
 
 def check_no_dropout(module: nn.Module) -> None:
@@ -68,7 +48,7 @@ def check_model(module: Any) -> None:
     Raises:
         ValueError: names the architecture and the reason.
     """
-    _reject(module, config_reasons(module.config) + class_reasons(type(module)))
+    _reject(module, config_issues(module.config) + class_issues(type(module)))
 
 
 def check_lm_head(module: Any) -> None:
@@ -77,10 +57,10 @@ def check_lm_head(module: Any) -> None:
     Raises:
         ValueError: names the architecture and the reason.
     """
-    _reject(module, lm_head_reasons(type(module)))
+    _reject(module, lm_head_issues(type(module)))
 
 
-def _reject(module: nn.Module, reasons: list[Reason]) -> None:
+def _reject(module: nn.Module, reasons: list[Issue]) -> None:
     if reasons:
         causes = "; ".join(f"{reason.why} ({reason.fix})" if reason.fix else reason.why for reason in reasons)
         raise ValueError(f"prefixes cannot be shared in {type(module).__name__}: {causes}; {SHARING_OFF}")

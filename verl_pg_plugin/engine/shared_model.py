@@ -90,11 +90,9 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
         MIXERS[name].install(module)
     mode.modality.install(module)
     if options.compile_layers:
-        compile_layers(module, dynamic=not options.static_rows, recomputed=module.is_gradient_checkpointing)
+        compile_layers(module, dynamic=True, recomputed=module.is_gradient_checkpointing)
     saved_attention = kept_layers = None
-    if module.is_gradient_checkpointing and not options.recompute_attention:
+    if module.is_gradient_checkpointing and options.keeps_attention:
         saved_attention = SavedAttention(mode.kernel.name)
         saved_attention.install(module)
-        if options.keep_activations != "attention":
-            kept_layers = KeptLayers.install(module, saved_attention, options)
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention, kept_layers)

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_device_id, get_device_name
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.architectures.stock_faults import rmpad_fault
+from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
-from verl_pg_plugin.config.in_force import assert_in_force
-from verl_pg_plugin.config.layer_compiler import Decision
+from verl_pg_plugin.config.engine_config import assert_in_force
+from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.activation_budget import Held
 from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
@@ -36,12 +36,12 @@ from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, flops_of_a
 from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
-from verl_pg_plugin.engine.local_choices import choose_alike
+from verl_pg_plugin.engine.local_choices import Decision, choose_alike
 from verl_pg_plugin.engine.mfu_clock import MfuClock, MfuOfPasses
 from verl_pg_plugin.engine.model_passes import ModelPasses
 from verl_pg_plugin.engine.plan_policy import PlanPolicy
 from verl_pg_plugin.engine.ranks import on_every_rank
-from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout, check_options
+from verl_pg_plugin.engine.requirements import check_batch, check_no_dropout
 from verl_pg_plugin.engine.shared_model import prepare_config, prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode, SharingMode
 from verl_pg_plugin.engine.steps.carry import Carrier
@@ -85,7 +85,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         asked = getattr(engine_config, "use_prefix_grouper", False)
         if asked:  # first, so that a setting is refused in the words of the validators and not in verl's
-            on_every_rank(partial(check_options, engine_config, model_config), dist.group.WORLD)
+            on_every_rank(partial(check_engine, engine_config, model_config), dist.group.WORLD)
         super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
         self.sharing: SharingMode | None = None
         self.verifier: Verifier | None = None
@@ -116,7 +116,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
             kernel=kernel,
             modality=modality,
             row_multiple=config.pad_to_length_bucket if config.pad_to_length else 1,
-            static_rows=config.prefix_grouper.static_rows,
+            static_rows=False,
             sp_group=self.ulysses_parallel_group,
         )
 
@@ -128,7 +128,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
             module: Any = super()._build_module()  # type: ignore[misc]
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
-        if options.compile_layers and not options.static_rows:
+        if options.compile_layers:
             self.sharing = replace(self.sharing, kernel=self.sharing.kernel.for_compiled_layers())
         if (saved := self.shared_model.saved_attention) is not None:
             self.sharing = replace(self.sharing, kernel=replace(self.sharing.kernel, around=saved.kernel))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl_pg_plugin.architectures.head_probe import head_obstacle
+from verl_pg_plugin.architectures import head_obstacle
 from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
 
 logger = logging.getLogger(__name__)

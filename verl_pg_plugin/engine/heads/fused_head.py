@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.architectures.head_probe import fused_obstacle
+from verl_pg_plugin.architectures import fused_obstacle
 from verl_pg_plugin.engine.batch.sequences import BatchError
 from verl_pg_plugin.engine.heads.lm_head import HeadJob, JobHead
 
@@ -56,7 +56,7 @@ class FusedHead(JobHead):
 def fused_outputs(backend: str | None) -> FusedOutputs:
     """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature.
 
-    Which back ends this machine has is a rule (``config.packed_rules``).
+    Which back ends this machine has is a rule (``config.rules.fused_backend``).
     """
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton

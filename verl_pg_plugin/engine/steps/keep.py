@@ -49,7 +49,7 @@ class Keeper:
         Raises:
             ValueError: layers are to be kept, and the model's are not checkpointed one by one.
         """
-        asked = engine_config.prefix_grouper.keep_activations
+        asked = "attention"
         if asked == "attention" or engine_config.forward_only or not model_config.enable_gradient_checkpointing:
             return None  # without gradient checkpointing every layer keeps everything
         reason = _why_attention(model, mode, model_config, auto=asked == "auto")
