@@ -60,14 +60,14 @@ def _engage_before_run() -> None:
 def _keep_groups_in_v1() -> None:
     """In the process of verl's task runner, which looks its trainer up by name."""
     from verl_pg_plugin import upstream
-    from verl_pg_plugin.trainer.modes import PREFIX
+    from verl_pg_plugin.config.keys import TRAINER_PREFIX
 
     def keep_groups(trainer_cls: type) -> type:
         from verl_pg_plugin.trainer import keep_groups  # what other processes need not load
 
         return keep_groups(trainer_cls)
 
-    _or_warn(lambda: upstream.look_up_group_trainers(PREFIX, keep_groups))
+    _or_warn(lambda: upstream.look_up_group_trainers(TRAINER_PREFIX, keep_groups))
 
 
 def _reach_v0() -> None:

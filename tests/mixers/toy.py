@@ -14,7 +14,6 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.mixers import PairCost
-from verl_pg_plugin.reason import Reason
 
 WIDTH = 3
 
@@ -37,10 +36,10 @@ class Convolution:
     carries: ClassVar[bool] = False
     mixes_padded_groups: ClassVar[bool] = False
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(self, config: PretrainedConfig) -> list[str]:
         return []
 
-    def machine_obstacles(self, device_name: str) -> list[Reason]:
+    def machine_obstacles(self, device_name: str) -> list[str]:
         return []
 
     def prepare(self, config: PretrainedConfig) -> None:

@@ -21,7 +21,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_pg_plugin.architectures.skeleton import auto_class
+from verl_pg_plugin.architectures import auto_class
 from verl_pg_plugin.cpu.generation import Completion, Request, generate
 from verl_pg_plugin.cpu.pictures import PromptPictures, reads_pictures
 from verl_pg_plugin.cpu.received_weights import copy_weights, received_parameters, received_weights

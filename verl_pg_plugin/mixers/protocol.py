@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from verl_pg_plugin.reason import Reason
-
 
 @dataclass(frozen=True)
 class PairCost:
@@ -47,10 +45,10 @@ class Mixer(Protocol):
     carries: ClassVar[bool]
     mixes_padded_groups: ClassVar[bool]
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(self, config: PretrainedConfig) -> list[str]:
         """Why its layers in a model with this text config cannot share rows; empty if they can."""
 
-    def machine_obstacles(self, device_name: str) -> list[Reason]:
+    def machine_obstacles(self, device_name: str) -> list[str]:
         """What this machine lacks to run its layers on such a device, and the command that installs it."""
 
     def prepare(self, config: PretrainedConfig) -> None:

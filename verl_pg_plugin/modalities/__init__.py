@@ -7,7 +7,6 @@ from transformers import PretrainedConfig
 from verl_pg_plugin.modalities.pictures.modality import Pictures
 from verl_pg_plugin.modalities.protocol import Content, ContentInputs, Modality
 from verl_pg_plugin.modalities.text import Text
-from verl_pg_plugin.reason import Reason
 
 __all__ = ["MODALITIES", "Content", "ContentInputs", "Modality", "modality_obstacles", "modality_of"]
 
@@ -15,7 +14,7 @@ MODALITIES: dict[str, type[Modality]] = {modality.name: modality for modality in
 """Every modality by name; a model has the first that it has no obstacle to."""
 
 
-def modality_obstacles(config: PretrainedConfig) -> list[Reason]:
+def modality_obstacles(config: PretrainedConfig) -> list[str]:
     """Why no modality fits a model, in the words of the first; empty if one does."""
     obstacles = [modality.obstacles(config) for modality in MODALITIES.values()]
     return obstacles[0] if all(obstacles) else []
@@ -30,4 +29,4 @@ def modality_of(config: PretrainedConfig) -> Modality:
     for modality in MODALITIES.values():
         if not modality.obstacles(config):
             return modality.of(config)
-    raise ValueError("; ".join(reason.why for reason in modality_obstacles(config)))
+    raise ValueError("; ".join(modality_obstacles(config)))

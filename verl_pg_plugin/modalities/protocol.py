@@ -15,8 +15,6 @@ from verl_pg_plugin.layout.prefix_order import IntArray
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from verl_pg_plugin.reason import Reason
-
 L = TypeVar("L", bound=PackedLayout)
 
 
@@ -98,7 +96,7 @@ class Modality(Protocol):
     towers: ClassVar[tuple[str, ...]]
 
     @classmethod
-    def obstacles(cls, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(cls, config: PretrainedConfig) -> list[str]:
         """Why a model with this config does not take this content, or not with shared rows; empty if it does."""
 
     @classmethod

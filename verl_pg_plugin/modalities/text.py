@@ -14,7 +14,6 @@ from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.prefix_order import IntArray
 from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.protocol import Content, ContentInputs
-from verl_pg_plugin.reason import Reason
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
 TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
@@ -32,15 +31,15 @@ class Text:
     towers: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def obstacles(cls, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(cls, config: PretrainedConfig) -> list[str]:
         if config.model_type in TEXT_ALONE:
             return []
         found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
         if found:
-            return [Reason(f"{config.model_type} is multimodal ({found[0]}); only text models are supported")]
+            return [f"{config.model_type} is multimodal ({found[0]}); only text models are supported"]
         rope: Any = getattr(config, "rope_parameters", None) or {}
         if "mrope_section" in rope:
-            return [Reason(f"{config.model_type} uses three-dimensional position ids (mrope)")]
+            return [f"{config.model_type} uses three-dimensional position ids (mrope)"]
         return []
 
     @classmethod

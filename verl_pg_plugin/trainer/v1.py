@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
 from verl_pg_plugin.trainer.console import console
 from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
-from verl_pg_plugin.trainer.modes import PREFIX
+from verl_pg_plugin.config.keys import TRAINER_PREFIX
 from verl_pg_plugin.trainer.whole_groups import (
     ESTIMATED_ROWS,
     balance_metrics,
@@ -28,7 +28,7 @@ class KeepsGroupsV1(KeepsGroups):
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         # verl compares the mode with "sync" to choose the replay buffer and how checkpoints are taken.
-        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(TRAINER_PREFIX)
         super().__init__(config, *args, **kwargs)
 
     def fit(self, *args: Any, **kwargs: Any) -> None:

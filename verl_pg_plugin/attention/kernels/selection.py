@@ -164,7 +164,7 @@ def kernel_obstacle(name: str, device_type: str) -> str:
     """Why a kernel cannot run here and what would change that; empty if nothing is in the way. Imports no kernel."""
     spec = KERNELS[name]
     if found := spec.obstacle(device_type):
-        return f"{found.why}: {found.fix}"
+        return found
     if spec.device_type == "cuda":
         if not torch.cuda.is_available():
             return f"needs a GPU and torch {torch.__version__} sees none; VERL_PLATFORM=cpu runs without"

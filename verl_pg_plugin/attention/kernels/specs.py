@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from verl_pg_plugin.reason import Reason
-
 ATTENTION_KERNEL = "prefix_grouper.attention_kernel"
 
 
@@ -81,13 +79,13 @@ class KernelSpec:
             return False
         return True
 
-    def obstacle(self, device_type: str) -> Reason | None:
-        """Why this machine cannot run it on a type of device; starts no CUDA context, so any GPU will do here."""
+    def obstacle(self, device_type: str) -> str:
+        """Why this machine cannot run it on a type of device and what to do; empty if it can. Starts no CUDA context."""
         if self.device_type not in (None, device_type):
-            return Reason(f"needs a {self.device_type} device, this is {device_type}", f"++{ATTENTION_KERNEL}=auto")
+            return f"needs a {self.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
         if not self.installed:
-            return Reason(f"needs {self.package}, which is not installed", self.install)
-        return None
+            return f"needs {self.package}, which is not installed: {self.install}"
+        return ""
 
     def misfit(self, needs: AttentionNeeds, device_type: str) -> str:
         """What a model needs and this kernel does not compute on a device; empty if nothing."""
@@ -186,6 +184,6 @@ def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
     """
     found = {}
     for kernel in candidates(name, device_type):
-        missing = KERNELS[kernel].obstacle(device_type) if name == "auto" else None
-        found[kernel] = KERNELS[kernel].misfit(needs, device_type) or (missing.why if missing else "")
+        missing = KERNELS[kernel].obstacle(device_type) if name == "auto" else ""
+        found[kernel] = KERNELS[kernel].misfit(needs, device_type) or missing
     return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""

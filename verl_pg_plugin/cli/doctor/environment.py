@@ -47,35 +47,13 @@ def versions() -> Section:
 
 
 def parts() -> Section:
-    """Parts of other packages that look otherwise than when our code was written, or are somebody else's now."""
-    from verl_pg_plugin.config.other_packages import edited_files, installed_peers, replacements
+    """Parts of other packages that look otherwise than when our code was written."""
     from verl_pg_plugin.contract.verl import PARTS, changes
 
     found = changes()
     state = f"{len(found)} of {len(PARTS)} differ" if found else f"all {len(PARTS)} are as they were"
     rows = [("signatures", state)]
     problems = [Problem(message, f"pip install '{_requirement(message.partition('.')[0])}'") for message in found]
-    for replacement in replacements():
-        rows.append((replacement.path, f"replaced by {replacement.module}; in force: {replacement.in_force}"))
-        problems.append(
-            Problem(
-                f"another package has replaced what prefix sharing builds on: {replacement}",
-                f"uninstall {replacement.module.partition('.')[0]} or keep it from loading "
-                "(VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin), or let ++prefix_grouper.verify=first compare with rows "
-                "computed alone",
-                is_warning=True,
-            )
-        )
-    rows += [("serves the same flag", f"{peer} is installed") for peer in installed_peers()]
-    for file in edited_files():
-        rows.append((file, "edited after verl was installed"))
-        problems.append(
-            Problem(
-                f"{file} is not the file that verl {_version('verl')} installed",
-                f"pip install --force-reinstall --no-deps verl=={_version('verl')}, unless the edit is meant",
-                is_warning=True,
-            )
-        )
     return Section("Parts of verl, transformers and torch that we build on", tuple(rows), tuple(problems))
 
 

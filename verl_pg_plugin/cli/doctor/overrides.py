@@ -8,19 +8,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from verl.utils.device import auto_set_device, get_device_name
 
-from verl_pg_plugin.architectures.stock_faults import rmpad_fault
+from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.cli.doctor.sharing import sharing_model
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.engage import add_sections
-from verl_pg_plugin.config.facts import Facts, Role
-from verl_pg_plugin.config.keys import OPTIONS
-from verl_pg_plugin.config.layer_compiler import COMPILE_LAYERS, CompilerFacts, decide
-from verl_pg_plugin.config.mode import USE_PREFIX_GROUPER, USE_REMOVE_PADDING, Mode, mode_of
-from verl_pg_plugin.config.validate import everything
-from verl_pg_plugin.config.violation import Violation
+from verl_pg_plugin.config.keys import ACTOR, OPTIONS, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.mode import Mode, mode_of
+from verl_pg_plugin.config.preflight import preflight
+from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.mixers.attention import attention_needs
 
 __all__ = ["compose_config", "settings"]
@@ -55,18 +54,18 @@ def compose_config(overrides: list[str]) -> DictConfig:
 def settings(config: DictConfig) -> Section:
     """Mode, attention kernel, and everything that an entry point would say against the run."""
     mode = mode_of(config)
-    violations = everything(config)
+    issues = preflight(config)
     rows = [
         ("mode", f"{mode.value} ({_value(config, USE_PREFIX_GROUPER)}, {_value(config, USE_REMOVE_PADDING)})"),
         ("trainer", f"V1, mode {config.trainer.v1.trainer_mode}" if config.trainer.use_v1 else "V0"),
         ("strategy of the actor", str(OmegaConf.select(config, "actor_rollout_ref.actor.strategy"))),
     ]
-    problems = [_problem(violation) for violation in violations]
+    problems = [Problem(f"{issue.setting}: {issue.why}", issue.fix, issue.is_warning) for issue in issues]
     if mode is Mode.RMPAD:
         problems += _stock_fault(config)
     if not mode.shares_prefixes:
         rows.append(("attention", f"stock verl's; {USE_PREFIX_GROUPER}=True shares prefixes"))
-    elif not any(violation.rule in ("attention_kernel", "attention_kernel_model") for violation in violations):
+    elif not any(issue.key == ATTENTION_KERNEL for issue in issues):
         asked, hf_config = OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), sharing_model(config)
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
         try:
@@ -89,16 +88,9 @@ def _activations(config: DictConfig) -> str:
     """What the backward of the actor finds kept."""
     if not OmegaConf.select(config, "actor_rollout_ref.model.enable_gradient_checkpointing", default=False):
         return "all kept, no gradient checkpointing"
-    if OmegaConf.select(config, f"{OPTIONS}.recompute_attention", default=False):
-        return "all recomputed, attention too"
-    asked = OmegaConf.select(config, f"{OPTIONS}.keep_activations", default="attention")
-    kept = {
-        "attention": "attention's outputs are kept",
-        "mlp": "attention's outputs and the MLPs of all layers are kept",
-        "all": "all layers are kept",
-        "auto": "attention's outputs are kept, and as many layers as the device has memory for after the first update",
-    }
-    return f"{kept.get(asked, f'layers of up to {asked} GiB are kept')} ({OPTIONS}.keep_activations={asked})"
+    asked = OmegaConf.select(config, f"{OPTIONS}.activations", default="auto")
+    kept = "layers' inputs are kept" if asked == "inputs" else "layers' inputs and attention's outputs are kept"
+    return f"{kept} ({OPTIONS}.activations={asked})"
 
 
 def _compiled_layers(config: DictConfig) -> str:
@@ -106,19 +98,14 @@ def _compiled_layers(config: DictConfig) -> str:
     hf_config = sharing_model(config)
     if asked == "auto" and hf_config is None:
         return f"{COMPILE_LAYERS}=auto: known with a local checkpoint of transformers' own"
-    decision = decide(asked, CompilerFacts.of(Facts.from_hydra(config, Role.ACTOR, hf_config)))
-    return f"{'yes' if decision.on else 'no'} ({decision.reason})"
+    compiles, reason = layer_compilation(engine_of(config, ACTOR, hf_config))
+    return f"{'yes' if compiles else 'no'} ({reason})"
 
 
 def _stock_fault(config: DictConfig) -> list[Problem]:
     hf_config = sharing_model(config)
     fault = rmpad_fault(hf_config, get_device_name()) if hf_config else None
     return [Problem(fault.why, fault.fix)] if fault else []
-
-
-def _problem(violation: Violation) -> Problem:
-    settings = ", ".join(map(str, violation.settings))
-    return Problem(f"{settings}: {violation.why}" if settings else violation.why, violation.fix)
 
 
 def _value(config: DictConfig, key: str) -> str:

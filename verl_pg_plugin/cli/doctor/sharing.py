@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils.model import update_model_config
 
-from verl_pg_plugin.architectures.checks import unsupported_reasons
-from verl_pg_plugin.architectures.head_probe import head_obstacle
-from verl_pg_plugin.architectures.skeleton import text_skeleton
+from verl_pg_plugin.architectures import architecture_issues, head_obstacle, text_skeleton
 from verl_pg_plugin.cli.doctor.report import Problem, Section
-from verl_pg_plugin.config.checkpoint_checks import local_checkpoint, model_overrides, optional_folder
-from verl_pg_plugin.config.facts import Role, effective_sp_size
-from verl_pg_plugin.config.keys import ACTOR, MODEL, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.checkpoints import read_hf_config
+from verl_pg_plugin.config.keys import ACTOR, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
+from verl_pg_plugin.config.rules import sp_size_of
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.mixers import MIXERS, count_layers
 
@@ -133,17 +129,8 @@ def sharing_model(config: DictConfig) -> PretrainedConfig | None:
 
     None without a local checkpoint of one of transformers' own architectures that can share prefixes.
     """
-    path = str(OmegaConf.select(config, f"{MODEL}.path"))
-    _, source = optional_folder(config, MODEL, "hf_config_path", path)
-    folder = local_checkpoint(source)
-    if folder is None or not Path(folder, "config.json").is_file():
-        return None
-    try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError):  # unreadable, or code of its own: the validators say so where it matters
-        return None
-    update_model_config(hf_config, override_config_kwargs=model_overrides(config, MODEL))
-    return None if unsupported_reasons(hf_config, trust_remote_code=False) else hf_config
+    hf_config = read_hf_config(config)
+    return None if hf_config is None or architecture_issues(hf_config, trust_remote_code=False) else hf_config
 
 
 def flop_bound(hf_config: PretrainedConfig, group: Group) -> float:
@@ -163,7 +150,7 @@ def _limits(config: DictConfig) -> list[Limit]:
         counts_rows = bool(OmegaConf.select(config, f"{role}.{switch}use_dynamic_bsz"))
         key = f"{role}.{kind}{'max_token_len_per_gpu' if counts_rows else 'micro_batch_size_per_gpu'}"
         value = OmegaConf.select(config, key)
-        sp_size = effective_sp_size(config, Role(engine)) if counts_rows else 1
+        sp_size = sp_size_of(config, engine) if counts_rows else 1
         if value is not None:
             limits.append(Limit(key, value, counts_rows, sp_size))
     return limits

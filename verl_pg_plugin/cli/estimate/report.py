@@ -16,8 +16,7 @@ from rich.table import Table
 
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.estimate.sources import Model
-from verl_pg_plugin.config.layer_compiler import AUTO, CompilerFacts, decide
-from verl_pg_plugin.config.mode import Mode
+from verl_pg_plugin.config.compile import decide
 from verl_pg_plugin.cost.flops import EXPERTS
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
 from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
@@ -59,8 +58,7 @@ def are_layers_compiled(asked: str, model: Model) -> bool:
     Args:
         asked: auto, True or False.
     """
-    facts = CompilerFacts(Mode.PACKED, "cuda", model.config.model_type)
-    return decide(AUTO if asked == AUTO else asked == "True", facts).on
+    return decide(asked if asked == "auto" else asked == "True", model.config.model_type, "cuda")[0]
 
 
 def kept_budget(asked: str | float, model: Model, compiled: bool) -> KeptBudget | None:

@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.architectures import architecture_issues
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.estimate import rollouts
 from verl_pg_plugin.cost.flops import ModelFlops
@@ -40,7 +40,7 @@ def load_model(name: str) -> Model:
         config = AutoConfig.from_pretrained(_folder(name))
     except (OSError, ValueError, KeyError) as error:
         raise CommandError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
-    reasons = unsupported_reasons(config, trust_remote_code=False)
+    reasons = architecture_issues(config, trust_remote_code=False)
     if reasons:
         raise CommandError(f"--model {name}: packed mode does not run it: {reasons[0].why}")
     return Model(config, ModelFlops.of_config(config))

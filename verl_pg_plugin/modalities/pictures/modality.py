@@ -18,7 +18,6 @@ from verl_pg_plugin.modalities.pictures.occurrences import Kind, Picture, find_p
 from verl_pg_plugin.modalities.pictures.sequence_parallel import slice_behind_the_tower
 from verl_pg_plugin.modalities.protocol import Content, ContentInputs
 from verl_pg_plugin.modalities.text import counted, multi_modal_rows, read_positions, read_tokens
-from verl_pg_plugin.reason import Reason
 
 PICTURE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over pictures too, and their tower looks at each image or frame alone."""
@@ -48,10 +47,10 @@ class Pictures:
     patch_numbers: int
 
     @classmethod
-    def obstacles(cls, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(cls, config: PretrainedConfig) -> list[str]:
         if config.model_type in PICTURE_MODEL_TYPES:
             return []
-        return [Reason(f"pictures are read by {', '.join(PICTURE_MODEL_TYPES)}, not by {config.model_type}")]
+        return [f"pictures are read by {', '.join(PICTURE_MODEL_TYPES)}, not by {config.model_type}"]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Pictures:
