@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from tests.layout.tries import sequence_rows
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.kernels import Kernel, select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 
@@ -89,12 +89,12 @@ def packed_outcome(
     tensors: Tensors,
     layout: PackedLayout,
     window_size: int = -1,
-    kernel: VarlenKernel | None = None,
+    kernel: Kernel | None = None,
     softcap: float = 0.0,
 ) -> Outcome:
-    """``PackedRows`` of the same tensors."""
+    """``PackedAttention`` of the same tensors."""
     device = tensors.q.device
-    packed = PackedRows.from_layout(layout, kernel or select_kernel("sdpa", device.type), device)
+    packed = PackedAttention(layout, kernel or select_kernel("sdpa", device.type), device)
     q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size, softcap))
     out.backward(tensors.grad_out)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from verl_pg_plugin.attention.carried_rows import CarriedRows, Carrying
-from verl_pg_plugin.attention.carry_stack import CarryBlock
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.cache import CarriedRows, CacheAccess
+from verl_pg_plugin.attention.cache import CachedTokens
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 OPTIONS = AttentionOptions(1.0)
@@ -21,20 +21,20 @@ def part(num_responses: int, first_head: int = 2, **chain: int) -> CarriedLayout
     return build_carried_layout(*rows, part=place, first_head=first_head, forward_only=True)
 
 
-def carried_rows(carrying: Carrying) -> CarriedRows:
+def carried_rows(carrying: CacheAccess) -> CarriedRows:
     return CarriedRows.carry(carrying, select_kernel("sdpa", "cpu"), "cpu")
 
 
-def block(stop: int, dtype: torch.dtype) -> CarryBlock:
+def block(stop: int, dtype: torch.dtype) -> CachedTokens:
     keys = {(0, which): torch.zeros(stop, 1, 1, dtype=dtype) for which in (0, 1)}
     sums = {place: torch.zeros(stop, 1, 1) for place in keys}
-    return CarryBlock(0, stop, keys, sums, torch.zeros(stop, 1), torch.zeros(stop, 1))
+    return CachedTokens(0, stop, keys, sums, torch.zeros(stop, 1), torch.zeros(stop, 1))
 
 
 def test_what_a_part_owes_to_carried_keys_is_summed_in_float32() -> None:
     """256 + 1 is 256 in bf16."""
     stack = block(2, torch.bfloat16)
-    rows = carried_rows(Carrying(part(3), read=[stack]))
+    rows = carried_rows(CacheAccess(part(3), read=[stack]))
     own = torch.zeros(rows.num_rows, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     keys, *_ = rows.read(own, own, OPTIONS)
     places = np.flatnonzero(rows.carrying.layout.kv_rows == 0).tolist()
@@ -51,7 +51,7 @@ def test_the_owner_adds_what_it_is_owed_and_rounds_once() -> None:
     owed = block(2, torch.bfloat16)
     for sums in owed.key_value_sums.values():
         sums.fill_(1.0)
-    rows = carried_rows(Carrying(part(2, num_carried=0, read_next=2), read=[], owed=[owed]))
+    rows = carried_rows(CacheAccess(part(2, num_carried=0, read_next=2), read=[], owed=[owed]))
     own = torch.zeros(rows.num_rows, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     keys, *_ = rows.read(own, own, OPTIONS)
     grad = torch.zeros_like(keys)
@@ -63,8 +63,8 @@ def test_the_owner_adds_what_it_is_owed_and_rounds_once() -> None:
 
 
 def test_sums_of_an_export_are_kept_in_float32() -> None:
-    leave = CarryBlock(0, 2)
-    rows = carried_rows(Carrying(part(2, num_carried=0, read_next=2), read=[], leave=leave, is_export=True))
+    leave = CachedTokens(0, 2)
+    rows = carried_rows(CacheAccess(part(2, num_carried=0, read_next=2), read=[], leave=leave, is_export=True))
     own = torch.ones(rows.num_rows, 1, 1, dtype=torch.bfloat16)
     rows.read(own, own, OPTIONS)
     assert {sums.dtype for sums in leave.key_value_sums.values()} == {torch.float32}
@@ -72,7 +72,7 @@ def test_sums_of_an_export_are_kept_in_float32() -> None:
 
 
 def test_two_layers_of_one_number_are_an_error_and_not_one_overwritten() -> None:
-    rows = carried_rows(Carrying(part(2, num_carried=0, read_next=2), read=[], leave=CarryBlock(0, 2)))
+    rows = carried_rows(CacheAccess(part(2, num_carried=0, read_next=2), read=[], leave=CachedTokens(0, 2)))
     own = torch.ones(rows.num_rows, 1, 1)
     rows.read(own, own, OPTIONS)
     with pytest.raises(
@@ -87,7 +87,7 @@ def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> 
     assert owed.column_sums is not None
     owed.column_sums.fill_(5.0)
     own = torch.zeros(len(layout.head_rows), 1, requires_grad=True)
-    joined = Carrying(layout, read=[], owed=[owed]).join_columns(own)
+    joined = CacheAccess(layout, read=[], owed=[owed]).join_outputs(own)
     grad = torch.ones_like(joined)
     joined.backward(grad)
     assert own.grad is not None
@@ -100,7 +100,7 @@ def test_parts_add_to_the_gradients_of_carried_head_outputs() -> None:
     layout = part(2, first_head=0, num_carried=2)
     layout = CarriedLayout(**{**vars(layout), "carried_heads": np.array([0, 1])})
     own = torch.zeros(len(layout.head_rows), 1, requires_grad=True)
-    joined = Carrying(layout, read=[stack]).join_columns(own)
+    joined = CacheAccess(layout, read=[stack]).join_outputs(own)
     for total in (1.0, 2.0):
         joined.backward(torch.ones_like(joined), retain_graph=True)
         assert stack.column_sums is not None

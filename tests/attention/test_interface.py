@@ -14,11 +14,11 @@ from verl_pg_plugin.attention.interface import (
     ATTENTION_NAME,
     attention_options,
     register_attention,
-    shared_rows_attention,
+    packed_attention,
 )
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,))).layout()
 TENSORS = random_tensors(LAYOUT.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
@@ -28,14 +28,14 @@ class Layer(nn.Module):
     layer_idx = 7
 
 
-def packed() -> PackedRows:
-    return PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+def packed() -> PackedAttention:
+    return PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
 
 
 def call(module: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (TENSORS.q, TENSORS.k, TENSORS.v))
     options = {"attention_mask": None, "prefix_grouper": packed(), **kwargs}
-    out, weights = shared_rows_attention(module or Layer(), q, k, v, **options)
+    out, weights = packed_attention(module or Layer(), q, k, v, **options)
     assert weights is None
     return out
 
@@ -91,7 +91,7 @@ def test_a_bidirectional_module_is_refused_even_if_nobody_says_is_causal() -> No
 def test_registering_twice_changes_nothing() -> None:
     register_attention()
     register_attention()
-    assert AttentionInterface()[ATTENTION_NAME] is shared_rows_attention
+    assert AttentionInterface()[ATTENTION_NAME] is packed_attention
 
 
 def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:

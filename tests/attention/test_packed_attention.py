@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.attention.dense import Outcome, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, batches, segment_paths, sequence_rows
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.kernels import Kernel, select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
@@ -79,7 +79,7 @@ def test_the_output_has_the_dtype_of_the_queries(dtype: torch.dtype) -> None:
 
 def test_softcap_on_sdpa_is_refused_and_not_ignored() -> None:
     layout = GROUP.layout()
-    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     tensors = random_tensors(layout.num_rows, 2, 1, 4, seed=5, dtype=torch.float32)
     with pytest.raises(NotImplementedError, match=r"softcap needs \+\+prefix_grouper\.attention_kernel=flash_attn_2"):
         packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(1.0, softcap=30.0))
@@ -87,14 +87,14 @@ def test_softcap_on_sdpa_is_refused_and_not_ignored() -> None:
 
 def test_where_nothing_is_shared_no_key_is_copied() -> None:
     layout = batch_of(((1, 2, 3), (4, 5)), ((6, 7), (8,))).layout()
-    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     assert packed.copies is None
-    assert PackedRows.from_layout(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").copies is not None
+    assert PackedAttention(GROUP.layout(), select_kernel("sdpa", "cpu"), "cpu").copies is not None
 
 
 def test_padding_rows_follow_the_others_and_attend_to_nothing() -> None:
     layout = GROUP.layout()
-    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     tensors = random_tensors(layout.num_rows + 3, heads=4, kv_heads=2, head_dim=8, seed=6, dtype=torch.float64)
     options = AttentionOptions(8**-0.5)
     padded = packed.attend_packed(tensors.q, tensors.k, tensors.v, options)
@@ -112,7 +112,7 @@ def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
         told.extend(args[4:6])
         return q
 
-    packed = PackedRows.from_layout(layout, VarlenKernel("sdpa", "", attend), "cpu")
+    packed = PackedAttention(layout, Kernel("sdpa", "", attend), "cpu")
     tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=8, seed=7, dtype=torch.float64)
     packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(1.0))
     assert told == [11, 11 + 7], "the prompt's rows but its last; that one and all of the longest response but its end"
@@ -120,7 +120,7 @@ def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
 
 def test_a_scale_of_the_models_own_is_used() -> None:
     layout = GROUP.layout()
-    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=16, seed=8, dtype=torch.float64)
     scaled = packed.attend_packed(tensors.q, tensors.k, tensors.v, AttentionOptions(0.1))
     by_hand = packed.attend_packed(tensors.q * 0.4, tensors.k, tensors.v, AttentionOptions(0.25))

@@ -3,14 +3,14 @@
 import pytest
 
 from tests.layout.tries import batch_of
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.layout import PackedLayout
 
 
 def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
     layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
-    rows = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     made = []
 
     def windows(layout: PackedLayout, width: int) -> int:
@@ -22,7 +22,7 @@ def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
 
 
 def test_rows_without_a_layout_say_so() -> None:
-    rows = PackedRows.from_layout(batch_of(((1, 2), (3,))).layout(), select_kernel("sdpa", "cpu"), "cpu")
+    rows = PackedAttention(batch_of(((1, 2), (3,))).layout(), select_kernel("sdpa", "cpu"), "cpu")
     rows.layout = None
     with pytest.raises(RuntimeError, match="have no layout"):
         rows.index(lambda layout: 0)

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from tests.layout.tries import batch_of
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
-from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
+from verl_pg_plugin.attention.context import UlyssesAttention
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def test_heads_that_cannot_be_spread_are_named(
     heads: int, kv_heads: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = PackedRows.from_layout(batch_of(((1, 2), (3,))).layout(), select_kernel("sdpa", "cpu"), "cpu")
-    rows = UlyssesRows(packed, packed.num_rows, dist.group.WORLD)
+    packed = PackedAttention(batch_of(((1, 2), (3,))).layout(), select_kernel("sdpa", "cpu"), "cpu")
+    rows = UlyssesAttention(packed, packed.num_rows, dist.group.WORLD)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
     query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
     with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads .* over {ranks} ranks"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, model_obstacle
+from verl_pg_plugin.attention.kernels import kernel_obstacle, model_obstacle
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.gated_delta.kernels import has_fla

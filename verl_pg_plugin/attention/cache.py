@@ -69,6 +69,10 @@ class CachedTokens:
         before = CachedTokens(self.start, at, first(self.values), first(self.pending))
         return before, CachedTokens(at, self.stop, last(self.values), last(self.pending))
 
+    def drop_values(self) -> None:
+        """Free them: the chunk that takes the pending gradients computes the values again."""
+        self.values.clear()
+
     @property
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.values.values(), *self.pending.values()]

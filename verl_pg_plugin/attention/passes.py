@@ -245,9 +245,7 @@ def _cpu_options(q: torch.Tensor, k: torch.Tensor, p: Varlen) -> dict[str, Any]:
     return {"dropout_p": 0.0, "is_causal": square, "attn_mask": mask, "scale": p.softmax_scale}
 
 
-def _cpu_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(*(x.transpose(0, 1)[None] for x in (q, k, v)), **_cpu_options(q, k, p))
     return out[0].transpose(0, 1), lse[0]

@@ -11,7 +11,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_pg_plugin.architectures.head_probe import fused_obstacle
 from verl_pg_plugin.architectures.rotary_angles import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
 from verl_pg_plugin.architectures.skeleton import text_skeleton
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS, KERNELS, candidates, model_misfit
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNELS, KERNELS, candidates, model_misfit
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER
 from verl_pg_plugin.config.layer_compiler import asks_to_compile, model_obstacle
@@ -57,7 +57,7 @@ def no_kernel_fits(value: Any, facts: Facts) -> str:
 
 def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
     needs = attention_needs(facts.hf_config.get_text_config())
-    fitting = [kernel for kernel, spec in KERNELS.items() if not spec.misfit(needs, facts.device_name)]
+    fitting = [kernel for kernel, spec in KERNELS.items() if spec.package and not spec.misfit(needs)]
     stock = f"{USE_PREFIX_GROUPER}=False (stock verl)"
     if not fitting:
         return stock
@@ -65,7 +65,8 @@ def kernel_that_fits(settings: tuple[Setting, ...], facts: Facts) -> str:
     if kernel not in candidates("auto", facts.device_name):
         return f"++{settings[0].key}={kernel} (on another device), or {stock}"
     missing = KERNELS[kernel].obstacle(facts.device_name)
-    return f"{missing.fix if missing else f'++{settings[0].key}={kernel}'}, or {stock}"
+    way = KERNELS[kernel].install if missing else f"++{settings[0].key}={kernel}"
+    return f"{way}, or {stock}"
 
 
 def head_is_not_fused(facts: Facts) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNELS
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.violation import Setting, Violation
 

@@ -7,38 +7,34 @@ from typing import Any
 from hydra.utils import get_class
 
 from verl_pg_plugin.architectures.checks import REPLACED_ATTENTION
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS
 from verl_pg_plugin.config.facts import Facts, Role
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import is_set
 from verl_pg_plugin.config.rule import ALL, SHARING, Rule, above_one, add_as, is_on, set_to
 from verl_pg_plugin.config.violation import Setting
-from verl_pg_plugin.reason import Reason
 
 __all__ = ["SHARING_RULES"]
 
 ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 
-def kernel_obstacle(value: Any, facts: Facts) -> Reason | None:
+def kernel_obstacle(value: Any, facts: Facts) -> str:
     """Of a kernel that is asked for by name; of ``auto`` the model decides (``model_rules``)."""
-    return KERNELS[value].obstacle(facts.device_name) if value in KERNELS else None
+    return KERNELS[value].obstacle(facts.device_name) if value in KERNELS else ""
 
 
 def lacks_kernel(value: Any, facts: Facts) -> bool:
-    return kernel_obstacle(value, facts) is not None
+    return bool(kernel_obstacle(value, facts))
 
 
 def kernel_why(value: Any, facts: Facts) -> str:
-    obstacle = kernel_obstacle(value, facts)
-    assert obstacle is not None
-    return obstacle.why
+    return kernel_obstacle(value, facts).partition(": ")[0]
 
 
 def kernel_fix(settings: tuple[Setting, ...], facts: Facts) -> str:
-    obstacle = kernel_obstacle(settings[0].value, facts)
-    assert obstacle is not None
-    return ", or ".join(dict.fromkeys([obstacle.fix, f"++{ATTENTION_KERNEL}=auto"]))
+    fix = kernel_obstacle(settings[0].value, facts).partition(": ")[2]
+    return ", or ".join(dict.fromkeys([fix, f"++{ATTENTION_KERNEL}=auto"]))
 
 
 def runs_fsdp(facts: Facts) -> bool:

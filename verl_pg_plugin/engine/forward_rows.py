@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_pg_plugin.attention.carried_rows import Carrying
+from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.gather import send, to_device
-from verl_pg_plugin.attention.shared_rows import SharedRows
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.layout import PackedLayout, PaddedLayout
 from verl_pg_plugin.modalities import ContentInputs
@@ -37,7 +37,7 @@ class ForwardRows:
         content: what the model reads beside tokens, by keyword; with any, the model slices rows of ranks itself.
     """
 
-    shared: SharedRows
+    shared: AttentionContext
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     head_columns: torch.Tensor
@@ -49,17 +49,17 @@ class ForwardRows:
     response_index: torch.Tensor
     response_head: torch.Tensor
     num_logical_tokens: int
-    carrying: Carrying | None = None
+    carrying: CacheAccess | None = None
     content: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def from_packed(
         cls,
         layout: PackedLayout,
-        shared: SharedRows,
+        shared: AttentionContext,
         shard: RowShard,
         device: torch.device | str,
-        carrying: Carrying | None = None,
+        carrying: CacheAccess | None = None,
         content: ContentInputs | None = None,
     ) -> "ForwardRows":
         """Move what a forward over this rank's packed rows needs to ``device``."""
@@ -95,7 +95,9 @@ class ForwardRows:
         )
 
     @classmethod
-    def from_padded_groups(cls, layout: PaddedLayout, shared: SharedRows, device: torch.device | str) -> "ForwardRows":
+    def from_padded_groups(
+        cls, layout: PaddedLayout, shared: AttentionContext, device: torch.device | str
+    ) -> "ForwardRows":
         """Move what a forward over padded lines needs to ``device``."""
 
         def move(array: np.ndarray) -> torch.Tensor:
@@ -138,7 +140,7 @@ class ForwardRows:
         if self.all_head_rows is not None:
             x_LC = x_NC.new_zeros(self.shard.num_rows, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
             x_NC = self.shard.gather(x_LC).index_select(0, self.all_head_rows)
-        return x_NC if self.carrying is None else self.carrying.join_columns(x_NC)
+        return x_NC if self.carrying is None else self.carrying.join_outputs(x_NC)
 
     def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Spread values of head rows over the sequences, as verl reads them.

@@ -10,8 +10,14 @@ from typing import Any
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, model_obstacle, select_kernel
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS, AttentionNeeds
+from verl_pg_plugin.attention.kernels import (
+    ATTENTION_KERNEL,
+    KERNELS,
+    AttentionNeeds,
+    Kernel,
+    model_obstacle,
+    select_kernel,
+)
 from verl_pg_plugin.config.facts import Facts
 from verl_pg_plugin.config.layer_compiler import COMPILE_LAYERS, CompilerFacts, Decision, decide
 from verl_pg_plugin.engine.ranks import gather_on_every_rank
@@ -33,7 +39,7 @@ class LocalChoices:
         layer_compilation: whether decoder layers are compiled, and why.
     """
 
-    kernel: VarlenKernel
+    kernel: Kernel
     layer_compilation: Decision
 
     def log(self, mode: str) -> None:

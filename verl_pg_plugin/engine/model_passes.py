@@ -59,8 +59,6 @@ class ModelPasses:
             layout = self.sharing.lay_out(self.sharing.read(micro_batch))
         carrying = None if self.carrier is None else self.carrier.carrying(layout)
         rows = self.sharing.to_device(layout, micro_batch, carrying)
-        if (kept := self.shared_model.kept_layers) is not None:
-            rows.shared.around = kept.attention
         return rows
 
     def jagged_outputs(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
+from verl_pg_plugin.attention.op import checkpoint_contexts
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.engine.compiled_layers import compile_layers
+from verl_pg_plugin.engine.compiled_layers import compile_layers, decoder_layers
 from verl_pg_plugin.engine.forward_rows import ForwardRows
-from verl_pg_plugin.engine.kept_layers import KeptLayers
 from verl_pg_plugin.engine.requirements import SHARING_OFF, check_model
-from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.modalities import Modality
 
@@ -30,15 +31,12 @@ class SharedModel:
         name: its class.
         layers: how many of its layers each mixer computes, by the mixer's name.
         flops: its cost.
-        saved_attention: what its layers keep for their backward besides their inputs; None for nothing, or all.
-        kept_layers: those of them that may keep all of it; None where that is all or none.
     """
 
     name: str
     layers: Counter[str]
     flops: ModelFlops
-    saved_attention: SavedAttention | None
-    kept_layers: KeptLayers | None = None
+    kept_layers: None = None
 
     @property
     def num_layers(self) -> int:
@@ -91,10 +89,10 @@ def prepare_model(module: Any, mode: SharingMode, options: PrefixGrouperOptions)
     mode.modality.install(module)
     if options.compile_layers:
         compile_layers(module, dynamic=not options.static_rows, recomputed=module.is_gradient_checkpointing)
-    saved_attention = kept_layers = None
-    if module.is_gradient_checkpointing and not options.recompute_attention:
-        saved_attention = SavedAttention(mode.kernel.name)
-        saved_attention.install(module)
-        if options.keep_activations != "attention":
-            kept_layers = KeptLayers.install(module, saved_attention, options)
-    return SharedModel(type(module).__name__, layers, ModelFlops.of(module), saved_attention, kept_layers)
+    if module.is_gradient_checkpointing:
+        for layer in decoder_layers(module):
+            if getattr(layer, "_gradient_checkpointing_func", None) is not None:
+                layer._gradient_checkpointing_func = partial(
+                    checkpoint, use_reentrant=False, context_fn=checkpoint_contexts
+                )
+    return SharedModel(type(module).__name__, layers, ModelFlops.of(module))

@@ -23,7 +23,7 @@ from verl.utils.device import get_device_id, get_device_name
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import Decision
@@ -110,7 +110,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         if self.rank == 0:
             choices.log(self.sharing.name)
 
-    def _packed_mode(self, kernel: VarlenKernel, modality: Modality) -> PackedMode:
+    def _packed_mode(self, kernel: Kernel, modality: Modality) -> PackedMode:
         config = self.engine_config
         return PackedMode(
             kernel=kernel,
@@ -129,9 +129,9 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         options = replace(self.engine_config.prefix_grouper, compile_layers=self.layer_compilation.on)
         self.shared_model = prepare_model(module, self.sharing, options)
         if options.compile_layers and not options.static_rows:
-            self.sharing = replace(self.sharing, kernel=self.sharing.kernel.for_compiled_layers())
-        if (saved := self.shared_model.saved_attention) is not None:
-            self.sharing = replace(self.sharing, kernel=replace(self.sharing.kernel, around=saved.kernel))
+            self.sharing = replace(self.sharing, kernel=replace(self.sharing.kernel, heads_first=True))
+        if options.recompute_attention:
+            self.sharing = replace(self.sharing, keep=False)
         self.keeper = Keeper.of(self.shared_model, self.sharing, self.engine_config, self.model_config)
         return module
 
@@ -151,10 +151,10 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         return module
 
     @contextmanager
-    def _attending_with(self, kernel: VarlenKernel) -> Iterator[None]:
+    def _attending_with(self, perturb: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         mode = self.sharing
         assert mode is not None
-        self.sharing = replace(mode, kernel=kernel)
+        self.sharing = replace(mode, perturb=perturb)
         try:
             yield
         finally:
@@ -232,7 +232,7 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
 
         clock = MfuClock()
         keeper = None if forward_only else self.keeper
-        carrier = Carrier(self.module, self.shared_model.saved_attention, eager_exports=mode.static_rows)
+        carrier = Carrier(self.module, eager_exports=mode.static_rows)
         meetings = Meetings(everyone)
         outer, (self.carrier, self.meetings) = (self.carrier, self.meetings), (carrier, meetings)
 
@@ -278,6 +278,4 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
             raise
         finally:
             self.carrier, self.meetings = outer  # with ours go the rows of a chain that an error has cut short
-            if self.shared_model.saved_attention is not None:
-                self.shared_model.saved_attention.running = None  # the layer that an error has ended
         return output

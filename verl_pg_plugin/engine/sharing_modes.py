@@ -1,19 +1,19 @@
 """The two ways to compute shared prefixes once: packed rows, or upstream's padded groups."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.attention.carried_rows import CarriedRows, Carrying
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.padded_groups import PaddedGroups
-from verl_pg_plugin.attention.ulysses import UlyssesRows
-from verl_pg_plugin.engine.batch.layout_field import runs_tower
+from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.context import PackedAttention, PaddedGroupsAttention, UlyssesAttention
+from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.engine.batch.layout_field import recomputes_attention, runs_tower
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_packed, read_sequences
 from verl_pg_plugin.engine.forward_rows import ForwardRows
@@ -41,9 +41,11 @@ class SharingMode(ABC, Generic[L]):
     name: ClassVar[str]
     head_takes_jobs: ClassVar[bool]
     carries: ClassVar[bool]
-    kernel: VarlenKernel
+    kernel: Kernel
     modality: Modality = TEXT
     static_rows: bool = False
+    keep: bool = True
+    perturb: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def read(self, data: TensorDict) -> Sequences:
         """The sequences of a batch; raises ``BatchError`` for one that it cannot read."""
@@ -67,7 +69,7 @@ class SharingMode(ABC, Generic[L]):
         """Rows that ``to_device`` adds to those of the layout."""
 
     @abstractmethod
-    def to_device(self, layout: L, micro_batch: TensorDict, carrying: Carrying | None = None) -> ForwardRows:
+    def to_device(self, layout: L, micro_batch: TensorDict, carrying: CacheAccess | None = None) -> ForwardRows:
         """The layout on the micro-batch's device, with what the layers that mix tokens need.
 
         Args:
@@ -104,17 +106,16 @@ class PackedMode(SharingMode[PackedLayout]):
     def lay_out(self, sequences: Sequences) -> PackedLayout:
         return lay_out_packed(sequences)
 
-    def to_device(self, layout: PackedLayout, micro_batch: TensorDict, carrying: Carrying | None = None) -> ForwardRows:
+    def to_device(
+        self, layout: PackedLayout, micro_batch: TensorDict, carrying: CacheAccess | None = None
+    ) -> ForwardRows:
         device = micro_batch["input_ids"].device
         # An export is no micro-batch: padded to the budget it would cost as much as one.
-        padding = replace(self, static_rows=False) if carrying is not None and carrying.is_export else self
+        padding = replace(self, static_rows=False) if carrying is not None and carrying.prefill else self
         shard = RowShard(layout.num_rows + padding.num_padding_rows(layout, micro_batch), self.sp_group)
-        rows = (
-            PackedRows.from_layout(layout, self.kernel, device)
-            if carrying is None
-            else CarriedRows.carry(carrying, self.kernel, device)
-        )
-        shared = rows if self.sp_group is None else UlyssesRows(rows, shard.num_padded_rows, self.sp_group)
+        keep = self.keep and not recomputes_attention(micro_batch)
+        rows = PackedAttention(layout, self.kernel, device, carrying, keep=keep, perturb=self.perturb)
+        shared = rows if self.sp_group is None else UlyssesAttention(rows, shard.num_padded_rows, self.sp_group)
         content = self.modality.inputs(layout, micro_batch, runs_tower(micro_batch))
         return ForwardRows.from_packed(layout, shared, shard, device, carrying, content)
 
@@ -154,9 +155,13 @@ class PaddedGroupsMode(SharingMode[PaddedLayout]):
     def num_padding_rows(self, layout: PaddedLayout, micro_batch: TensorDict) -> int:
         return 0  # lines of a padded layout have their padding
 
-    def to_device(self, layout: PaddedLayout, micro_batch: TensorDict, carrying: Carrying | None = None) -> ForwardRows:
+    def to_device(
+        self, layout: PaddedLayout, micro_batch: TensorDict, carrying: CacheAccess | None = None
+    ) -> ForwardRows:
         from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
         device = micro_batch["input_ids"].device
-        groups = PaddedGroups(PrefixGrouper(layout.group_info, device=device), self.kernel, layout)
+        groups = PaddedGroupsAttention(
+            PrefixGrouper(layout.group_info, device=device), self.kernel, layout, keep=self.keep, perturb=self.perturb
+        )
         return ForwardRows.from_padded_groups(layout, groups, device)

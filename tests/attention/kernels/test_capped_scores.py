@@ -10,8 +10,8 @@ import torch
 from tests.architectures.test_every_model import capped_attention
 from verl_pg_plugin.attention.kernels import sdpa, selection
 from verl_pg_plugin.attention.kernels.capped_scores import TOLERANCE, cap_fault
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.kernels.specs import KERNELS, AttentionNeeds
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.kernels import KERNELS, AttentionNeeds
 
 CAPPED = AttentionNeeds(head_dims=frozenset({(64, 64)}), softcap=True)
 

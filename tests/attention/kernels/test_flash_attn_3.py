@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from verl_pg_plugin.attention.kernels import sdpa
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 
 MODULE = KERNELS["flash_attn_3"].module

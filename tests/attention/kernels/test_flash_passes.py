@@ -16,15 +16,15 @@ from tests.attention.kernels import reference_passes
 from tests.attention.test_packed_attention import GROUP, assert_equal
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.attention.gather import GatherIndex
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel
+from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies, WithoutTrunks
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.engine.saved_attention import _policy
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.layout.trunk_reads import read_trunks
 
-KERNEL = VarlenKernel("flash_attn_2", "", reference_passes.attend)
+KERNEL = Kernel("flash_attn_2", "", reference_passes.attend)
 OPERATOR = "verl_pg_plugin::reference_forward"
 TURN = (*range(40, 52), *range(60, 66))
 PROMPT = TURN[:12]
@@ -37,9 +37,9 @@ TREE = batch_of(
 )
 
 
-def packed_rows(layout: PackedLayout, kernel: VarlenKernel = KERNEL, without_trunks: bool = True) -> PackedRows:
+def packed_rows(layout: PackedLayout, kernel: Kernel = KERNEL, without_trunks: bool = True) -> PackedAttention:
     """Rows whose backward does without copies of trunks, however few these are, or with all copies."""
-    rows = PackedRows.from_layout(layout, kernel, "cpu")
+    rows = PackedAttention(layout, kernel, "cpu")
     if rows.copies is None:
         return rows
     index = rows.copies.index
@@ -52,7 +52,7 @@ def packed_rows(layout: PackedLayout, kernel: VarlenKernel = KERNEL, without_tru
     return rows
 
 
-def outcome(rows: PackedRows, tensors: Tensors, window_size: int = -1) -> Outcome:
+def outcome(rows: PackedAttention, tensors: Tensors, window_size: int = -1) -> Outcome:
     q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     out = rows.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size))
     out.backward(tensors.grad_out)

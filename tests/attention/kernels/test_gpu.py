@@ -12,9 +12,9 @@ from tests.attention.test_packed_attention import assert_equal
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, sum_over_readers
 from verl_pg_plugin.attention.kernels.capped_scores import cap_fault
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, load_kernel, select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_kernel, select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [
@@ -58,7 +58,7 @@ SHORT = batch_of(
 
 
 def replicated_outcome(
-    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: VarlenKernel, softcap: float = 0.0
+    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: Kernel, softcap: float = 0.0
 ) -> Outcome:
     """Every sequence with all of its rows through the same kernel, as remove-padding runs them.
 
@@ -132,7 +132,7 @@ def test_gradients_without_copies_of_roots_are_as_exact_as_the_kernel_on_every_s
     name: str, head_dim: int, heads: tuple[int, int], compiled: bool
 ) -> None:
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
-    copies = PackedRows.from_layout(layout, kernel, "cuda").copies
+    copies = PackedAttention(layout, kernel, "cuda").copies
     assert copies is not None
     assert copies.backward is not None
     assert copies.backward.rest_index is not None
@@ -151,7 +151,7 @@ def test_gradients_for_layers_compiled_for_any_number_of_rows_lie_heads_first(na
     seen: list[torch.Tensor] = []
     for x in rows:
         x.register_hook(seen.append)
-    packed = PackedRows.from_layout(layout, kernel, "cuda")
+    packed = PackedAttention(layout, kernel, "cuda")
     packed.attend_packed(*rows, AttentionOptions(0.1)).backward(tensors.grad_out)
     assert len(seen) == 3
     assert all(gradient.transpose(0, 1).is_contiguous() for gradient in seen)

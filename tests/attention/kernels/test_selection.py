@@ -10,7 +10,7 @@ import torch
 
 from verl_pg_plugin.attention.kernels import selection, specs
 from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
+from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -198,7 +198,7 @@ def test_narrow_values_are_padded_for_a_kernel_that_takes_none_and_cut_again() -
     values = torch.arange(8.0).reshape(2, 1, 4)
     keys = torch.zeros(2, 1, 6)
     for name, width in (("flash_attn_2", 6), ("sdpa", 4)):
-        assert torch.equal(VarlenKernel(name, "", attend)(keys, keys, values), values)
+        assert torch.equal(Kernel(name, "", attend)(keys, keys, values), values)
         assert widths.pop() == width
 
 

@@ -5,7 +5,7 @@ import torch
 
 from verl_pg_plugin.attention.kernels import specs
 from verl_pg_plugin.attention.kernels.sdpa import attend
-from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.kernels import select_kernel
 
 LENGTHS_Q, LENGTHS_K = [5, 1, 3], [5, 4, 9]
 

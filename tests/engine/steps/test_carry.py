@@ -21,8 +21,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention.carried_rows import CarriedRows, Carrying
-from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
+from verl_pg_plugin.attention.cache import CarriedRows, CacheAccess
+from verl_pg_plugin.attention.cache import CachedTokens, PrefixCache
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.steps.carry import Carrier
@@ -122,12 +122,12 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
     qwen3: str, engine: Any, owed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: without the sums the case above is far off."""
-    stack = "verl_pg_plugin.attention.carry_stack.CarryStack.pop"
-    from verl_pg_plugin.attention.carry_stack import CarryStack
+    stack = "verl_pg_plugin.attention.carry_stack.PrefixCache.pop"
+    from verl_pg_plugin.attention.cache import PrefixCache
 
-    pop = CarryStack.pop
+    pop = PrefixCache.pop
 
-    def forgetful(self: CarryStack, keep: int) -> list:
+    def forgetful(self: PrefixCache, keep: int) -> list:
         blocks = pop(self, keep)
         for block in blocks:
             if owed == "column_sums" and block.column_sums is not None:
@@ -158,7 +158,7 @@ def test_an_error_inside_a_chain_leaves_the_next_batch_clean(qwen3: str, engine:
             engine.forward_backward_batch(clone(batch), failing)
     del caught  # and with it the frames that the error came through
     gc.collect()
-    of_a_chain = (Carrier, CarryStack, CarryBlock, Carrying, CarriedRows)
+    of_a_chain = (Carrier, PrefixCache, CachedTokens, CacheAccess, CarriedRows)
     assert not [held for held in gc.get_objects() if type(held) in of_a_chain], "a graph or a stack is still there"
     assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, loss))
 

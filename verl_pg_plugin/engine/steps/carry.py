@@ -10,11 +10,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from verl_pg_plugin.attention.carried_rows import Carrying
-from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
-from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, recomputes_attention, set_layout
+from verl_pg_plugin.attention.cache import CacheAccess, CachedTokens, PrefixCache
+from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, set_layout
 from verl_pg_plugin.engine.batch.row_selection import RowSelector
-from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.engine.steps.verify import ForwardStep
 from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.carried import CarriedLayout
@@ -25,19 +23,15 @@ class Carrier:
 
     Attributes:
         module: the engine's, whose training mode an export leaves for a moment.
-        saved_attention: what layers keep for their backward; a micro-batch short of room does without.
         eager_exports: exports do not run compiled; where every micro-batch has one shape, each would compile its own.
         stack: rows that later micro-batches read.
     """
 
-    def __init__(
-        self, module: nn.Module, saved_attention: SavedAttention | None = None, eager_exports: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, eager_exports: bool = False) -> None:
         self.module = module
-        self.saved_attention = saved_attention
         self.eager_exports = eager_exports
-        self.stack = CarryStack()
-        self._carrying: Carrying | None = None
+        self.stack = PrefixCache()
+        self._carrying: CacheAccess | None = None
 
     def check_all_claimed(self) -> None:
         """To be asked at the end of the mini-batch.
@@ -45,10 +39,10 @@ class Carrier:
         Raises:
             RuntimeError: rows were handed on that no part has taken.
         """
-        if self.stack.num_rows:
-            raise RuntimeError(f"{self.stack.num_rows} carried rows were never claimed by the part that owns them")
+        if self.stack.num_tokens:
+            raise RuntimeError(f"{self.stack.num_tokens} carried rows were never claimed by the part that owns them")
 
-    def carrying(self, layout: Layout) -> Carrying | None:
+    def carrying(self, layout: Layout) -> CacheAccess | None:
         """What the forward in hand carries; None if ``layout`` stands alone.
 
         Raises:
@@ -75,21 +69,19 @@ class Carrier:
             step: computes the micro-batch.
         """
         layout = layout_of(micro_batch)
-        owed: list[CarryBlock] = []
+        owed: list[CachedTokens] = []
         if not layout.stands_alone and not forward_only and len(layout.handover):
             owed = self.stack.pop(layout.handover_start)
             for block in owed:
-                block.key_values.clear()  # their owner computes them again
+                block.drop_values()  # their owner computes them again
         if export := export_of(micro_batch):
             self._export(export_step, micro_batch, export)
         if layout.stands_alone:
             return step(micro_batch, loss_function, forward_only)
 
         leave = _empty_block(layout) if forward_only else None
-        self._carrying = Carrying(layout, read=list(self.stack), leave=leave, owed=owed)
-        saved = self.saved_attention if recomputes_attention(micro_batch) else None
-        with nullcontext() if saved is None else saved.dropped():
-            result = step(micro_batch, loss_function, forward_only)
+        self._carrying = CacheAccess(layout, read=list(self.stack), publish=leave, consumed=owed)
+        result = step(micro_batch, loss_function, forward_only)
         self._carrying = None
         if leave is not None:
             self.stack.pop(layout.handover_start)
@@ -103,7 +95,7 @@ class Carrier:
         block = _empty_block(layout)
         # One that only keeps other ranks company reads nothing, whatever lies on the stack.
         read = list(self.stack) if layout.num_carried else []
-        self._carrying = Carrying(layout, read=read, leave=block, is_export=True)
+        self._carrying = CacheAccess(layout, read=read, publish=block, prefill=True)
         compiled = torch.compiler.set_stance("force_eager") if self.eager_exports else nullcontext()
         with torch.no_grad(), _evaluating(self.module), compiled:
             step(samples, None, True)
@@ -112,8 +104,8 @@ class Carrier:
             self.stack.push(block)
 
 
-def _empty_block(layout: CarriedLayout) -> CarryBlock:
-    return CarryBlock(layout.handover_start, layout.handover_start + len(layout.handover))
+def _empty_block(layout: CarriedLayout) -> CachedTokens:
+    return CachedTokens(layout.handover_start, layout.handover_start + len(layout.handover))
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def _why_attention(model: SharedModel, mode: SharingMode, model_config: HFModelC
         return "padded groups have not been verified with it"
     if model_config.enable_activation_offload:
         return "activations are offloaded (enable_activation_offload)"
-    if model.saved_attention is None:
+    if True:
         return "prefix_grouper.recompute_attention=True keeps nothing"
     if model.kept_layers is None:
         return f"layers of {model.name} are not checkpointed one by one"

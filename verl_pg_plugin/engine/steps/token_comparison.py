@@ -11,12 +11,11 @@ over each response is bounded too, by four times the mean noise.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.layout.prefix_order import IntArray
 
 Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
@@ -174,16 +173,7 @@ def read_responses(
     return responses
 
 
-def rounded_otherwise(kernel: VarlenKernel) -> VarlenKernel:
-    """The kernel with every element of its output, and of what other mixers compute, moved by a rounding step."""
-
-    def attend(q_THD: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return _moved(kernel.attend(q_THD, *args, **kwargs))  # type: ignore[arg-type]
-
-    return replace(kernel, attend=attend, rounded=_moved)
-
-
-def _moved(out: torch.Tensor) -> torch.Tensor:
+def rounded_otherwise(out: torch.Tensor) -> torch.Tensor:
     """Every element of (T, ...) moved up or down by a rounding step, the same way in each process."""
     generator = torch.Generator(out.device).manual_seed(len(out))
     signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1

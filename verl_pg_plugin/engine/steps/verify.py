@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 from verl_pg_plugin.engine.batch.layout_field import layout_of, set_layout
 from verl_pg_plugin.engine.batch.micro_batch_plan import unshared
@@ -64,7 +63,7 @@ class Verifier:
     mode: SharingMode
     num_layers: int
     dtype: torch.dtype
-    attending_with: Callable[[VarlenKernel], AbstractContextManager[None]]
+    attending_with: Callable[[Callable[[torch.Tensor], torch.Tensor]], AbstractContextManager[None]]
     fallen_back: bool = field(default=False, init=False)
     seen: Counter[str] = field(default_factory=Counter, init=False)
     verified: dict[str, bool] = field(default_factory=dict, init=False)
@@ -200,7 +199,7 @@ class Verifier:
         expected, given = forward(), self.options.verify_tolerance
         if given is not None:
             return expected, dict.fromkeys(expected, Tolerance(per_token=given, mean=given))
-        with self.attending_with(rounded_otherwise(self.mode.kernel)):
+        with self.attending_with(rounded_otherwise):
             noise = relative_errors(forward(), expected)
         return expected, {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
 
