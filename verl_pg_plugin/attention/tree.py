@@ -157,10 +157,8 @@ class PrefixReads:
     cu_seqlens_k: IntArray
 
 
-def read_in_place(
-    layout: PackedLayout, saved_per_token: float = SAVED_PER_TOKEN
-) -> tuple[list[PrefixReads], np.ndarray]:
-    """Reads of prefixes that save that many gathered keys per token, and which (K,) of the keys are left.
+def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
+    """Reads of prefixes that save enough gathered keys, and which (K,) of the keys are left.
 
     Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
@@ -179,7 +177,7 @@ def read_in_place(
     found, is_read = [], np.zeros(len(parents), dtype=bool)
     while True:
         prefixes, stop, saved = _prefixes(parents, bounds, num_nodes_cached)
-        if saved < max(saved_per_token * layout.num_rows, 1):
+        if saved < max(SAVED_PER_TOKEN * layout.num_rows, 1):
             break
         found.append(_reads(prefixes, stop, bounds, num_cached))
         is_read[prefixes] = True
