@@ -14,7 +14,7 @@ def block(start: int, stop: int) -> CachedTokens:
     """Tokens that hold their positions: four float32 each."""
     tokens = torch.arange(start, stop, dtype=torch.float32)
     places = (KEYS, OUTPUTS)
-    return CachedTokens(start, stop, {p: tokens.clone() for p in places}, {p: -tokens for p in places})
+    return CachedTokens(start, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
 
 
 def test_tokens_come_off_in_the_order_of_the_path_and_others_stay() -> None:

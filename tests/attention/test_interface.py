@@ -4,20 +4,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
 from tests.attention.dense import random_tensors
 from tests.layout.tries import batch_of
+from verl_pg_plugin.attention.context import PackedAttention, UlyssesAttention
 from verl_pg_plugin.attention.interface import (
     ATTENTION,
     ATTENTION_NAME,
     attention_options,
-    register_attention,
     packed_attention,
+    register_attention,
 )
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.op import AttentionOptions
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,))).layout()
@@ -114,3 +115,16 @@ def test_softcap_and_number_of_the_layer_are_handed_on() -> None:
     """Rows that are carried lie on the stack by the number of their layer."""
     query = torch.zeros(1, 4, 5, 16)
     assert attention_options(Layer(), query, None, softcap=30.0) == AttentionOptions(0.25, softcap=30.0, layer_idx=7)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 6, 4), (12, 3, 2), (12, 2, 3)])
+def test_heads_that_cannot_be_spread_are_named(
+    heads: int, kv_heads: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedAttention(batch_of(((1, 2), (3,))).layout(), select_kernel("sdpa", "cpu"), "cpu")
+    rows = UlyssesAttention(packed, packed.num_tokens, dist.group.WORLD)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
+    with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads .* over {ranks} ranks"):
+        rows.attend(query, key, key, AttentionOptions(1.0))

@@ -10,9 +10,9 @@ import transformers
 
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from tests.support import save_tiny_model
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
 
 PROMPT = tuple(range(30, 51))
 BATCH = batch_of(

@@ -127,7 +127,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
 def chunk_layout(
     sequences: list[tuple[int, ...]], batch: Batch, num_read: int, keep: int, read_next: int
 ) -> CarriedLayout:
-    """Sorted sequences of which the first reads ``num_read`` cached tokens, the next chunk ``keep`` of these and ``read_next`` in all."""
+    """Sorted sequences that read ``num_read`` cached tokens; the next chunk reads ``read_next`` and keeps ``keep``."""
     prompts = [batch.prompt_lengths[batch.sequences.index(sequence)] for sequence in sequences]
     offsets = np.cumsum([0, *map(len, sequences)])
     part = ChainPart(num_chain=len(sequences), num_carried=num_read, keep=keep, read_next=read_next)
