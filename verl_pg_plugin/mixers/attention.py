@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
-from verl_pg_plugin.attention.kernels.specs import AttentionNeeds
+from verl_pg_plugin.attention.kernels import AttentionNeeds
 from verl_pg_plugin.mixers.protocol import PairCost
 
-# Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
-SINK_MODEL_TYPES = frozenset({"gpt_oss"})
+# Learned sinks enter the softmax next to the keys; nothing in their config or class says so. gpt-oss's are computed.
 UNTRIED_SINK_MODEL_TYPES = frozenset({"deepseek_v4", "openai_privacy_filter"})
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -82,7 +81,6 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     return AttentionNeeds(
         frozenset(widths),
         softcap=bool(getattr(config, "attn_logit_softcapping", None)),
-        sinks=getattr(config, "model_type", "") in SINK_MODEL_TYPES,
     )
 
 

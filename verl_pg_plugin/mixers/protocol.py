@@ -25,11 +25,11 @@ class PairCost:
 class Mixer(Protocol):
     """One way in which a layer lets tokens see earlier ones, over shared rows.
 
-    A layer that mixes tokens adds one to ``SharedRows.calls[name]`` in each of its forwards, and does so outside of
+    A layer that mixes tokens adds one to ``AttentionContext.calls[name]`` in each of its forwards, and does so outside of
     compiled code (``torch.compiler.disable``): index maps differ in every micro-batch.
 
     Attributes:
-        name: the key in ``MIXERS`` and in ``SharedRows.calls``.
+        name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
         spreads_over_ranks: whether it mixes rows of a Ulysses group.

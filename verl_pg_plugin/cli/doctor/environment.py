@@ -66,8 +66,7 @@ def kernels(device: str, available: bool) -> Section:
     """
     import torch
 
-    from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, select_kernel
-    from verl_pg_plugin.attention.kernels.specs import KERNELS
+    from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
 
     rows = [(name, kernel_obstacle(name, device) or "can run") for name in KERNELS]
     rows.append(("CUDA of torch", torch.version.cuda or "none"))

@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import entry_points
 
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 
 __all__ = ["kernels", "plugin"]

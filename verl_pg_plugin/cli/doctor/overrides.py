@@ -9,8 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.architectures import rmpad_fault
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNEL, KERNELS
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.report import Problem, Section
 from verl_pg_plugin.cli.doctor.sharing import sharing_model

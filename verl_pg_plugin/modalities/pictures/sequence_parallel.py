@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.attention.context import UlyssesAttention
 
 
 def slice_behind_the_tower(language_model: nn.Module) -> None:
@@ -26,7 +26,7 @@ def _take_own_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     show a picture, and ``deepstack_visual_embeds``, (pictures' rows, E) for each of the first layers.
     """
     shared = kwargs.get("prefix_grouper")
-    if not isinstance(shared, UlyssesRows):
+    if not isinstance(shared, UlyssesAttention):
         return None
     num_rows = shared.num_rows // dist.get_world_size(shared.group)
     start = num_rows * dist.get_rank(shared.group)

@@ -1,20 +1,20 @@
 """Kernels on a GPU: packed attention in bf16 is as close to float32 as the kernel on every sequence alone is."""
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.attention.dense import Outcome, Tensors, dense_outcome, packed_outcome, random_tensors
-from tests.attention.test_gather import BigGroup
-from tests.attention.test_packed_attention import assert_equal
+from tests.attention.dense import Outcome, Tensors, assert_equal, dense_outcome, packed_outcome, random_tensors
+from tests.attention.test_gather import BigGroup, gather_of
 from tests.layout.tries import Batch, batch_of, sequence_rows
-from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, sum_over_readers
-from verl_pg_plugin.attention.kernels.capped_scores import cap_fault
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, load_kernel, select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention import tree
+from verl_pg_plugin.attention.gather import gather_tokens
+from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions, attend
+from verl_pg_plugin.attention.passes import softcap_fault
+from verl_pg_plugin.attention.tree import Tree
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [
@@ -58,7 +58,7 @@ SHORT = batch_of(
 
 
 def replicated_outcome(
-    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: VarlenKernel, softcap: float = 0.0
+    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: Kernel, softcap: float = 0.0
 ) -> Outcome:
     """Every sequence with all of its rows through the same kernel, as remove-padding runs them.
 
@@ -73,9 +73,8 @@ def replicated_outcome(
     first[first_places(rows.tolist())] = True
 
     q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    scale, longest = q.shape[-1] ** -0.5, max(lengths)
-    options = {"softmax_scale": scale, "window_size": window, "softcap": softcap}
-    out = kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    alone = Tree.unshared(cu_seqlens, cu_seqlens, len(q), len(q), max(lengths), max(lengths))
+    out = attend(q, k, v, alone, kernel, AttentionOptions(q.shape[-1] ** -0.5, window, softcap))
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
@@ -119,60 +118,62 @@ def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
     assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["as they are", "heads first"])
-@pytest.mark.parametrize(
-    ("name", "head_dim", "heads"),
-    [
-        gpu_case("flash_attn_4", *SHAPES[0]),
-        gpu_case("flash_attn_4", *SHAPES[1], slow=True),
-        *[gpu_case("flash_attn_2", *shape) for shape in SHAPES],
-    ],
-)
-def test_gradients_without_copies_of_roots_are_as_exact_as_the_kernel_on_every_sequence_alone(
-    name: str, head_dim: int, heads: tuple[int, int], compiled: bool
+CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["as they are", "heads first"])
+@pytest.mark.parametrize(("name", "head_dim", "heads"), [gpu_case(name, *SHAPES[0]) for name in NAMES])
+def test_gradients_are_as_exact_as_the_kernel_on_every_sequence_alone_however_problems_are_cut(
+    name: str, head_dim: int, heads: tuple[int, int], heads_first: bool, cuts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", cuts[0])
+    monkeypatch.setattr(tree, "SAVED_PER_TOKEN", cuts[1])
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
-    copies = PackedRows.from_layout(layout, kernel, "cuda").copies
-    assert copies is not None
-    assert copies.backward is not None
-    assert copies.backward.rest_index is not None
     tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)
-    packed = packed_outcome(tensors, layout, kernel=kernel.for_compiled_layers() if compiled else kernel)
+    packed = packed_outcome(tensors, layout, kernel=replace(kernel, heads_first=heads_first))
     assert_as_close(packed, replicated_outcome(tensors, layout, SHORT, -1, kernel), exact)
+    assert all(x.transpose(0, 1).is_contiguous() == heads_first for x in (packed.dq, packed.dk, packed.dv))
 
 
-@gpu_kernels("flash_attn_4", "flash_attn_2")
-@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
-def test_gradients_for_layers_compiled_for_any_number_of_rows_lie_heads_first(name: str, batch: Batch) -> None:
-    layout, kernel = batch.layout(), select_kernel(name, "cuda").for_compiled_layers()
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
-    rows = [x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
-    seen: list[torch.Tensor] = []
-    for x in rows:
-        x.register_hook(seen.append)
-    packed = PackedRows.from_layout(layout, kernel, "cuda")
-    packed.attend_packed(*rows, AttentionOptions(0.1)).backward(tensors.grad_out)
-    assert len(seen) == 3
-    assert all(gradient.transpose(0, 1).is_contiguous() for gradient in seen)
+@every_kernel
+@pytest.mark.parametrize("window", [-1, 800])
+def test_learned_sinks_are_as_exact_as_attention_without(name: str, window: int) -> None:
+    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, 0, torch.bfloat16, "cuda", sinks=True)
+    exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences, window)
+    packed = packed_outcome(tensors, layout, window, kernel)
+    for part in ("out", "dq", "dk", "dv", "dsinks"):
+        got, want = getattr(packed, part).float(), getattr(exact, part)
+        assert (got - want).norm() < 0.01 * want.norm(), part
 
 
-def test_gradients_of_copies_are_added_up_however_they_lie() -> None:
-    """Parts of chains sum what a kernel has written heads first, for layers that are compiled."""
-    index = GatherIndex.from_layout(SHORT.layout(), "cuda")
-    grad = torch.randn(len(index.rows), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    heads_first = grad.transpose(0, 1).contiguous().transpose(0, 1)
-    expected = sum_over_readers(grad.cpu(), to_cpu(index), torch.float32)
-    for given in (grad, heads_first):
-        total = torch.empty(3, len(index.row_segment), 24, device="cuda").transpose(0, 1)
-        assert sum_over_readers(given, index, torch.float32, total) is total
-        torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(sum_over_readers(given, index, torch.float32), total)
-    assert torch.equal(sum_over_readers(grad[:, 0, 0], index, torch.float32), total[:, 0, 0])
+@every_kernel
+def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    if name == "torch_varlen":
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (packed_outcome(tensors, layout, kernel=kernel) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_equal(first, second, tolerance=0.0)
 
 
-def to_cpu(index: GatherIndex) -> GatherIndex:
-    return GatherIndex(*(getattr(index, field.name).cpu() for field in fields(index)))
+@every_kernel
+def test_values_narrower_than_keys_are_as_exact(name: str) -> None:
+    """As in multi-head latent attention."""
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 8, 8, 128, 0, torch.bfloat16, "cuda", value_dim=96)
+    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
+    packed = packed_outcome(tensors, layout, kernel=kernel)
+    for part in ("out", "dq", "dk", "dv"):
+        got, want = getattr(packed, part).float(), getattr(exact, part)
+        assert (got - want).norm() < 0.01 * want.norm(), part
 
 
 @gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")
@@ -192,22 +193,13 @@ def test_auto_takes_the_first_kernel_that_runs_here() -> None:
 @gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
 @pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
 def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
-    attend = load_kernel(name)
-    if fault := cap_fault(attend, 128, "cuda"):
+    if fault := softcap_fault(*load_passes(name), 128, "cuda"):
         pytest.skip(f"{name} {fault}")
     layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
     tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, softcap=softcap)
     packed = packed_outcome(tensors, layout, kernel=kernel, softcap=softcap)
     assert_as_close(packed, replicated_outcome(tensors, layout, batch, -1, kernel, softcap), exact)
-
-
-def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
-    kernel = select_kernel("torch_varlen", "cuda")
-    q = torch.zeros(2, 1, 64, dtype=torch.bfloat16, device="cuda")
-    bounds = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
-    with pytest.raises(NotImplementedError, match="no softcap"):
-        kernel(q, q, q, bounds, bounds, 2, 2, softmax_scale=1.0, softcap=30.0)
 
 
 def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
@@ -246,22 +238,21 @@ def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(nam
 
 def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_index_select_rounds_at_every_addition() -> None:
     group = BigGroup.on("cuda")
-    assert torch.equal(group.gradient(lambda x: gather_rows(x, group.index)), group.exact)
-    assert not torch.equal(group.gradient(lambda x: x.index_select(0, group.index.rows)), group.exact)
+    assert torch.equal(group.gradient(lambda x: gather_tokens(x, group.index)), group.exact)
+    assert not torch.equal(group.gradient(lambda x: x.index_select(0, group.index.tokens)), group.exact)
 
 
-def test_gradients_of_a_tree_are_bit_equal_from_run_to_run() -> None:
-    layout = BATCH.layout()
-    index = GatherIndex.from_layout(layout, "cuda")
-    grad = torch.randn(len(layout.kv_rows), 4, 64, device="cuda").to(torch.bfloat16)
-
-    def gradient() -> torch.Tensor:
-        x = torch.zeros(layout.num_rows, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        gather_rows(x, index).backward(grad)
-        assert x.grad is not None
-        return x.grad
-
-    expected = torch.zeros(layout.num_rows, 4, 64, dtype=torch.float64, device="cuda")
-    expected.index_add_(0, index.rows, grad.double())
-    torch.testing.assert_close(gradient().double(), expected, rtol=2**-8, atol=1e-6)
-    assert torch.equal(gradient(), gradient())
+def test_gradients_of_copies_are_added_up_however_they_lie_and_alike_in_every_run() -> None:
+    layout = SHORT.layout()
+    gather, on_cpu = gather_of(layout, "cuda"), gather_of(layout, "cpu")
+    grad = torch.randn(len(gather.tokens), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    expected = on_cpu.sum(grad.cpu(), torch.empty(layout.num_rows, 3, 24))
+    for given in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1)):
+        total = torch.empty(3, layout.num_rows, 24, device="cuda").transpose(0, 1)
+        assert gather.sum(given, total) is total
+        torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(gather.sum(given, torch.empty_like(total)), total)
+        twice = gather.sum(given, total.clone(), add=True)
+        torch.testing.assert_close(twice, 2 * total, rtol=1e-6, atol=1e-6)
+    one = torch.empty(layout.num_rows, device="cuda")
+    assert torch.equal(gather.sum(grad[:, 0, 0], one), total[:, 0, 0])
