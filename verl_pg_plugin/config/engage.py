@@ -15,13 +15,10 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin import upstream
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER, group_keeping
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.validate import check, validate
 from verl_pg_plugin.config.violation import EXIT_USER_ERROR, ConfigError
-from verl_pg_plugin.trainer.console import is_short, show_config_shortly
-from verl_pg_plugin.trainer.modes import group_keeping
 
 __all__ = ["add_sections", "engage", "engage_or_exit", "select_trainer"]
 
@@ -106,8 +103,6 @@ def engage_or_exit(config: DictConfig) -> None:
         return
     try:
         engage(config)
-        if mode_of(config).shares_prefixes and config.trainer.use_v1 and is_short(config):
-            upstream.show_config_by(show_config_shortly)
     except (ConfigError, OmegaConfBaseException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_USER_ERROR) from None

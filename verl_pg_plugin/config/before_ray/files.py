@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_pg_plugin.config.before_ray.reading import is_remote, wrong
 from verl_pg_plugin.config.keys import ROLLOUT
 from verl_pg_plugin.config.violation import Violation
-from verl_pg_plugin.reporting.rollout_lengths import FOLDER
 
 __all__ = ["file_violations"]
 
@@ -29,7 +28,7 @@ FILES = (
     f"{ROLLOUT}.multi_turn.interaction_config_path",
     AGENT_LOOPS,
 )
-DUMPS = {"trainer.rollout_data_dir": FOLDER, "trainer.validation_data_dir": ""}
+DUMPS = {"trainer.rollout_data_dir": "", "trainer.validation_data_dir": ""}
 """Folders that verl makes and writes to after the first rollouts, and what our trainers make in each."""
 RESUME_MODE, RESUME_FROM = "trainer.resume_mode", "trainer.resume_from_path"
 

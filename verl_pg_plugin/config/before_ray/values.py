@@ -16,10 +16,10 @@ from verl.utils.tracking import Tracking
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from verl_pg_plugin.config.before_ray.reading import without_followers, words, wrong
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, REF, ROLLOUT
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, MODEL, REF, ROLLOUT, group_keeping
+from verl_pg_plugin.config.keys import TRAINER_PREFIX as PREFIX
 from verl_pg_plugin.config.options import not_boolean
 from verl_pg_plugin.config.violation import Violation
-from verl_pg_plugin.trainer.modes import PREFIX, group_keeping
 
 __all__ = ["value_violations"]
 

@@ -14,9 +14,7 @@ from tensordict import TensorDict
 from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
 from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
-from verl_pg_plugin.batching.lockstep import align
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.batching.runs import FloatArray
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE
 from verl_pg_plugin.engine.batch.layout_field import (
     layout_of,
@@ -32,6 +30,7 @@ from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
 from verl_pg_plugin.layout import Layout, PrefixOrder
 from verl_pg_plugin.layout.carried import CarriedLayout
+from verl_pg_plugin.planning.order import FloatArray, align
 
 if TYPE_CHECKING:
     from verl_pg_plugin.engine.sharing_modes import SharingMode
@@ -125,7 +124,7 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by the rows they compute, with groups whole, and lay each one out.
 
-    Rows limit them, since rows are what fills memory. Their cost decides when they run, see ``batching.lockstep``.
+    Rows limit them, since rows are what fills memory. Their cost decides when they run, see ``planning.order``.
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
