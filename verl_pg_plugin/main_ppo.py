@@ -19,8 +19,8 @@ from verl.utils.device import auto_set_device
 
 from verl_pg_plugin import register
 from verl_pg_plugin.config.engage import select_trainer
-from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.keys import group_keeping
+from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import EXIT_USER_ERROR
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cost.forecast import Batch
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.reporting.rollout_lengths import FOLDER, are_lengths, read_lengths
 
 __all__ = ["read_batch", "token_ids"]
 
@@ -29,23 +27,11 @@ def read_batch(folder: Path, num_groups: int, load_tokenizer: Callable[[], Any])
     Raises:
         CommandError: there is nothing of this kind, or a file is not what it should be.
     """
-    files = [*folder.glob("*.jsonl"), *(folder / FOLDER).glob("*.jsonl")]
+    files = list(folder.glob("*.jsonl"))
     if not files:
         raise CommandError(f"--rollouts {folder} has no .jsonl file; train with trainer.rollout_data_dir=<folder>")
-    file = max(files, key=lambda file: (len(file.stem), file.stem, file.parent.name == FOLDER))
-    records = _records(file)
-    if all(map(are_lengths, records)):
-        text = folder / file.name
-        if file.parent == folder or not text.is_file() or not _of_another_run(records, dumped := _records(text)):
-            return _of_lengths(records, num_groups, file)
-        records, file = dumped, text
-    return _of_text(records, num_groups, file, load_tokenizer)
-
-
-def _of_another_run(lengths: list[dict[str, Any]], text: list[dict[str, Any]]) -> bool:
-    """Whether a run that writes no lengths has dumped the step into the same folder; V0's dump does not tell."""
-    written = {f"{line.get('uid')}_{line.get('session')}_{line.get('turn')}" for line in lengths}
-    return all("uid" in line and str(line["uid"]) not in written for line in text)
+    file = max(files, key=lambda file: (len(file.stem), file.stem))
+    return _of_text(_records(file), num_groups, file, load_tokenizer)
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -67,20 +53,6 @@ def _records(file: Path) -> list[dict[str, Any]]:
     if not records:
         raise CommandError(f"{file} is empty; is the run still writing it?")
     return records
-
-
-def _of_lengths(records: list[dict[str, Any]], num_groups: int, file: Path) -> tuple[Batch, str]:
-    try:
-        rows = read_lengths(records)
-    except ValueError as error:
-        raise CommandError(f"{file}, {error}") from error
-    rows = replace(rows, response_lengths=np.maximum(rows.response_lengths, 1))  # as of text
-    chosen = rows.select(np.flatnonzero(rows.groups < num_groups))
-    batch = Batch.of_order(chosen.order(), chosen.prompt_lengths)
-    return batch, (
-        f"{min(num_groups, rows.groups.max() + 1)} of {rows.groups.max() + 1} groups of {file.parent.name}/{file.name}:"
-        " exact lengths, written by the trainer; responses that begin alike share more than is known here"
-    )
 
 
 def _of_text(

@@ -9,15 +9,8 @@ from omegaconf import DictConfig
 from transformers import AutoConfig
 
 from tests.trainer.workers import Workers
-from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.trainer.whole_groups import (
-    actor_flops,
-    deal_groups,
-    mini_batches_of_config,
-    num_ranks_of,
-    some_prompts,
-)
+from verl_pg_plugin.trainer.groups import Samples, actor_flops, mini_batches_of_config, num_ranks_of, some_prompts
 
 
 def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
@@ -31,14 +24,14 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
     assert actor_flops(config) == ModelFlops.of_config(hf_config)
 
 
-def test_two_runs_whose_uids_are_drawn_anew_deal_alike(make_config: Callable[..., DictConfig]) -> None:
+def test_two_runs_whose_uids_are_drawn_anew_assign_alike(make_config: Callable[..., DictConfig]) -> None:
     """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
     flops = actor_flops(make_config())
     lengths = np.full(12, 7)
     orders = []
     for uids in ("abcdef", "fbdace"):
-        rows = BatchRows([uid for uid in uids for _ in range(2)], np.arange(12), lengths * 0, lengths, lengths)
-        orders.append(deal_groups(rows, flops, num_ranks=2, num_mini_batches=3).order.tolist())
+        samples = Samples([uid for uid in uids for _ in range(2)], np.arange(12), lengths * 0, lengths, lengths)
+        orders.append(samples.balance(flops, num_ranks=2, num_mini_batches=3).order.tolist())
     assert orders[0] == orders[1]
 
 

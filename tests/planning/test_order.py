@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_pg_plugin.batching.lockstep import align
+from verl_pg_plugin.planning.order import align
 
 
 def chain(*costs: float) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Ranks and mini-batches: equal in number, nearly equal in cost, and no group torn apart that fits."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
-from verl_pg_plugin.batching.balance import Balance, balance_groups
-from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.mixers.protocol import PairCost
+from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
+from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
+from verl_pg_plugin.planning.sessions import order_by_sessions
 
 # Half the layers of a 7B model with a window, half without; the head.
-FLOPS = ModelFlops(per_row=1.4e10, per_head_row=1.2e9, pairs=(PairCost(2.6e5), PairCost(2.6e5, window=4096)))
+FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(2.6e5), PairCost(2.6e5, window=4096)))
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,13 @@ class Problem:
         return np.split(order, self.num_ranks * self.num_mini_batches)
 
     def cost(self, cell: np.ndarray) -> float:
-        """Forward FLOPs of the rows of a packed layout: prompts once and one row shorter than their tokens."""
+        """Forward FLOPs of a packed layout: prompts once and one token shorter than they are."""
         prompts = {int(self.group[s]): int(self.prompt_lengths[s]) for s in cell}
-        total = 0.0
-        for start, rows, head in [
-            *((0, p - 1, False) for p in prompts.values()),
-            *((int(self.prompt_lengths[s]) - 1, int(self.response_lengths[s]), True) for s in cell),
-        ]:
-            keys = np.arange(start + 1, start + rows + 1)
-            total += FLOPS.per_row * rows + FLOPS.per_head_row * rows * head
-            total += sum(pair.flops * np.minimum(keys, pair.window or start + rows).sum() for pair in FLOPS.pairs)
-        return total
+        segments = [
+            *((0, p - 1, 0) for p in prompts.values()),
+            *((self.prompt_lengths[s] - 1, self.response_lengths[s], self.response_lengths[s]) for s in cell),
+        ]
+        return float(FLOPS.segments(*np.array(segments).T).sum())
 
     def rank_costs(self, order: np.ndarray) -> list[float]:
         return [sum(map(self.cost, np.split(rank, self.num_mini_batches))) for rank in np.split(order, self.num_ranks)]
@@ -82,40 +79,24 @@ def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1, see
 
 
 @given(problems())
-def test_every_sequence_is_dealt_exactly_once(problem: Problem) -> None:
-    assert sorted(problem.solve().order.tolist()) == list(range(len(problem.group)))
-
-
-@given(problems())
-def test_the_reported_cost_is_that_of_the_ranks_with_shared_prompts_counted_once(problem: Problem) -> None:
+def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(problem: Problem) -> None:
     balance = problem.solve()
+    assert sorted(balance.order.tolist()) == list(range(len(problem.group)))
     costs = problem.rank_costs(balance.order)
     assert balance.cost.sum(axis=1).tolist() == pytest.approx(costs)
     waits = balance.cost.max(axis=0).sum() * problem.num_ranks
     assert balance.slowest_over_mean == pytest.approx(waits / sum(costs))
+    bins = problem.cells(balance.order)
+    bins_of = [sum(bool((problem.group[cell] == g).any()) for cell in bins) for g in np.unique(problem.group)]
+    assert sum(number > 1 for number in bins_of) == balance.num_cut_groups
+    by_mini_batch = [bins[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
+    firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
+    assert firsts == sorted(firsts), "no mini-batch is put off for being long"
 
 
 @given(problems())
-def test_cut_groups_are_counted_and_all_others_are_whole(problem: Problem) -> None:
-    balance = problem.solve()
-    places: dict[int, set[int]] = {}
-    for i, cell in enumerate(problem.cells(balance.order)):
-        for s in cell:
-            places.setdefault(int(problem.group[s]), set()).add(i)
-    assert sum(len(cells) > 1 for cells in places.values()) == balance.num_cut_groups
-
-
-@given(problems())
-def test_every_rank_computes_the_same_balance_from_the_same_batch(problem: Problem) -> None:
-    """And group ids carry no meaning: uids are numbered differently elsewhere."""
-    renamed = Problem(
-        problem.group * 7 + 3,
-        problem.prompt_lengths,
-        problem.response_lengths,
-        problem.num_ranks,
-        problem.num_mini_batches,
-    )
-    assert np.array_equal(problem.solve().order, renamed.solve().order)
+def test_every_rank_computes_the_same_balance_whatever_numbers_groups_have(problem: Problem) -> None:
+    assert np.array_equal(problem.solve().order, replace(problem, group=problem.group * 7 + 3).solve().order)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 1), (8, 4), (4, 8), (64, 1)])
@@ -187,9 +168,9 @@ def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None
 
 def test_rows_that_the_ranks_will_compute_are_counted() -> None:
     problem = Problem(np.repeat([0, 1], 4), np.full(8, 100), np.full(8, 10), num_ranks=2, num_mini_batches=1)
-    assert problem.solve().num_rows == 2 * (99 + 4 * 10)
+    assert problem.solve().num_tokens == 2 * (99 + 4 * 10)
     one = Problem(np.zeros(8, dtype=np.int64), np.full(8, 100), np.full(8, 10), num_ranks=2, num_mini_batches=1)
-    assert one.solve().num_rows == 2 * (99 + 4 * 10), "each of the two ranks computes the prompt"
+    assert one.solve().num_tokens == 2 * (99 + 4 * 10), "each of the two ranks computes the prompt"
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
@@ -227,30 +208,46 @@ def test_large_groups_are_dealt_while_there_is_room_for_them() -> None:
     assert problem.solve(may_cut=False).num_cut_groups == 0
 
 
-def test_a_batch_that_divides_into_ranks_alone_is_refused() -> None:
-    ones = np.ones(6, dtype=np.int64)
-    with pytest.raises(ValueError, match="6 sequences do not divide into 2 ranks x 2 mini-batches"):
-        Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()
-
-
 @given(problems())
-def test_no_mini_batch_is_put_off_for_being_long(problem: Problem) -> None:
-    cells = problem.cells(problem.solve().order)
-    by_mini_batch = [cells[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
-    firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
-    assert firsts == sorted(firsts)
-
-
-@given(problems())
-def test_ranks_wait_least_for_each_other_since_cells_of_like_cost_make_a_mini_batch(problem: Problem) -> None:
+def test_ranks_wait_least_for_each_other_since_bins_of_like_cost_make_a_mini_batch(problem: Problem) -> None:
     balance = problem.solve(may_cut=False)
-    dearest_first = np.sort(balance.cost, axis=None)[::-1]
-    assert balance.time == pytest.approx(dearest_first[:: problem.num_ranks].sum(), rel=1e-12)
+    most_expensive_first = np.sort(balance.cost, axis=None)[::-1]
+    assert balance.time == pytest.approx(most_expensive_first[:: problem.num_ranks].sum(), rel=1e-12)
 
 
-def test_no_rank_gets_the_costliest_cell_of_every_mini_batch() -> None:
+def test_no_rank_gets_the_most_expensive_bin_of_every_mini_batch() -> None:
     """Passes without gradient wait at the end of the batch: 10 and 8 beside 9 and 7, and not 10 and 9 or 10 and 7."""
     problem = Problem(np.arange(4), np.ones(4, dtype=np.int64), np.array([10, 9, 8, 7]) * 1000, 2, 2)
     balance = problem.solve()
     totals = [int(problem.response_lengths[rank].sum()) for rank in np.split(balance.order, 2)]
     assert sorted(totals) == [17000, 17000]
+
+
+# What sequences cost together ------------------------------------------------------------------------------------
+
+
+def price(start: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return 3.0 * tokens + 0.01 * ((start + tokens) ** 2 - start**2) + 50.0 * labels
+
+
+def order_of(sequences: list[list[int]]) -> PrefixOrder:
+    return build_prefix_order(np.concatenate(sequences), np.append(0, np.cumsum([len(s) for s in sequences])))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=8), min_size=2, max_size=8), st.data())
+def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(sequences: list, data: st.DataObject) -> None:
+    order, ones = order_of(sequences), np.ones(len(sequences), dtype=np.int64)
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(sequences) - 1), min_size=1)))
+    alone = order_of([sequences[order.sequences[place]] for place in chosen])
+    labels = np.minimum(1, alone.num_new)
+    cost, tokens = cost_together(order, ones, price, np.array(chosen))
+    assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
+    assert tokens == alone.num_new.sum()
+
+
+def test_a_group_that_fits_nowhere_is_cut_where_least_is_computed_again() -> None:
+    """Two sessions of three turns that continue each other: the fork between them is the prompt's end."""
+    prompt, one, two = [9] * 10, [1] * 20, [2] * 20
+    sequences = [prompt + one[:k] for k in (5, 12, 20)] + [prompt + two[:k] for k in (5, 12, 20)]
+    balance = balance_groups(order_of(sequences), np.zeros(6, dtype=np.int64), np.full(6, 5), price, num_ranks=2)
+    assert sorted(map(sorted, np.split(balance.order, 2))) == [[0, 1, 2], [3, 4, 5]]

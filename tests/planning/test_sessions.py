@@ -1,17 +1,17 @@
-"""Sessions, places and lengths tell a driver what rows share, without a token."""
+"""Sessions, places and lengths tell a driver what they share, without a token."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from verl_pg_plugin.batching.runs import RunPrices
-from verl_pg_plugin.batching.session_order import common_prefix, order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
-from verl_pg_plugin.mixers.protocol import PairCost
+from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.planning.balance import cost_together
+from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
 
-FLOPS = ModelFlops(per_row=1.4e10, per_head_row=1.2e9, pairs=(PairCost(5.2e5),))
+FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(5.2e5),))
 
 
 class Rollouts:
@@ -44,11 +44,12 @@ class Rollouts:
         return build_prefix_order(np.concatenate(self.tokens), offsets, classes=np.array(self.columns)[:, 0])
 
     def price(self, order: PrefixOrder) -> float:
-        return RunPrices(order, np.array(self.columns)[:, 4], FLOPS.segments).run(0, len(self.tokens)).cost
+        responses = np.array(self.columns)[:, 4]
+        return cost_together(order, responses, FLOPS.segments, np.arange(len(self.tokens)))[0]
 
 
-def test_a_chain_of_ten_turns_is_priced_as_its_trie_and_not_as_a_prompt_and_ten_responses() -> None:
-    """2,000 prompt, 200 reply and 800 tool tokens a turn: 67,000 logical tokens, 11,200 in the trie."""
+def test_a_chain_of_ten_turns_is_priced_as_its_tree_and_not_as_a_prompt_and_ten_responses() -> None:
+    """2,000 prompt, 200 reply and 800 tool tokens a turn: 67,000 logical tokens, 11,200 in the tree."""
     rollouts = Rollouts()
     rollouts.session(0, 0, rollouts.draw(2000), [(200, 800)] * 10)
     assert sum(map(len, rollouts.tokens)) == 67_000
@@ -99,7 +100,7 @@ def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
 
 def test_single_rows_and_sequences_that_are_all_prompt_stay_within_their_lengths() -> None:
     order = order_by_sessions(*(np.array(values) for values in ([0, 0], [0, 1], [0, 0], [2, 2], [0, 5])))
-    assert order.num_rows.tolist() == [6, 1]
+    assert (order.num_new + order.num_shared).tolist() == [6, 1]
     assert order.num_shared.tolist() == [0, 1]
 
 
