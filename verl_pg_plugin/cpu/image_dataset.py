@@ -1,12 +1,12 @@
 """verl's data set with images taken as they are.
 
-Plug it in through verl's own seam::
+Plug it in through verl's own setting::
 
-    data.custom_cls.path=pkg://verl_pg_plugin.cpu.picture_dataset
-    data.custom_cls.name=PictureDataset
+    data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset
+    data.custom_cls.name=ImageDataset
 
-verl's own hands messages to qwen-vl-utils, which resizes pictures to the patches of real models and needs torchvision.
-Generated pictures have their size already.
+verl's own hands messages to qwen-vl-utils, which resizes images to the patches of real models and needs torchvision.
+Generated images have their size already.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 
-class PictureDataset(RLHFDataset):
-    """Rows whose images are PIL images of whole patches."""
+class ImageDataset(RLHFDataset):
+    """Samples whose images are PIL images of whole patches."""
 
     @classmethod
     def _process_multi_modal_info(

@@ -1,10 +1,10 @@
 """Weights from training workers to rollout servers of their own, without a GPU: verl's checkpoint engine ``store``.
 
 verl's trainers that separate the two (``separate_async``, one step off, fully async) send weights through a checkpoint
-engine, and those that verl has need CUDA or an RDMA network. Plug this one in through verl's own seam::
+engine, and those that verl has need CUDA or an RDMA network. Plug this one in through verl's own setting::
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=store
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_pg_plugin.cpu.weight_store
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.trainer.weight_store
 
 The first training worker puts buckets of weights into a ``torch.distributed.TCPStore``, from which every rollout worker
 reads all of them. That is for models that are small.

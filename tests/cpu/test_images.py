@@ -1,4 +1,4 @@
-"""The rollout shows its model the pictures of a prompt, and verl's data path makes what it is shown."""
+"""The rollout shows its model the images of a prompt, and verl's data path makes what it is shown."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 from verl.utils import hf_processor
-from verl.workers.config import HFModelConfig, RolloutConfig
 
 from verl_pg_plugin.cpu.server import HFServer
+
+from .test_server import make_server
 
 TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -33,18 +34,10 @@ def processor(vision_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def server(vision_checkpoint: Path) -> HFServer:
-    config = RolloutConfig(
-        name="hf",
-        dtype="float32",
-        load_format="auto",
-        prompt_length=64,
-        response_length=6,
-        tensor_model_parallel_size=1,
-    )
-    return HFServer(config, HFModelConfig(path=str(vision_checkpoint)), replica_rank=0)
+    return make_server(vision_checkpoint, prompt_length=64, response_length=6)
 
 
-def picture(count: int, seed: int) -> Image.Image:
+def squares(count: int, seed: int) -> Image.Image:
     from make_picture_data import draw_squares
 
     return draw_squares(count, random.Random(seed))
@@ -74,11 +67,11 @@ def ask(server: HFServer, processor: Any, images: list[Image.Image | None]) -> l
     return asyncio.run(scenario())
 
 
-def test_log_probs_are_those_of_the_whole_sequence_with_its_picture(
+def test_log_probs_are_those_of_the_whole_sequence_with_its_image(
     vision_checkpoint: Path, server: HFServer, processor: Any
 ) -> None:
-    """Prompts of different pictures, of equal ones and of none, in one batch."""
-    images = [picture(2, 1), picture(4, 2), picture(2, 1), None]
+    """Prompts of different images, of equal ones and of none, in one batch."""
+    images = [squares(2, 1), squares(4, 2), squares(2, 1), None]
     model = AutoModelForImageTextToText.from_pretrained(vision_checkpoint, dtype=torch.float32)
     outputs = ask(server, processor, images)
     for image, output in zip(images, outputs, strict=True):
@@ -106,7 +99,7 @@ def test_a_video_is_refused_by_name(server: HFServer) -> None:
 
 def test_verl_finds_the_processor_and_its_rope_index(processor: Any) -> None:
     assert type(processor).__name__ == "Qwen3VLProcessor"
-    inputs = encode(processor, picture(1, 0))
+    inputs = encode(processor, squares(1, 0))
     positions, _ = processor.get_rope_index(
         inputs["input_ids"],
         mm_token_type_ids=inputs["mm_token_type_ids"],
