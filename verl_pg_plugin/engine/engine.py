@@ -56,7 +56,7 @@ from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, ro
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.memory import TokenMemory
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.planning.micro_batches import MICRO_BATCH_COST, CacheWeights
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class SharedPrefixEngine(FSDPEngine):
         shared_model: what is known of the model, once it is built.
         verifier: checks live micro-batches.
         log_prob_head: computes log-probs in place of logits; None where all logits are held at once.
+        micro_batch_cost: see ``plan_mini_batch``.
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
@@ -83,6 +84,7 @@ class SharedPrefixEngine(FSDPEngine):
     """
 
     log_prob_head: LogProbHead | None = None
+    micro_batch_cost = MICRO_BATCH_COST
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         check_engine(engine_config, model_config)  # first: a setting is refused in our words and not in verl's
@@ -151,6 +153,7 @@ class SharedPrefixEngine(FSDPEngine):
             fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             sp_size=sp_size,
             dp_rank=self.get_data_parallel_rank(),
+            micro_batch_cost=self.micro_batch_cost,
         )
         self._tell_loss(plan.data)
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
