@@ -29,7 +29,7 @@ from verl_pg_plugin.batching.balance import Balance, balance_groups
 from verl_pg_plugin.batching.runs import RunPrices
 from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers.protocol import PairCost
 
 FLOPS = ModelFlops(per_row=7.2e9, per_head_row=7.8e8, pairs=(PairCost(5.9e5),))
@@ -170,7 +170,7 @@ def real_costs(order: PrefixOrder, rows: Rows, balance: Balance) -> tuple[np.nda
     for sequences in np.split(balance.order, rows.num_ranks):
         places = np.sort(place_of[sequences]).tolist()
         costs.append(prices.together([prices.run(place, place + 1) for place in places]))
-        num_rows += int(order.num_rows[places].sum())
+        num_rows += int(order.num_tokens[places].sum())
         num_rows -= sum(int(order.num_shared[a + 1 : b + 1].min()) for a, b in pairwise(places))
     return np.array(costs), num_rows
 

@@ -29,10 +29,10 @@ class BigGroup:
     @classmethod
     def on(cls, device: str) -> "BigGroup":
         layout = batch_of(*[((1, 2), (10 + i,)) for i in range(64)]).layout()
-        rows = torch.from_numpy(layout.kv_rows).long()
+        rows = torch.from_numpy(layout.kv_index).long()
         generator = torch.Generator().manual_seed(0)
         grad = torch.randint(-255, 256, (len(rows), 2, 100), generator=generator).float() / 128
-        exact = torch.zeros(layout.num_rows, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
+        exact = torch.zeros(layout.num_tokens, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
         return cls(GatherIndex.from_layout(layout, device), grad.to(torch.bfloat16).to(device), exact.to(device))
 
     def gradient(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -44,8 +44,8 @@ class BigGroup:
 
 def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
     index = GatherIndex.from_layout(LAYOUT, "cpu")
-    x = torch.randn(LAYOUT.num_rows, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(gather_rows(x, index), x[torch.from_numpy(LAYOUT.kv_rows).long()])
+    x = torch.randn(LAYOUT.num_tokens, 3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(gather_rows(x, index), x[torch.from_numpy(LAYOUT.kv_index).long()])
     assert torch.autograd.gradcheck(lambda t: gather_rows(t, index), (x,))
 
 
@@ -57,7 +57,7 @@ def test_every_copy_of_a_row_is_found_where_its_readers_keys_begin(batch: Batch)
     bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
     for row, (segment, position) in enumerate(zip(index.row_segment.tolist(), index.key_place.tolist(), strict=True)):
         copies = [start + position for start in starts[bounds[segment] : bounds[segment + 1]]]
-        assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()
+        assert sorted(copies) == np.flatnonzero(layout.kv_index == row).tolist()
 
 
 def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_at_every_addition() -> None:
@@ -70,9 +70,9 @@ def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_
 def test_float64_gradients_are_not_squeezed_through_float32() -> None:
     layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
     index = GatherIndex.from_layout(layout, "cpu")
-    x = torch.zeros(layout.num_rows, 1, dtype=torch.float64, requires_grad=True)
-    grad = torch.zeros(len(layout.kv_rows), 1, dtype=torch.float64)
-    copies = np.flatnonzero(layout.kv_rows == 0).tolist()
+    x = torch.zeros(layout.num_tokens, 1, dtype=torch.float64, requires_grad=True)
+    grad = torch.zeros(len(layout.kv_index), 1, dtype=torch.float64)
+    copies = np.flatnonzero(layout.kv_index == 0).tolist()
     grad[copies[0]], grad[copies[1]] = 1.0, 1e-12
     gather_rows(x, index).backward(grad)
     assert x.grad is not None
@@ -85,8 +85,8 @@ def test_every_copy_of_a_carried_row_is_found_too(data: st.DataObject, batch: Ba
     plan = data.draw(plans(batch))
     for part in (part for chain in plan.chains if len(chain) > 1 for part in lay_out(batch, chain, forward_only=True)):
         layout = part.layout
-        index = GatherIndex.from_layout(layout, "cpu", layout.num_carried)
+        index = GatherIndex.from_layout(layout, "cpu", layout.num_cached)
         bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
         for row, (segment, place) in enumerate(zip(index.row_segment.tolist(), index.key_place.tolist(), strict=True)):
             copies = [start + place for start in starts[bounds[segment] : bounds[segment + 1]]]
-            assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()
+            assert sorted(copies) == np.flatnonzero(layout.kv_index == row).tolist()

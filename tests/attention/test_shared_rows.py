@@ -15,7 +15,7 @@ def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
 
     def windows(layout: PackedLayout, width: int) -> int:
         made.append(width)
-        return layout.num_rows * width
+        return layout.num_tokens * width
 
     assert [rows.index(windows, width) for width in (3, 3, 4)] == [9, 9, 12]
     assert made == [3, 4]

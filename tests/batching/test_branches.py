@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
 from verl_pg_plugin.batching.branches import Branch, _Cell, _prompt_costs
 from verl_pg_plugin.batching.runs import Run, RunPrices
-from verl_pg_plugin.layout.prefix_order import PrefixOrder
+from verl_pg_plugin.layout.order import PrefixOrder
 
 PROMPTS = {0: 10.0, 1: 20.0, 2: 40.0}
 DRAWN = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(list(PROMPTS)), st.integers(1, 2)), max_size=8)

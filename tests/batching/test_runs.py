@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
 from verl_pg_plugin.batching.runs import RunPrices
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order
 
 
-def price(start: IntArray, rows: IntArray, head_rows: IntArray) -> np.ndarray:
+def price(start: IntArray, rows: IntArray, head_index: IntArray) -> np.ndarray:
     return 3.0 * rows + 0.01 * ((start + rows) ** 2 - start**2)
 
 

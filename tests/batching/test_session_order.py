@@ -8,7 +8,7 @@ import pytest
 from verl_pg_plugin.batching.runs import RunPrices
 from verl_pg_plugin.batching.session_order import common_prefix, order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers.protocol import PairCost
 
 FLOPS = ModelFlops(per_row=1.4e10, per_head_row=1.2e9, pairs=(PairCost(5.2e5),))
@@ -99,7 +99,7 @@ def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
 
 def test_single_rows_and_sequences_that_are_all_prompt_stay_within_their_lengths() -> None:
     order = order_by_sessions(*(np.array(values) for values in ([0, 0], [0, 1], [0, 0], [2, 2], [0, 5])))
-    assert order.num_rows.tolist() == [6, 1]
+    assert order.num_tokens.tolist() == [6, 1]
     assert order.num_shared.tolist() == [0, 1]
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.support import group, make_engine
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
-from verl_pg_plugin.batching.copied_keys import CopiedKeys
+from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import Sample
 
 SYSTEM, TURN = list(range(5)), list(range(40, 52))
@@ -63,14 +62,14 @@ CASES: dict[str, tuple[list[Sample], int]] = {
 """Samples, and the token budget of a micro-batch."""
 
 
-def carrying_engine(path: str, weights: CarryWeights = CarryWeights(), **options: Any) -> Any:  # noqa: B008
+def carrying_engine(path: str, weights: CacheWeights = CacheWeights(), **options: Any) -> Any:  # noqa: B008
     """``make_engine`` in packed mode, carrying whatever it can: the prefixes of tests are short."""
     engine = make_engine(path, packed=True, **options)
     carry_always(engine, weights)
     return engine
 
 
-def carry_always(engine: Any, weights: CarryWeights = CarryWeights()) -> None:  # noqa: B008
+def carry_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
     """Let an engine in packed mode carry prefixes however short.
 
     What copied keys take is left out: the MLP of a tiny model has room for none, and its budgets hold a few rows.

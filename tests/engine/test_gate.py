@@ -61,8 +61,8 @@ def test_below_the_ratio_attention_is_the_ordinary_varlen_call() -> None:
     assert planned.num_rmpad == 1
     (layout,) = planned.layouts
     assert not copies_keys(layout)
-    assert layout.num_rows == num_tokens(WEAK) - len(WEAK)
-    assert layout.num_roots == len(WEAK)
+    assert layout.num_tokens == num_tokens(WEAK) - len(WEAK)
+    assert layout.num_groups == len(WEAK)
 
 
 def test_each_micro_batch_decides_for_itself() -> None:
@@ -91,13 +91,13 @@ def test_random_batches_keep_the_ratio_the_budget_and_every_sample(ratio: float,
     budget = int(rng.integers(100, 300))
     planned = plan(make_batch([samples[k] for k in order], max_token_len_per_gpu=budget), ratio)
     assert sorted(row for rows in planned.indices for row in rows) == list(range(len(samples)))
-    assert all(layout.num_rows <= budget for layout in planned.layouts), (
+    assert all(layout.num_tokens <= budget for layout in planned.layouts), (
         "plain rmpad needs more rows, not a larger budget"
     )
     for layout in planned.layouts:
-        assert layout.num_logical_tokens >= ratio * layout.num_rows or not copies_keys(layout)
-    assert [layout.num_rows for layout in planned.layouts] == sorted(
-        (layout.num_rows for layout in planned.layouts), reverse=True
+        assert layout.num_logical_tokens >= ratio * layout.num_tokens or not copies_keys(layout)
+    assert [layout.num_tokens for layout in planned.layouts] == sorted(
+        (layout.num_tokens for layout in planned.layouts), reverse=True
     )
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.support import PACKED_MODE, group
 from verl_pg_plugin.attention.carried_rows import Carrying
 from verl_pg_plugin.engine.batch.sequences import BatchError
-from verl_pg_plugin.layout.carried import idle_export
+from verl_pg_plugin.layout import idle_prefill
 from verl_pg_plugin.synthetic import make_batch
 
 BATCH = make_batch(group(9, [4, 3], 1), max_token_len_per_gpu=20)  # 8 + 4 + 3 rows
@@ -16,7 +16,7 @@ LAYOUT = PACKED_MODE.lay_out(PACKED_MODE.read(BATCH))
 
 
 def test_rows_are_padded_to_the_next_multiple() -> None:
-    assert LAYOUT.num_rows == 15
+    assert LAYOUT.num_tokens == 15
     for multiple, padding in ((1, 0), (5, 0), (8, 1), (16, 1)):
         assert replace(PACKED_MODE, row_multiple=multiple).num_padding_rows(LAYOUT, BATCH) == padding
 
@@ -39,7 +39,7 @@ def test_rows_that_just_fill_the_budget_fit_and_one_more_does_not() -> None:
 def test_an_export_is_not_padded_to_the_budget() -> None:
     """It would cost as much as a micro-batch."""
     sequences = PACKED_MODE.read(BATCH)
-    export = idle_export(sequences.tokens, sequences.offsets)
+    export = idle_prefill(sequences.tokens, sequences.offsets)
     static = replace(PACKED_MODE, static_rows=True)
     rows = static.to_device(export, BATCH, Carrying(export, read=[], is_export=True))
     assert rows.input_ids.shape == (1, 1)

@@ -25,7 +25,7 @@ def reads_of_segments(layout: PackedLayout) -> Iterator[tuple[int, int]]:
     """(row, key) of each segment, as if its rows read all of its keys."""
     for s, (start, stop) in enumerate(pairwise(layout.cu_seqlens_k.tolist())):
         for row in range(*layout.cu_seqlens_q[s : s + 2].tolist()):
-            yield from ((row, key) for key in layout.kv_rows[start:stop].tolist())
+            yield from ((row, key) for key in layout.kv_index[start:stop].tolist())
 
 
 @given(batches(with_classes=True))
@@ -50,7 +50,7 @@ def test_the_rest_is_a_layout_of_the_same_rows_whose_trees_have_lost_their_roots
     if reads is None:
         return
     rest, bounds = reads.rest, pairwise(reads.rest.cu_seqlens_k.tolist())
-    assert [rest.kv_rows[start:stop].tolist() for start, stop in bounds] == segment_paths(rest)
+    assert [rest.kv_index[start:stop].tolist() for start, stop in bounds] == segment_paths(rest)
     assert rest.segment_start.tolist() == [
         len(path) - own for path, own in zip(segment_paths(rest), np.diff(rest.cu_seqlens_q).tolist(), strict=True)
     ]

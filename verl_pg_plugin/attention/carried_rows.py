@@ -21,8 +21,8 @@ from verl_pg_plugin.attention.kernels.selection import VarlenKernel
 from verl_pg_plugin.attention.key_copies import Bounds, KeyCopies
 from verl_pg_plugin.attention.packed_rows import PackedRows
 from verl_pg_plugin.attention.shared_rows import AttentionOptions
-from verl_pg_plugin.layout.carried import CarriedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.layout.order import IntArray
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Carrying:
 
     Attributes:
         layout: the part's rows, or those of its export.
-        read: blocks of the rows ``0 .. num_carried``.
+        read: blocks of the rows ``0 .. num_cached``.
         leave: filled with the rows handed over; None in training, where an export leaves them.
         owed: blocks of the rows handed over, with the sums of their gradients; empty outside training.
         is_export: no sequence reads this forward's outputs.
     """
 
-    layout: CarriedLayout
+    layout: PackedLayout
     read: list[CarryBlock]
     leave: CarryBlock | None = None
     owed: list[CarryBlock] = field(default_factory=list)
@@ -58,9 +58,9 @@ class Carrying:
 
     def _leave_columns(self, block: CarryBlock, columns_NC: torch.Tensor) -> None:
         layout = self.layout
-        block.columns = columns_NC.new_zeros(len(layout.handover), columns_NC.shape[1])
-        if len(layout.handover_heads):
-            heads, rows = (_index(x, columns_NC.device) for x in (self.handed_over_heads, layout.handover_heads))
+        block.columns = columns_NC.new_zeros(len(layout.publish), columns_NC.shape[1])
+        if len(layout.publish_heads):
+            heads, rows = (_index(x, columns_NC.device) for x in (self.handed_over_heads, layout.publish_heads))
             block.columns[rows] = columns_NC[heads]
         if self.is_export:
             block.column_sums = _wide_zeros(block.columns)
@@ -68,7 +68,7 @@ class Carrying:
     @property
     def handed_over_heads(self) -> IntArray:
         """Index into the own head rows of those whose outputs are handed over."""
-        return np.searchsorted(self.layout.head_rows, self.layout.handover[self.layout.handover_heads])
+        return np.searchsorted(self.layout.head_index, self.layout.publish[self.layout.publish_heads])
 
 
 class CarriedRows(PackedRows):
@@ -83,14 +83,14 @@ class CarriedRows(PackedRows):
     def carry(cls, carrying: Carrying, kernel: VarlenKernel, device: torch.device | str) -> CarriedRows:
         """Move the index maps of a part to ``device``, without waiting for the copies."""
         layout = carrying.layout
-        index = partial(GatherIndex.from_layout, layout, device, layout.num_carried)
+        index = partial(GatherIndex.from_layout, layout, device, layout.num_cached)
         return cls(
             carrying,
-            to_device(layout.handover, torch.int64, device),
+            to_device(layout.publish, torch.int64, device),
             kernel=kernel,
-            num_rows=layout.num_rows,
+            num_rows=layout.num_tokens,
             bounds=Bounds.of(layout, device),
-            copies=KeyCopies(index()) if layout.num_copied_keys else None,
+            copies=KeyCopies(index()) if layout.num_gathered_kv else None,
             layout=layout,
         )
 
@@ -125,14 +125,14 @@ class _ReadRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         rows: CarriedRows = ctx.rows
-        carrying, num_carried = rows.carrying, rows.carrying.layout.num_carried
+        carrying, num_cached = rows.carrying, rows.carrying.layout.num_cached
         wide = torch.promote_types(grad.dtype, torch.float32)
         # A copy in either case: what is owed is added in place.
         copies = rows.copies
         total = grad.to(wide, copy=True) if copies is None else sum_over_readers(grad, copies.index, wide)
         for block in carrying.read:
             block.key_value_sums[ctx.layer, ctx.which].add_(total[block.start : block.stop])
-        own = total[num_carried:]
+        own = total[num_cached:]
         if carrying.owed:
             # Taken out, since verl keeps the graph, and so its blocks, until the next forward is done.
             owed = [block.key_value_sums.pop((ctx.layer, ctx.which)) for block in carrying.owed]
@@ -146,7 +146,7 @@ class _JoinColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_NC: torch.Tensor, carrying: Carrying) -> torch.Tensor:
         ctx.carrying = carrying
-        heads = carrying.layout.carried_heads
+        heads = carrying.layout.cached_heads
         if not len(heads):
             return own_NC.clone()
         carried = torch.cat([_columns(block.columns) for block in carrying.read])
@@ -156,17 +156,17 @@ class _JoinColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
         carrying: Carrying = ctx.carrying
-        layout, num_carried = carrying.layout, len(carrying.layout.carried_heads)
+        layout, num_cached = carrying.layout, len(carrying.layout.cached_heads)
         for block in carrying.read:
-            first, last = np.searchsorted(layout.carried_heads, [block.start, block.stop])
+            first, last = np.searchsorted(layout.cached_heads, [block.start, block.stop])
             if last > first:
-                rows = _index(layout.carried_heads[first:last] - block.start, grad.device)
+                rows = _index(layout.cached_heads[first:last] - block.start, grad.device)
                 sums = _columns(block.column_sums)
                 sums.index_add_(0, rows, grad[first:last].to(sums.dtype))
-        own = grad[num_carried:].clone()
-        if carrying.owed and len(layout.handover_heads):
+        own = grad[num_cached:].clone()
+        if carrying.owed and len(layout.publish_heads):
             owed = torch.cat([_columns(block.column_sums) for block in carrying.owed])
-            heads, rows = (_index(x, grad.device) for x in (carrying.handed_over_heads, layout.handover_heads))
+            heads, rows = (_index(x, grad.device) for x in (carrying.handed_over_heads, layout.publish_heads))
             own.index_add_(0, heads, owed[rows].to(own.dtype))
         return own, None
 

@@ -27,19 +27,19 @@ class GatherIndex:
     reader_starts: torch.Tensor
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, device: torch.device | str, num_carried: int = 0) -> "GatherIndex":
+    def from_layout(cls, layout: PackedLayout, device: torch.device | str, num_cached: int = 0) -> "GatherIndex":
         """A row's copy in a segment that reads it lies at ``key_place`` within that segment's keys.
 
         Args:
             layout: of the rows.
             device: where the maps go.
-            num_carried: rows in front of the layout's own that ``kv_rows`` indexes too; every segment that reads any
+            num_cached: rows in front of the layout's own that ``kv_index`` indexes too; every segment that reads any
                 reads the first of them, see ``layout.carried``.
         """
         parents, starts = layout.segment_parent.tolist(), layout.cu_seqlens_k[:-1].tolist()
-        read = np.add.reduceat(layout.kv_rows < num_carried, layout.cu_seqlens_k[:-1]) if num_carried else ()
+        read = np.add.reduceat(layout.kv_index < num_cached, layout.cu_seqlens_k[:-1]) if num_cached else ()
         # Carried rows that the same segments read are one segment more; the last of them may have no reader.
-        ends = np.unique(np.append(np.asarray(read, dtype=np.int64), num_carried))
+        ends = np.unique(np.append(np.asarray(read, dtype=np.int64), num_cached))
         ends = ends[ends > 0]
         readers = [layout.cu_seqlens_k[:-1][read >= end].tolist() for end in ends]
         num_before = len(readers)
@@ -51,9 +51,9 @@ class GatherIndex:
                 ancestor = parents[ancestor]
         num_rows = np.concatenate([np.diff(ends, prepend=0), np.diff(layout.cu_seqlens_q)])
         return cls(
-            rows=to_device(layout.kv_rows, torch.int32, device),
+            rows=to_device(layout.kv_index, torch.int32, device),
             row_segment=to_device(np.repeat(np.arange(len(readers)), num_rows), torch.int32, device),
-            key_place=to_device(np.concatenate([np.arange(num_carried), layout.key_place]), torch.int32, device),
+            key_place=to_device(np.concatenate([np.arange(num_cached), layout.key_place]), torch.int32, device),
             reader_bounds=to_device(np.cumsum([0, *map(len, readers)]), torch.int32, device),
             reader_starts=to_device(np.concatenate(readers), torch.int32, device),
         )

@@ -8,7 +8,6 @@ import torch
 
 from verl_pg_plugin.attention.gather import GatherIndex, to_device
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.carried import CarriedLayout
 from verl_pg_plugin.layout.trunk_reads import TrunkReads, read_trunks
 
 
@@ -22,7 +21,7 @@ class Bounds:
     max_seqlen_k: int
 
     @classmethod
-    def of(cls, layout: PackedLayout | CarriedLayout | TrunkReads, device: torch.device | str) -> Bounds:
+    def of(cls, layout: PackedLayout | PackedLayout | TrunkReads, device: torch.device | str) -> Bounds:
         """Sent to ``device``, without waiting for the copies."""
         return cls(
             to_device(layout.cu_seqlens_q, torch.int32, device),
@@ -68,6 +67,6 @@ class KeyCopies:
         reads = read_trunks(layout)
         if reads is None:
             return cls(index)
-        rest_index = GatherIndex.from_layout(reads.rest, device) if reads.rest.num_copied_keys else None
+        rest_index = GatherIndex.from_layout(reads.rest, device) if reads.rest.num_gathered_kv else None
         trunks, rest = Bounds.of(reads, device), Bounds.of(reads.rest, device)
         return cls(index, WithoutTrunks(reads.rows, reads.keys, trunks, rest, rest_index))

@@ -43,11 +43,11 @@ class PackedRows(SharedRows):
     def from_layout(cls, layout: PackedLayout, kernel: VarlenKernel, device: torch.device | str) -> PackedRows:
         """Move the index maps of ``layout`` to ``device``, without waiting for the copies."""
         copies = None
-        if layout.num_copied_keys:
+        if layout.num_gathered_kv:
             index = GatherIndex.from_layout(layout, device)
             has_backward = kernel.copies_keys and torch.is_grad_enabled()
             copies = KeyCopies.of(layout, index, device) if has_backward else KeyCopies(index)
-        return cls(kernel, layout.num_rows, Bounds.of(layout, device), copies, layout)
+        return cls(kernel, layout.num_tokens, Bounds.of(layout, device), copies, layout)
 
     @classmethod
     def unshared(cls, kernel: VarlenKernel, cu_seqlens: torch.Tensor, max_seqlen: int, num_rows: int) -> PackedRows:

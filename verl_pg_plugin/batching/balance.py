@@ -11,7 +11,7 @@ import numpy as np
 from verl_pg_plugin.batching.branches import swap_branches
 from verl_pg_plugin.batching.least_loaded import LeastLoaded
 from verl_pg_plugin.batching.runs import FloatArray, Run, RunPrices, SegmentPrice
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 
 __all__ = ["Balance", "SegmentPrice", "balance_groups"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl_pg_plugin.batching.runs import FloatArray, Run, RunPrices
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 CANDIDATES = 4
 """Cheap cells that the costliest one may trade with."""

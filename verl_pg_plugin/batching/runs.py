@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 
 FloatArray: TypeAlias = NDArray[np.float64]
 SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]

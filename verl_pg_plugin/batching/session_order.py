@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def order_by_sessions(
     num_shared = np.where(extends, np.append(0, lengths[:-1])[: len(order)], common) - 1
     num_shared[opens_group] = max(common_tokens - 1, 0)
     num_shared[:1] = 0
-    return PrefixOrder(sequences=order, num_rows=lengths - 1, num_shared=np.minimum(num_shared, lengths - 1).clip(0))
+    return PrefixOrder(sequences=order, num_tokens=lengths - 1, num_shared=np.minimum(num_shared, lengths - 1).clip(0))
 
 
 def common_prefix(prompts: Sequence[IntArray]) -> int:

@@ -67,9 +67,9 @@ class ForwardRows:
         def move(array: np.ndarray) -> torch.Tensor:
             return to_device(array, torch.int64, device)
 
-        own = shard.own(layout.head_rows)
+        own = shard.own(layout.head_index)
         # A head never runs on nothing: a rank without head rows computes its first row, which nobody reads.
-        columns = layout.head_rows[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
+        columns = layout.head_index[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
         input_ids, position_ids, tensors = layout.input_ids, layout.position_ids, {}
         if content is None:
             input_ids, position_ids = shard.take(input_ids), shard.take(position_ids)
@@ -86,7 +86,7 @@ class ForwardRows:
             labels=move(shard.take(layout.labels)[columns]),
             head_sequence=move(layout.head_sequence[own] if len(own) else np.zeros(1, dtype=np.int64)),
             shard=shard,
-            all_head_rows=move(layout.head_rows) if shard.group else None,
+            all_head_rows=move(layout.head_index) if shard.group else None,
             response_index=move(layout.response_index),
             response_head=move(layout.response_head),
             num_logical_tokens=layout.num_logical_tokens,
@@ -101,7 +101,7 @@ class ForwardRows:
         def move(array: np.ndarray) -> torch.Tensor:
             return to_device(array, torch.int64, device)
 
-        line, column = np.divmod(layout.head_rows, layout.input_ids.shape[1])
+        line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
         head_columns, place = np.unique(column, return_inverse=True)
         return cls(
             shared=shared,
@@ -109,9 +109,9 @@ class ForwardRows:
             position_ids=move(layout.position_ids),
             head_columns=move(head_columns),
             head_index=move(line * len(head_columns) + place),
-            labels=move(layout.labels.reshape(-1)[layout.head_rows]),
+            labels=move(layout.labels.reshape(-1)[layout.head_index]),
             head_sequence=move(layout.head_sequence),
-            shard=RowShard(layout.num_rows),
+            shard=RowShard(layout.num_tokens),
             all_head_rows=None,
             response_index=move(layout.response_index),
             response_head=move(layout.response_head),

@@ -24,16 +24,13 @@ from verl.utils.device import get_device_id, get_device_name
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures.stock_faults import rmpad_fault
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.layer_compiler import Decision
 from verl_pg_plugin.engine.activation_budget import Held
-from verl_pg_plugin.engine.batch.cut_for_copies import copies_count
 from verl_pg_plugin.engine.batch.device_copy import on_device
 from verl_pg_plugin.engine.batch.lazy_micro_batches import LazyMicroBatches
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.plan_metrics import figures_of_rank, flops_of_a_device, plan_metrics
-from verl_pg_plugin.engine.batch.plan_remarks import PlanRemarks
 from verl_pg_plugin.engine.batch.row_selection import with_ragged_tokens, without_gaps
 from verl_pg_plugin.engine.compiled_layers import compiling
 from verl_pg_plugin.engine.local_choices import choose_alike
@@ -92,7 +89,6 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         self.carrier: Carrier | None = None
         self.meetings: Meetings | None = None
         self.keeper: Keeper | None = None
-        self._remarks = PlanRemarks()
         if not asked:
             fault = rmpad_fault(self.model_config.hf_config, get_device_name())
             if self.model_config.use_remove_padding and fault and self.rank == 0:
@@ -213,19 +209,17 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
         mode, everyone = self.sharing, dist.group.WORLD
         assert mode is not None
 
-        def checked() -> tuple[TensorDict, CarryPolicy | None, CopiedKeys]:
+        def checked() -> tuple[TensorDict, CarryPolicy | None]:
             whole = without_gaps(with_ragged_tokens(data))
             self._check_batch(whole)
-            return whole, self._carry_policy(forward_only), self._copied_keys(forward_only)
+            return whole, self._carry_policy(forward_only)
 
-        data, carry, copies = on_every_rank(checked, everyone)
+        data, carry = on_every_rank(checked, everyone)
         plans: list[MicroBatchPlan] = []
 
         def cut(data: TensorDict, dp_group: Any) -> tuple[LazyMicroBatches, list[list[int]]]:
             sp_size = self.ulysses_sequence_parallel_size
-            plan = plan_micro_batches(
-                data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, copies, price=self._price
-            )
+            plan = plan_micro_batches(data, dp_group, sp_size, mode, self.min_dedup_ratio, carry, price=self._price)
             plans.append(plan)
             # verl's loop comes to the next micro-batch right behind the backward of the one before.
             return replace(plan.micro_batches, on_arrival=meetings.after_collectives), plan.indices
@@ -241,14 +235,10 @@ class SharedPrefixMixin(ModelPasses, PlanPolicy, MfuOfPasses):
             padding = sum(map(mode.num_padding_rows, plans[0].layouts, plans[0].micro_batches))
             flops, carried_bytes = self.shared_model.flops, carrier.stack.peak_bytes
             patches = list(map(mode.modality.patches, plans[0].layouts, plans[0].micro_batches))
-            copy = self._row_memory.copy // self.ulysses_sequence_parallel_size
-            if copies_count(plans[0], copies):
-                self._remarks.on_copies(partial(self._cut_for_copies, plans[0], forward_only), forward_only)
-            figures = figures_of_rank(plans[0], padding, carried_bytes, flops, forward_only, patches, copy)
+            figures = figures_of_rank(plans[0], padding, carried_bytes, flops, forward_only, patches)
             return figures, None if keeper is None else keeper.held()
 
         def metrics_of(ranks: list[tuple[dict[str, float], Held | None]]) -> dict[str, list[float]]:
-            self._remarks.on_rmpad(plans[0], self.min_dedup_ratio)
             metrics = plan_metrics([figures for figures, _ in ranks], self.ulysses_sequence_parallel_size)
             if keeper is not None:
                 metrics |= keeper.learn([held for _, held in ranks if held is not None])

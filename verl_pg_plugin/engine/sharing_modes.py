@@ -108,7 +108,7 @@ class PackedMode(SharingMode[PackedLayout]):
         device = micro_batch["input_ids"].device
         # An export is no micro-batch: padded to the budget it would cost as much as one.
         padding = replace(self, static_rows=False) if carrying is not None and carrying.is_export else self
-        shard = RowShard(layout.num_rows + padding.num_padding_rows(layout, micro_batch), self.sp_group)
+        shard = RowShard(layout.num_tokens + padding.num_padding_rows(layout, micro_batch), self.sp_group)
         rows = (
             PackedRows.from_layout(layout, self.kernel, device)
             if carrying is None
@@ -119,18 +119,18 @@ class PackedMode(SharingMode[PackedLayout]):
         return ForwardRows.from_packed(layout, shared, shard, device, carrying, content)
 
     def num_padding_rows(self, layout: PackedLayout, micro_batch: TensorDict) -> int:
-        num_rows = layout.num_rows + self.modality.num_padding_rows(layout, runs_tower(micro_batch))
+        num_rows = layout.num_tokens + self.modality.num_padding_rows(layout, runs_tower(micro_batch))
         if self.static_rows:
             num_rows = tu.get_non_tensor_data(micro_batch, "max_token_len_per_gpu", default=0) * self.sp_size
-            if num_rows < layout.num_rows:
+            if num_rows < layout.num_tokens:
                 raise BatchError(
-                    f"prefix_grouper.static_rows=True: {layout.num_rows} rows do not fit max_token_len_per_gpu="
+                    f"prefix_grouper.static_rows=True: {layout.num_tokens} rows do not fit max_token_len_per_gpu="
                     f"{num_rows // self.sp_size}; raise ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
                 )
             num_rows += self.modality.num_reserved_rows
         for multiple in (self.row_multiple, self.sp_size):
             num_rows = -(-num_rows // multiple) * multiple
-        return num_rows - layout.num_rows
+        return num_rows - layout.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

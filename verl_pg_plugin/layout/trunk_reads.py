@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_pg_plugin.layout.packed_layout import PackedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.layout.packed import PackedLayout
 
 COPIES_PER_ROW = 3
 """Keys of trunks that would be copied for each row, from which on two calls without them are faster than one with them.
@@ -55,7 +55,7 @@ def read_trunks(layout: PackedLayout, copies_per_row: float = COPIES_PER_ROW) ->
     trunk, stop = _trunks(layout)
     num_own, below_one = np.diff(layout.cu_seqlens_q), trunk >= 0
     num_read = np.where(below_one, num_own[trunk], 0)  # keys that each segment reads of its trunk
-    if num_read.sum() < max(copies_per_row * layout.num_rows, 1):
+    if num_read.sum() < max(copies_per_row * layout.num_tokens, 1):
         return None
 
     # Where reads begin and end; between two of them lie rows that are nobody's keys, and queries without keys.
@@ -98,7 +98,7 @@ def _trunks(layout: PackedLayout) -> tuple[IntArray, IntArray]:
 def _without_trunks(layout: PackedLayout, trunk: IntArray, num_read: IntArray) -> PackedLayout:
     """The same rows, of which each segment reads ``num_read`` (S,) fewer: those of its ``trunk``."""
     parents, num_keys = layout.segment_parent, np.diff(layout.cu_seqlens_k)
-    place = np.arange(len(layout.kv_rows)) - np.repeat(layout.cu_seqlens_k[:-1], num_keys)
+    place = np.arange(len(layout.kv_index)) - np.repeat(layout.cu_seqlens_k[:-1], num_keys)
     first = np.where(trunk >= 0, layout.segment_start[trunk], 0)  # place of the trunk's keys in the segment's
     of_trunk = (place >= np.repeat(first, num_keys)) & (place < np.repeat(first + num_read, num_keys))
     return replace(
@@ -106,6 +106,6 @@ def _without_trunks(layout: PackedLayout, trunk: IntArray, num_read: IntArray) -
         segment_parent=np.where((trunk >= 0) & (parents == trunk), parents[parents], parents),
         segment_start=layout.segment_start - num_read,
         cu_seqlens_k=np.concatenate([[0], np.cumsum(num_keys - num_read)]),
-        kv_rows=layout.kv_rows[~of_trunk],
+        kv_index=layout.kv_index[~of_trunk],
         key_place=layout.key_place - np.repeat(num_read, np.diff(layout.cu_seqlens_q)),
     )

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from verl_pg_plugin.layout import Layout, PackedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

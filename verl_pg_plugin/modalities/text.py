@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.protocol import Content, ContentInputs
 from verl_pg_plugin.reason import Reason

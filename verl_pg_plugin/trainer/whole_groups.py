@@ -14,7 +14,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from verl_pg_plugin.batching.balance import Balance, balance_groups
 from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.reporting.rollout_lengths import write_lengths
 
 __all__ = [

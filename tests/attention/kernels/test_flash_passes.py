@@ -46,7 +46,7 @@ def packed_rows(layout: PackedLayout, kernel: VarlenKernel = KERNEL, without_tru
     rows.copies = KeyCopies(index)
     reads = read_trunks(layout, copies_per_row=0.0) if without_trunks else None
     if reads is not None:
-        rest_index = GatherIndex.from_layout(reads.rest, "cpu") if reads.rest.num_copied_keys else None
+        rest_index = GatherIndex.from_layout(reads.rest, "cpu") if reads.rest.num_gathered_kv else None
         bounds = (Bounds.of(reads, "cpu"), Bounds.of(reads.rest, "cpu"))
         rows.copies = KeyCopies(index, WithoutTrunks(reads.rows, reads.keys, *bounds, rest_index))
     return rows
@@ -65,7 +65,7 @@ def test_random_tries_have_the_gradients_of_their_sequences_alone_without_copies
     batch: Batch, heads: tuple[int, int], window_size: int, without_trunks: bool, seed: int
 ) -> None:
     layout = batch.layout()
-    tensors = random_tensors(layout.num_rows, *heads, head_dim=4, seed=seed, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, *heads, head_dim=4, seed=seed, dtype=torch.float64)
     expected = dense_outcome(tensors, layout, batch.sequences, window_size)
     assert_equal(outcome(packed_rows(layout, without_trunks=without_trunks), tensors, window_size), expected)
 
@@ -76,7 +76,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(
     batch: Batch, without_trunks: bool
 ) -> None:
     layout = batch.layout()
-    tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
     expected = outcome(packed_rows(layout, without_trunks=without_trunks), tensors)
     seen: list[torch.Tensor] = []
 
@@ -110,9 +110,9 @@ class Copies(TorchDispatchMode):
 
 
 def test_a_backward_copies_no_key_of_a_root() -> None:
-    for batch, num_copies in ((GROUP, 0), (TREE, 2 * len(read_trunks(TREE.layout(), 0.0).rest.kv_rows))):
+    for batch, num_copies in ((GROUP, 0), (TREE, 2 * len(read_trunks(TREE.layout(), 0.0).rest.kv_index))):
         layout = batch.layout()
-        tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
+        tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
         rows, copies = packed_rows(layout), Copies()
         q, k, v = (t.requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
         out = rows.attend_packed(q, k, v, AttentionOptions(0.3))
@@ -123,7 +123,7 @@ def test_a_backward_copies_no_key_of_a_root() -> None:
 
 def test_a_layer_that_is_computed_again_copies_no_key_and_runs_no_kernel() -> None:
     layout = GROUP.layout()
-    tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
     rows, copies = packed_rows(layout), Copies()
     q, k, v = (t.requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     expected = outcome(rows, tensors)
@@ -142,7 +142,7 @@ def test_a_layer_that_is_computed_again_copies_no_key_and_runs_no_kernel() -> No
 def test_values_narrower_than_keys_are_widened_before_they_are_copied() -> None:
     """As in multi-head latent attention."""
     layout = TREE.layout()
-    tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
     narrow = replace(tensors, v=tensors.v[..., :6], grad_out=tensors.grad_out[..., :6])
     widened = replace(tensors, v=tensors.v.clone(), grad_out=tensors.grad_out.clone())
     widened.v[..., 6:], widened.grad_out[..., 6:] = 0.0, 0.0

@@ -79,7 +79,7 @@ def replicated_outcome(
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(layout.num_rows, *grad.shape[1:], dtype=torch.float32, device=device)
+        total = torch.zeros(layout.num_tokens, *grad.shape[1:], dtype=torch.float32, device=device)
         return total.index_add_(0, rows, grad.float()).to(grad.dtype)
 
     packed_out = torch.zeros_like(tensors.q).index_copy(0, rows[first], out.detach()[first])
@@ -113,7 +113,7 @@ def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
     name: str, head_dim: int, heads: tuple[int, int], window: int
 ) -> None:
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
     packed = packed_outcome(tensors, layout, window, kernel)
     assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
@@ -136,7 +136,7 @@ def test_gradients_without_copies_of_roots_are_as_exact_as_the_kernel_on_every_s
     assert copies is not None
     assert copies.backward is not None
     assert copies.backward.rest_index is not None
-    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)
     packed = packed_outcome(tensors, layout, kernel=kernel.for_compiled_layers() if compiled else kernel)
     assert_as_close(packed, replicated_outcome(tensors, layout, SHORT, -1, kernel), exact)
@@ -146,7 +146,7 @@ def test_gradients_without_copies_of_roots_are_as_exact_as_the_kernel_on_every_s
 @pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
 def test_gradients_for_layers_compiled_for_any_number_of_rows_lie_heads_first(name: str, batch: Batch) -> None:
     layout, kernel = batch.layout(), select_kernel(name, "cuda").for_compiled_layers()
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
     rows = [x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
     seen: list[torch.Tensor] = []
     for x in rows:
@@ -179,7 +179,7 @@ def to_cpu(index: GatherIndex) -> GatherIndex:
 @pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
 def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
     layout = BATCH.layout()
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
     stock = replicated_outcome(tensors, layout, BATCH, -1, select_kernel("flash_attn_2", "cuda"))
     assert_as_close(packed_outcome(tensors, layout, kernel=select_kernel(name, "cuda")), stock, exact)
@@ -196,7 +196,7 @@ def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone
     if fault := cap_fault(attend, 128, "cuda"):
         pytest.skip(f"{name} {fault}")
     layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, softcap=softcap)
     packed = packed_outcome(tensors, layout, kernel=kernel, softcap=softcap)
     assert_as_close(packed, replicated_outcome(tensors, layout, batch, -1, kernel, softcap), exact)
@@ -212,7 +212,7 @@ def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
 
 def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
     layout = BATCH.layout()
-    tensors = random_tensors(layout.num_rows, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
     expected = dense_outcome(tensors, layout, BATCH.sequences, 64)
     assert_equal(packed_outcome(tensors, layout, 64), expected, tolerance=1e-5)
 
@@ -220,13 +220,13 @@ def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
 @every_kernel
 def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
     before = packed_outcome(tensors, layout, kernel=kernel).out
     changed = sequence_rows(layout, BATCH.sequences[0])[len(PROMPT) - 1 :]
     for tensor in (tensors.q, tensors.k, tensors.v):
         tensor[changed] += 1.0
     after = packed_outcome(tensors, layout, kernel=kernel).out
-    others = [row for row in range(layout.num_rows) if row not in set(changed)]
+    others = [row for row in range(layout.num_tokens) if row not in set(changed)]
     assert torch.equal(after[others], before[others])
     assert not torch.equal(after[changed], before[changed])
 
@@ -235,7 +235,7 @@ def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
 def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(name: str) -> None:
     """Norms kept in float32 hand float32 to a kernel that has none."""
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
     expected = packed_outcome(tensors, layout, kernel=kernel)
     wide = Tensors(tensors.q.float(), tensors.k.float(), tensors.v.float(), tensors.grad_out)
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -253,15 +253,15 @@ def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_index_select_rou
 def test_gradients_of_a_tree_are_bit_equal_from_run_to_run() -> None:
     layout = BATCH.layout()
     index = GatherIndex.from_layout(layout, "cuda")
-    grad = torch.randn(len(layout.kv_rows), 4, 64, device="cuda").to(torch.bfloat16)
+    grad = torch.randn(len(layout.kv_index), 4, 64, device="cuda").to(torch.bfloat16)
 
     def gradient() -> torch.Tensor:
-        x = torch.zeros(layout.num_rows, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        x = torch.zeros(layout.num_tokens, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         gather_rows(x, index).backward(grad)
         assert x.grad is not None
         return x.grad
 
-    expected = torch.zeros(layout.num_rows, 4, 64, dtype=torch.float64, device="cuda")
+    expected = torch.zeros(layout.num_tokens, 4, 64, dtype=torch.float64, device="cuda")
     expected.index_add_(0, index.rows, grad.double())
     torch.testing.assert_close(gradient().double(), expected, rtol=2**-8, atol=1e-6)
     assert torch.equal(gradient(), gradient())

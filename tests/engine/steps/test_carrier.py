@@ -11,19 +11,19 @@ from tests.support import group
 from verl_pg_plugin.attention.carry_stack import CarryBlock
 from verl_pg_plugin.engine.batch.layout_field import set_export, set_layout
 from verl_pg_plugin.engine.steps.carry import Carrier
-from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
+from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout, idle_prefill
 from verl_pg_plugin.synthetic import make_batch
 
 TOKENS, OFFSETS = np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4, 8])
 
 
-def owner() -> CarriedLayout:
+def owner() -> PackedLayout:
     """The part that computes the prompt's two rows, which another part reads."""
-    options = {"part": ChainPart(num_chain=2, read_next=2), "first_head": 2, "forward_only": False}
-    return build_carried_layout(TOKENS, OFFSETS, np.array([3, 3]), **options)
+    options = {"chunk": Chunk(num_sequences=2, num_read_next=2), "first_label": 2, "forward_only": False}
+    return build_chunk_layout(TOKENS, OFFSETS, np.array([3, 3]), **options)
 
 
-def micro_batch_with(layout: CarriedLayout) -> TensorDict:
+def micro_batch_with(layout: PackedLayout) -> TensorDict:
     batch = make_batch(group(3, [1, 1], 0))
     set_layout(batch, layout)
     return batch
@@ -85,7 +85,7 @@ def test_an_export_runs_in_evaluation_and_leaves_each_module_as_it_was() -> None
 
     layout = owner()
     batch = micro_batch_with(layout)
-    set_export(batch, idle_export(TOKENS, OFFSETS))
+    set_export(batch, idle_prefill(TOKENS, OFFSETS))
     carrier = Carrier(module)
     carrier.stack.push(CarryBlock(0, 2))
     carrier.forward_step(step, step, batch, None, False)

@@ -25,7 +25,7 @@ def test_rmpad_on_mismatch_goes_on_with_the_right_numbers(qwen3: str, caplog: py
         assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
     assert caplog.text.count("From here on nothing is shared (prefix_grouper.on_mismatch=rmpad)") == 1
     unshared = plan_micro_batches(clone(batch), None, 1, engine.sharing, math.inf)
-    assert max(layout.num_rows for layout in unshared.layouts) <= 120
+    assert max(layout.num_tokens for layout in unshared.layouts) <= 120
     for step in (infer, update, update):
         metrics = step(engine, batch)
         assert metrics["prefix_grouper/verify_fallback"] == [1.0]

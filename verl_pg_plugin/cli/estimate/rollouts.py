@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cost.forecast import Batch
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.reporting.rollout_lengths import FOLDER, are_lengths, read_lengths
 
 __all__ = ["read_batch", "token_ids"]

@@ -5,8 +5,7 @@ from typing import Any
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.carried import CarriedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout
 
 LAYOUT_KEY = "prefix_grouper_layout"
 EXPORT_KEY = "prefix_grouper_export"
@@ -25,12 +24,12 @@ def set_layout(micro_batch: TensorDict, layout: Layout) -> None:
     tu.assign_non_tensor_data(micro_batch, LAYOUT_KEY, layout)
 
 
-def export_of(micro_batch: TensorDict) -> CarriedLayout | None:
+def export_of(micro_batch: TensorDict) -> PackedLayout | None:
     """Rows to compute without gradient before a micro-batch."""
     return tu.get_non_tensor_data(micro_batch, EXPORT_KEY, default=None)
 
 
-def set_export(micro_batch: TensorDict, layout: CarriedLayout) -> None:
+def set_export(micro_batch: TensorDict, layout: PackedLayout) -> None:
     """Have rows computed without gradient before a micro-batch."""
     tu.assign_non_tensor_data(micro_batch, EXPORT_KEY, layout)
 

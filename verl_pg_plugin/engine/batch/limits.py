@@ -3,8 +3,8 @@
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.engine.batch.sequences import BatchError
+from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 
 def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
@@ -14,7 +14,7 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
         BatchError: it is not set.
     """
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-        return MicroBatchLimits(max_rows=_required(data, "max_token_len_per_gpu") * sp_size)
+        return MicroBatchLimits(max_tokens=_required(data, "max_token_len_per_gpu") * sp_size)
     return MicroBatchLimits(max_sequences=_required(data, "micro_batch_size_per_gpu"))
 
 

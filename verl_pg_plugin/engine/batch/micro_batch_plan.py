@@ -11,11 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from verl_pg_plugin.batching.chain_cuts import PART_COST, CarryWeights
-from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head, num_rows
-from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.batching.lockstep import align
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.batching.runs import FloatArray
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE
 from verl_pg_plugin.engine.batch.layout_field import (
@@ -30,8 +26,15 @@ from verl_pg_plugin.engine.batch.limits import limits_of
 from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.batch.sequences import BatchError, Sequences, lay_out_carried, lay_out_idle_export
 from verl_pg_plugin.engine.ranks import on_every_rank, over_ranks
-from verl_pg_plugin.layout import Layout, PrefixOrder
-from verl_pg_plugin.layout.carried import CarriedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout, PrefixOrder
+from verl_pg_plugin.planning.micro_batches import (
+    MICRO_BATCH_COST,
+    CacheWeights,
+    MicroBatch,
+    MicroBatchLimits,
+    cut_micro_batches,
+    first_label,
+)
 
 if TYPE_CHECKING:
     from verl_pg_plugin.engine.sharing_modes import SharingMode
@@ -47,9 +50,9 @@ class CarryPolicy:
         part_cost: fixed cost of a micro-batch, in rows; decides how small a prefix is worth carrying.
     """
 
-    weights: CarryWeights
+    weights: CacheWeights
     forward_only: bool
-    part_cost: float = PART_COST
+    part_cost: float = MICRO_BATCH_COST
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,13 @@ class MicroBatchPlan:
         chains: the parts of groups that exceed a micro-batch, in forward order.
         exported_rows: rows computed once more without gradient.
         sequences: the mini-batch, by which ``indices`` count.
-        parts_with: micro-batches of this rank before ranks agree on a number, were copied keys counted otherwise.
     """
 
     micro_batches: LazyMicroBatches
     indices: list[list[int]]
-    chains: list[list[Part]]
+    chains: list[list[MicroBatch]]
     exported_rows: int
     sequences: Sequences
-    parts_with: Callable[[CopiedKeys], list[Part]]
 
     @property
     def layouts(self) -> list[Layout]:
@@ -92,12 +93,12 @@ class MicroBatchPlan:
     @property
     def num_rmpad(self) -> int:
         """Micro-batches that run as plain rmpad, since they share nothing or were not let."""
-        return sum(not layout.shares_rows for layout in self.layouts)
+        return sum(not layout.shares_tokens for layout in self.layouts)
 
     @property
     def carried_rows(self) -> int:
         """Rows that a micro-batch reads and another one owns."""
-        return sum(part.num_carried for chain in self.chains for part in chain)
+        return sum(part.chunk.num_cached for chain in self.chains for part in chain if part.chunk)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class _Cut:
         shared: whether its sequences share rows.
     """
 
-    parts: list[Part]
+    parts: list[MicroBatch]
     shared: bool = True
 
 
@@ -120,8 +121,7 @@ def plan_micro_batches(
     mode: SharingMode,
     min_dedup_ratio: float = 1.0,
     carry: CarryPolicy | None = None,
-    copies: CopiedKeys | None = None,
-    price: Callable[[Layout], float] = lambda layout: layout.num_rows,
+    price: Callable[[Layout], float] = lambda layout: layout.num_tokens,
 ) -> MicroBatchPlan:
     """Cut ``data`` into micro-batches by the rows they compute, with groups whole, and lay each one out.
 
@@ -136,7 +136,6 @@ def plan_micro_batches(
             cut again where that needs more rows than the limit. Ranks of a sequence-parallel group decide alike, since
             nothing but the mini-batch counts.
         carry: how groups above the limit go on in the next micro-batch; None to compute what they share again.
-        copies: what keys that attention copies take of the token budget; None for nothing.
         price: of a forward of a micro-batch, in any unit.
 
     Raises:
@@ -145,7 +144,7 @@ def plan_micro_batches(
     """
 
     def sort() -> tuple[Sequences, PrefixOrder, MicroBatchLimits]:
-        sequences, limits = mode.read(data), replace(limits_of(data, sp_size), copies=copies or CopiedKeys())
+        sequences, limits = mode.read(data), limits_of(data, sp_size)
         return sequences, sequences.order(), limits
 
     sequences, order, limits = on_every_rank(sort, dp_group)
@@ -156,10 +155,6 @@ def plan_micro_batches(
         on_every_rank(partial(_check_can_fill, order, wanted), dp_group)
         cuts = on_every_rank(partial(cut, at_least=wanted), dp_group)
 
-    def parts_with(copies: CopiedKeys) -> list[Part]:
-        cuts = _cut(sequences, order, replace(limits, copies=copies), min_dedup_ratio, carry)
-        return [part for cut in cuts for part in cut.parts]
-
     backward = carry is not None and not carry.forward_only
 
     def lay_out() -> tuple[list[list[Layout]], list[FloatArray]]:
@@ -169,11 +164,11 @@ def plan_micro_batches(
     laid_out, costs = on_every_rank(lay_out, dp_group)
     costs_of_ranks = over_ranks(costs, dp_group)
 
-    def put_in_order() -> tuple[list[Part], list[Layout], list[CarriedLayout | None]]:
+    def put_in_order() -> tuple[list[MicroBatch], list[Layout], list[PackedLayout | None]]:
         running = align(costs_of_ranks)[0 if dp_group is None else dist.get_rank(dp_group)]
         parts = [part for i in running for part in (cuts[i].parts[::-1] if backward else cuts[i].parts)]
         layouts = [layout for i in running for layout in laid_out[i]]
-        return parts, layouts, [layout.export for layout in layouts]
+        return parts, layouts, [layout.prefill for layout in layouts]
 
     parts, layouts, exports = on_every_rank(put_in_order, dp_group)
     # FSDP gathers weights on all ranks or on none, so all export where one does.
@@ -197,9 +192,9 @@ def plan_micro_batches(
             return rows
 
         chains = [cut.parts for cut in cuts if len(cut.parts) > 1]
-        exported = sum(export.num_rows for export in exports if export is not None)
+        exported = sum(export.num_tokens for export in exports if export is not None)
         micro_batches = LazyMicroBatches(micro_batch, len(parts))
-        return MicroBatchPlan(micro_batches, indices, chains, exported, sequences, parts_with)
+        return MicroBatchPlan(micro_batches, indices, chains, exported, sequences)
 
     return on_every_rank(finish, dp_group)
 
@@ -218,16 +213,18 @@ def _lay_out(sequences: Sequences, cut: _Cut, mode: SharingMode, backward: bool)
     if len(cut.parts) == 1:
         rows = sequences.select(cut.parts[0].sequences)
         return [mode.lay_out(rows if cut.shared else unshared(rows))]
-    head = first_head(cut.parts, sequences.prompt_lengths)
+    label = first_label(cut.parts, sequences.prompt_lengths)
     layouts: list[Layout] = [
-        lay_out_carried(sequences.select(part.sequences), part, head, forward_only=not backward) for part in cut.parts
+        lay_out_carried(sequences.select(part.sequences), part.chunk, label, forward_only=not backward)
+        for part in cut.parts
+        if part.chunk
     ]
     return layouts[::-1] if backward else layouts
 
 
 def _costs(layouts: list[Layout], price: Callable[[Layout], float]) -> FloatArray:
     """(n, 2) of a cut's micro-batches and of the exports in front of them, in the order in which they run."""
-    forwards = [[price(layout), price(layout.export) if layout.export else 0.0] for layout in layouts]
+    forwards = [[price(layout), price(layout.prefill) if layout.prefill else 0.0] for layout in layouts]
     # Where something is exported there is a backward, and an export has none.
     return np.array(forwards) * (FORWARDS_OF_AN_UPDATE, 1.0)
 
@@ -251,7 +248,7 @@ def _cut(
     gated: list[int] = []
     for parts in _chains(order, limits, carry, at_least):
         members = [s for part in parts for s in part.sequences]
-        if lengths[members].sum() >= min_dedup_ratio * sum(part.num_rows for part in parts):
+        if lengths[members].sum() >= min_dedup_ratio * sum(part.num_tokens for part in parts):
             cuts.append(_Cut(parts))
         else:
             gated.extend(members)
@@ -260,23 +257,16 @@ def _cut(
         alone = unshared(sequences.select(gated))
         order_alone = alone.order()
         wanted = max(at_least - sum(len(cut.parts) for cut in cuts), 1)
-        for part in cut_micro_batches(order_alone, limits, wanted):
-            members = [gated[k] for k in part]
-            rows = int(lengths[members].sum()) - len(members)
-            cuts.append(_Cut([Part(sequences=members, num_rows=rows)], shared=False))
+        for (part,) in cut_micro_batches(order_alone, limits, at_least=wanted):
+            cuts.append(_Cut([replace(part, sequences=[gated[k] for k in part.sequences])], shared=False))
     return cuts
 
 
-def _chains(order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | None, at_least: int) -> list[list[Part]]:
-    if carry is not None:
-        if limits.max_rows is None and limits.max_sequences is not None:
-            # What as many of the longest sequences would take alone is the room for what is carried beside few rows.
-            limits = replace(limits, max_rows=int(np.sort(order.num_rows)[-limits.max_sequences :].sum()))
-        return cut_with_chains(
-            order, limits, carry.weights, at_least, forward_only=carry.forward_only, part_cost=carry.part_cost
-        ).chains
-    place = np.argsort(order.sequences)
-    return [
-        [Part(sequences=members, num_rows=num_rows(order, np.sort(place[members])))]
-        for members in cut_micro_batches(order, limits, at_least)
-    ]
+def _chains(
+    order: PrefixOrder, limits: MicroBatchLimits, carry: CarryPolicy | None, at_least: int
+) -> list[list[MicroBatch]]:
+    if carry is None:
+        return cut_micro_batches(order, limits, at_least=at_least)
+    return cut_micro_batches(
+        order, limits, carry.weights, at_least, forward_only=carry.forward_only, micro_batch_cost=carry.part_cost
+    )

@@ -6,7 +6,7 @@ import numpy as np
 
 from verl_pg_plugin.cost.flops import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 
 def figures_of_rank(
@@ -33,10 +33,10 @@ def figures_of_rank(
     alone = float(flops.alone(np.diff(plan.sequences.offsets)).sum()) + sum(
         flops.pictures(shown) for _, shown in patches
     )
-    copied = [layout.num_copied_keys for layout in plan.layouts]
+    copied = [layout.num_gathered_kv for layout in plan.layouts]
     figures: dict[str, float] = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in plan.layouts),
-        "physical_tokens": sum(layout.num_rows for layout in plan.layouts) + num_padding_rows,
+        "physical_tokens": sum(layout.num_tokens for layout in plan.layouts) + num_padding_rows,
         "padding_tokens": num_padding_rows,
         "prompt_groups": plan.num_prompt_groups,
         "rows_of_groups": plan.num_rows_of_groups,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.ulysses import gather_outputs_and_unpad
 
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,16 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout, build_prefix_order
-from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout import (
+    Chunk,
+    IntArray,
+    PackedLayout,
+    PrefixOrder,
+    build_chunk_layout,
+    build_packed_layout,
+    build_prefix_order,
+    idle_prefill,
+)
 from verl_pg_plugin.modalities import Content, Modality
 from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.text import TEXT
@@ -111,27 +118,27 @@ def lay_out_packed(sequences: Sequences) -> PackedLayout:
     return content.put_into(layout)
 
 
-def lay_out_carried(sequences: Sequences, part: ChainPart, first_head: int, forward_only: bool) -> CarriedLayout:
-    """The rows of a part of a chain, see ``build_carried_layout``."""
+def lay_out_carried(sequences: Sequences, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
+    """The tokens of a chunk, see ``build_chunk_layout``."""
     content = sequences.content
-    layout = build_carried_layout(
+    layout = build_chunk_layout(
         content.keys,
         content.offsets,
         sequences.prompt_lengths,
         sequences.classes,
         content.inside,
-        part=part,
-        first_head=first_head,
+        chunk=chunk,
+        first_label=first_label,
         forward_only=forward_only,
     )
-    export = layout.export and content.put_into(layout.export)
-    return replace(content.put_into(layout), export=export)
+    prefill = layout.prefill and content.put_into(layout.prefill)
+    return replace(content.put_into(layout), prefill=prefill)
 
 
-def lay_out_idle_export(sequences: Sequences) -> CarriedLayout:
-    """See ``idle_export``."""
+def lay_out_idle_export(sequences: Sequences) -> PackedLayout:
+    """See ``idle_prefill``."""
     content = sequences.content
-    return content.put_into(idle_export(content.keys, content.offsets, content.inside))
+    return content.put_into(idle_prefill(content.keys, content.offsets, content.inside))
 
 
 def _numpy(tensor: torch.Tensor) -> IntArray:

@@ -16,8 +16,7 @@ from verl_pg_plugin.engine.batch.layout_field import export_of, layout_of, recom
 from verl_pg_plugin.engine.batch.row_selection import RowSelector
 from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.engine.steps.verify import ForwardStep
-from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.carried import CarriedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout
 
 
 class Carrier:
@@ -54,7 +53,7 @@ class Carrier:
         Raises:
             RuntimeError: it is part of a chain and not the forward in hand: its keys are nowhere.
         """
-        if layout.stands_alone:
+        if not layout.is_chunk:
             return None
         if self._carrying is None or self._carrying.layout is not layout:
             raise RuntimeError("a part of a chain runs outside its mini-batch: the rows it carries are gone")
@@ -76,13 +75,13 @@ class Carrier:
         """
         layout = layout_of(micro_batch)
         owed: list[CarryBlock] = []
-        if not layout.stands_alone and not forward_only and len(layout.handover):
-            owed = self.stack.pop(layout.handover_start)
+        if layout.is_chunk and not forward_only and len(layout.publish):
+            owed = self.stack.pop(layout.publish_start)
             for block in owed:
                 block.key_values.clear()  # their owner computes them again
         if export := export_of(micro_batch):
             self._export(export_step, micro_batch, export)
-        if layout.stands_alone:
+        if not layout.is_chunk:
             return step(micro_batch, loss_function, forward_only)
 
         leave = _empty_block(layout) if forward_only else None
@@ -92,28 +91,28 @@ class Carrier:
             result = step(micro_batch, loss_function, forward_only)
         self._carrying = None
         if leave is not None:
-            self.stack.pop(layout.handover_start)
-            if len(layout.handover):
+            self.stack.pop(layout.publish_start)
+            if len(layout.publish):
                 self.stack.push(leave)
         return result
 
-    def _export(self, step: ForwardStep, micro_batch: TensorDict, layout: CarriedLayout) -> None:
+    def _export(self, step: ForwardStep, micro_batch: TensorDict, layout: PackedLayout) -> None:
         samples = RowSelector(micro_batch).select([0])  # a chain's first sequence stands first
         set_layout(samples, layout)
         block = _empty_block(layout)
         # One that only keeps other ranks company reads nothing, whatever lies on the stack.
-        read = list(self.stack) if layout.num_carried else []
+        read = list(self.stack) if layout.num_cached else []
         self._carrying = Carrying(layout, read=read, leave=block, is_export=True)
         compiled = torch.compiler.set_stance("force_eager") if self.eager_exports else nullcontext()
         with torch.no_grad(), _evaluating(self.module), compiled:
             step(samples, None, True)
         self._carrying = None
-        if len(layout.handover):
+        if len(layout.publish):
             self.stack.push(block)
 
 
-def _empty_block(layout: CarriedLayout) -> CarryBlock:
-    return CarryBlock(layout.handover_start, layout.handover_start + len(layout.handover))
+def _empty_block(layout: PackedLayout) -> CarryBlock:
+    return CarryBlock(layout.publish_start, layout.publish_start + len(layout.publish))
 
 
 @contextmanager

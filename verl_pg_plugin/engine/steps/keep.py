@@ -83,7 +83,7 @@ class Keeper:
         if forward_only or layout is None:
             return step(micro_batch, loss_function, forward_only)
         padding = self.mode.num_padding_rows(layout, micro_batch)
-        rows = (layout.num_rows + padding) // self.mode.sp_size
+        rows = (layout.num_tokens + padding) // self.mode.sp_size
         short = recomputes_attention(micro_batch)
         kept = frozenset[int]() if short else self.budget.layers(rows)
         self._kept.append((kept, rows))

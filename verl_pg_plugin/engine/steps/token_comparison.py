@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from verl_pg_plugin.attention.kernels.selection import VarlenKernel
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
 """By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""

@@ -131,7 +131,7 @@ class Verifier:
 
         def here() -> tuple[bool, bool]:
             layout = self._layout(micro_batch)
-            return layout.shares_rows, layout.reads_ancestors
+            return layout.shares_tokens, layout.reads_ancestors
 
         ranks = meetings.gather(here)
         return any(shares for shares, _ in ranks), any(reads for _, reads in ranks)
@@ -159,7 +159,7 @@ class Verifier:
             got = read_responses(model_output, rows, sequences.prompt_lengths)
             comparison = compare(got, expected, tolerances)
             mismatch = self._describe(comparison, rows, micro_batch, kind)
-            return comparison, mismatch, self._layout(micro_batch).stands_alone
+            return comparison, mismatch, not self._layout(micro_batch).is_chunk
 
         ranks = meetings.gather(compared)
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
@@ -208,14 +208,14 @@ class Verifier:
         """Samples to verify: the one with most attention across a prefix, and others spread over the rest, in turn."""
         order = sequences.order()
         shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
-        by_sharing = order.sequences[np.argsort(-shared * (order.num_rows - shared), kind="stable")]
+        by_sharing = order.sequences[np.argsort(-shared * (order.num_tokens - shared), kind="stable")]
         num_samples = min(self.options.verify_rows, len(by_sharing))
         chosen = by_sharing[(np.arange(num_samples) * len(by_sharing) // num_samples + self.turn) % len(by_sharing)]
         if not self.mode.static_rows:
             return chosen.tolist()
         # Rows are padded to the token budget and must fit: no more than those of the micro-batch, which do.
         rows_alone = np.cumsum(np.diff(sequences.offsets)[chosen] - 1)
-        return chosen[rows_alone <= max(self._layout(micro_batch).num_rows, rows_alone[0])].tolist()
+        return chosen[rows_alone <= max(self._layout(micro_batch).num_tokens, rows_alone[0])].tolist()
 
     def _layout(self, micro_batch: TensorDict) -> Layout:
         layout = layout_of(micro_batch)
@@ -224,7 +224,7 @@ class Verifier:
     def _unshare(self, micro_batch: TensorDict) -> None:
         """Make ``micro_batch`` run as plain rmpad; a chain that has begun goes on to its end."""
         layout = self._layout(micro_batch)
-        if layout.shares_rows and layout.stands_alone:
+        if layout.shares_tokens and not layout.is_chunk:
             set_layout(micro_batch, self.mode.lay_out(unshared(self.mode.read(micro_batch))))
 
     def _describe(self, comparison: Comparison, rows: list[int], micro_batch: TensorDict, kind: str) -> str | None:

@@ -45,10 +45,10 @@ class Windows:
         place = layout.segment_start[:, None] + offset  # among the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        rows = layout.kv_rows[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
+        rows = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
         segment, column = np.nonzero(~missing & (offset >= 0))
         return cls(
-            gather=GatherIndex.of_rows(rows.reshape(-1), layout.num_rows, device),
+            gather=GatherIndex.of_rows(rows.reshape(-1), layout.num_tokens, device),
             missing=to_device(missing, torch.bool, device),
             fixed=to_device(rows[segment, column], torch.int64, device),
             place=to_device(segment * 2 * reach + column, torch.int64, device),

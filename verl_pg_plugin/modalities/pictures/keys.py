@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.batch_error import BatchError
 from verl_pg_plugin.modalities.pictures.occurrences import Picture
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import Layout, PackedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
 from verl_pg_plugin.modalities.pictures.keys import build_keys
 from verl_pg_plugin.modalities.pictures.occurrences import Kind, Picture, find_pictures
