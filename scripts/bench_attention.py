@@ -150,7 +150,7 @@ def run_case(case: Case | Turns, args: argparse.Namespace, about: dict[str, Any]
                 bound=base.pairs / found.pairs if found and base else nan,
                 # 4 operations per pair, head and dim forward, 10 backward.
                 tflops_per_s=14 * found.pairs * args.heads * args.head_dim / both / 1e9 if found else nan,
-                copied_keys_per_row=problem.layout.num_copied_keys / problem.layout.num_rows,
+                copied_keys_per_row=problem.layout.num_gathered_kv / problem.layout.num_tokens,
                 peak_gib=found.peak_gib if found else nan,
                 error_ratio=max((errors[k] / base.errors[k] for k in errors), default=nan) if base else nan,
                 **named_errors,

@@ -124,7 +124,7 @@ class Problem:
         layout = case.layout()
         generator = torch.Generator(device).manual_seed(0)
         drawn = [
-            torch.randn(layout.num_rows, n, head_dim, generator=generator, dtype=dtype, device=device)
+            torch.randn(layout.num_tokens, n, head_dim, generator=generator, dtype=dtype, device=device)
             for n in (heads, kv_heads, kv_heads, heads)
         ]
         return cls(case, layout, *drawn)

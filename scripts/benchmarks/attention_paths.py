@@ -88,14 +88,14 @@ def _replicated(problem: Problem, kernel: Kernel) -> Run:
         return kernel.attend(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale)
 
     def outcome() -> Outcome:
-        first = _first_places(rows, problem.layout.num_rows)
+        first = _first_places(rows, problem.layout.num_tokens)
         counted = torch.zeros(len(rows), dtype=torch.bool, device=device)
         counted[first] = True
         out = attend(q, k, v)
         grads = torch.autograd.grad(out, (q, k, v), problem.grad_out[rows] * counted[:, None, None])
         totals = []
         for grad in grads:
-            total = torch.zeros(problem.layout.num_rows, *grad.shape[1:], device=device)
+            total = torch.zeros(problem.layout.num_tokens, *grad.shape[1:], device=device)
             totals.append(total.index_add_(0, rows, grad.float()).to(grad.dtype))
         return Outcome(out.detach()[first], *totals)
 

@@ -28,7 +28,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ForwardRows]:
 
 
 def test_slices_hold_every_row_once_and_padding_after_the_last(of_ranks: list[ForwardRows]) -> None:
-    padding = [0] * (PADDED - LAYOUT.num_rows)
+    padding = [0] * (PADDED - LAYOUT.num_tokens)
     for name in ("input_ids", "position_ids"):
         together = torch.cat([getattr(rows, name) for rows in of_ranks], dim=1)
         assert together.tolist() == [[*getattr(LAYOUT, name).tolist(), *padding]]
@@ -37,8 +37,8 @@ def test_slices_hold_every_row_once_and_padding_after_the_last(of_ranks: list[Fo
 def test_every_head_row_is_computed_on_the_rank_that_holds_it(of_ranks: list[ForwardRows]) -> None:
     heads = torch.cat([rows.input_ids[0, rows.head_columns] for rows in of_ranks[1:]])
     labels = torch.cat([rows.labels for rows in of_ranks[1:]])
-    assert heads.tolist() == LAYOUT.input_ids[LAYOUT.head_rows].tolist()
-    assert labels.tolist() == LAYOUT.labels[LAYOUT.head_rows].tolist()
+    assert heads.tolist() == LAYOUT.input_ids[LAYOUT.head_index].tolist()
+    assert labels.tolist() == LAYOUT.labels[LAYOUT.head_index].tolist()
     sequences = torch.cat([rows.head_sequence for rows in of_ranks[1:]])
     assert sequences.tolist() == LAYOUT.head_sequence.tolist()
 

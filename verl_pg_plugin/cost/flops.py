@@ -12,7 +12,7 @@ from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cost.pairs import num_pairs, visible_pairs
 from verl_pg_plugin.cost.tower import TowerFlops
 from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
 
 FORWARDS_OF_AN_UPDATE = 3
@@ -82,23 +82,25 @@ class ModelFlops:
         """
         return cls.of(text_skeleton(config, trust_remote_code))
 
-    def segments(self, start: IntArray, rows: IntArray, head_rows: IntArray) -> NDArray[np.float64]:
+    def segments(self, start: IntArray, rows: IntArray, head_index: IntArray) -> NDArray[np.float64]:
         """FLOPs of each of S segments, rows that follow ``start`` shared ones.
 
         Args:
-            start, rows, head_rows: (S,) rows before the segment that it sees, rows it has, and how many of those the
+            start, rows, head_index: (S,) rows before the segment that it sees, rows it has, and how many of those the
                 head runs on.
         """
         attention = sum(pair.flops * visible_pairs(start, rows, pair.window) for pair in self.pairs)
-        return self.per_row * rows + self.per_head_row * head_rows + attention
+        return self.per_row * rows + self.per_head_row * head_index + attention
 
     def forward(self, layouts: Sequence[Layout]) -> float:
         """FLOPs of one forward over all layouts."""
-        return sum(self.trunk(layout) + self.per_head_row * len(layout.head_rows) for layout in layouts)
+        return sum(self.trunk(layout) + self.per_head_row * len(layout.head_index) for layout in layouts)
 
     def trunk(self, layout: Layout) -> float:
         """FLOPs of one forward without the head."""
-        return self.per_row * layout.num_rows + sum(pair.flops * num_pairs(layout, pair.window) for pair in self.pairs)
+        return self.per_row * layout.num_tokens + sum(
+            pair.flops * num_pairs(layout, pair.window) for pair in self.pairs
+        )
 
     def pictures(self, patches: IntArray) -> float:
         """FLOPs of one forward of the tower over pictures of so many patches (C,)."""

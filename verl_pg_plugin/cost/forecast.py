@@ -13,16 +13,25 @@ from itertools import count
 
 import numpy as np
 
-from verl_pg_plugin.batching.chain_cuts import PART_COST
-from verl_pg_plugin.batching.chains import Part, cut_with_chains, first_head
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.kept_layers import KeptBudget
 from verl_pg_plugin.cost.pairs import visible_pairs
-from verl_pg_plugin.cost.row_memory import RowMemory
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
-from verl_pg_plugin.layout.carried import build_carried_layout
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.layout import (
+    IntArray,
+    PackedLayout,
+    PrefixOrder,
+    build_chunk_layout,
+    build_packed_layout,
+    build_prefix_order,
+)
+from verl_pg_plugin.planning.memory import TokenMemory
+from verl_pg_plugin.planning.micro_batches import (
+    MICRO_BATCH_COST,
+    MicroBatch,
+    MicroBatchLimits,
+    cut_micro_batches,
+    first_label,
+)
 
 __all__ = ["Batch", "Forecast", "Settings", "forecast", "lay_out_chain"]
 
@@ -89,8 +98,8 @@ class Batch:
             prompt_lengths: (B,) tokens of their prompts, as numbered in ``order.sequences``.
         """
         sequences: list[IntArray] = []
-        for num_rows, num_shared in zip(order.num_rows.tolist(), order.num_shared.tolist(), strict=True):
-            tokens = np.full(num_rows + 1, FIRST_RESPONSE_TOKEN + len(sequences))
+        for num_tokens, num_shared in zip(order.num_tokens.tolist(), order.num_shared.tolist(), strict=True):
+            tokens = np.full(num_tokens + 1, FIRST_RESPONSE_TOKEN + len(sequences))
             if num_shared:  # a row reads a token and predicts the next
                 long_enough = (before for before in reversed(sequences) if len(before) > num_shared)
                 shared = next(long_enough, sequences[-1])[: num_shared + 1]
@@ -187,7 +196,7 @@ class _Work:
     held: int = 0
 
 
-def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Settings) -> Forecast:
+def forecast(batch: Batch, flops: ModelFlops, memory: TokenMemory, settings: Settings) -> Forecast:
     """Predict one rank's mini-batch.
 
     Args:
@@ -200,12 +209,8 @@ def forecast(batch: Batch, flops: ModelFlops, memory: RowMemory, settings: Setti
     stock = _alone(batch, flops, settings)
     shared = {}
     for forward_only in (True, False):
-        weights = memory.weights(forward_only)
-        limits = MicroBatchLimits(max_rows=settings.budget, copies=memory.copies(forward_only))
-        if settings.carry:
-            chains = cut_with_chains(order, limits, weights, forward_only=forward_only).chains
-        else:
-            chains = [[Part(sequences=members, num_rows=0)] for members in cut_micro_batches(order, limits)]
+        weights = memory.weights(forward_only) if settings.carry else None
+        chains = cut_micro_batches(order, MicroBatchLimits(settings.budget), weights, forward_only=forward_only)
         shared[forward_only] = _shared(batch, chains, flops, settings, forward_only)
     packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
     prices = {
@@ -237,24 +242,26 @@ def _alone(batch: Batch, flops: ModelFlops, settings: Settings) -> _Work:
     return _Work(tokens, float(pairs), heads, again=float(pairs), micro_batches=micro_batches)
 
 
-def _shared(batch: Batch, chains: list[list[Part]], flops: ModelFlops, settings: Settings, forward_only: bool) -> _Work:
+def _shared(
+    batch: Batch, chains: list[list[MicroBatch]], flops: ModelFlops, settings: Settings, forward_only: bool
+) -> _Work:
     rows = pairs = heads = again = exported = kept = 0.0
     held = 0
     for chain in chains:
         for part, layout in zip(chain, lay_out_chain(batch, chain, forward_only), strict=True):
-            of_pairs = flops.trunk(layout) - flops.per_row * layout.num_rows
-            rows, pairs = rows + layout.num_rows, pairs + of_pairs
-            heads += flops.per_head_row * len(layout.head_rows)
+            of_pairs = flops.trunk(layout) - flops.per_row * layout.num_tokens
+            rows, pairs = rows + layout.num_tokens, pairs + of_pairs
+            heads += flops.per_head_row * len(layout.head_index)
             again += of_pairs if settings.recompute_attention or part.recompute_attention else 0.0
-            exported += flops.trunk(layout.export) if layout.export is not None else 0.0
+            exported += flops.trunk(layout.prefill) if layout.prefill is not None else 0.0
             if settings.kept is not None and not part.recompute_attention:  # a part that does is short of room
-                kept += layout.num_rows * settings.kept.layers(layout.num_rows) / settings.kept.num_layers
-                held = max(held, settings.kept.held(layout.num_rows))
+                kept += layout.num_tokens * settings.kept.layers(layout.num_tokens) / settings.kept.num_layers
+                held = max(held, settings.kept.held(layout.num_tokens))
     micro_batches = sum(map(len, chains))
     return _Work(rows, pairs, heads, again, exported=exported, micro_batches=micro_batches, kept=kept, held=held)
 
 
-def lay_out_chain(batch: Batch, chain: list[Part], forward_only: bool) -> list[PackedLayout]:
+def lay_out_chain(batch: Batch, chain: list[MicroBatch], forward_only: bool) -> list[PackedLayout]:
     """The rows of each part of a chain, or of one ordinary micro-batch, as the engine lays them out.
 
     Args:
@@ -265,14 +272,14 @@ def lay_out_chain(batch: Batch, chain: list[Part], forward_only: bool) -> list[P
     parts = [batch.select(part.sequences) for part in chain]
     if len(chain) == 1:
         return [build_packed_layout(rows.tokens, rows.offsets, rows.prompt_lengths) for rows in parts]
-    head = first_head(chain, batch.prompt_lengths)
+    label = first_label(chain, batch.prompt_lengths)
     return [
-        build_carried_layout(
+        build_chunk_layout(
             rows.tokens,
             rows.offsets,
             rows.prompt_lengths,
-            part=part,
-            first_head=head,
+            chunk=part.chunk,
+            first_label=label,
             forward_only=forward_only,
         )
         for part, rows in zip(chain, parts, strict=True)
@@ -284,7 +291,7 @@ def _price(work: _Work, flops: ModelFlops, settings: Settings, forward_only: boo
     rows = flops.per_row * work.rows
     row_speed = COMPILED if settings.compile_layers and not stock_verl else 1.0
     pair_speed = 1.0 if stock_verl else KERNELS[settings.kernel]
-    per_part = PART_COST * flops.per_row * work.micro_batches
+    per_part = MICRO_BATCH_COST * flops.per_row * work.micro_batches
     if forward_only:
         return rows / row_speed + work.pairs / pair_speed + work.heads + per_part
     # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.

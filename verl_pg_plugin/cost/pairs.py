@@ -3,7 +3,7 @@
 import numpy as np
 
 from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 
 def visible_pairs(start: IntArray, rows: IntArray, window: int | None = None) -> IntArray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.pictures.modality import PICTURE_MODEL_TYPES
 
 

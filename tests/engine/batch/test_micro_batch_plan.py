@@ -17,6 +17,7 @@ from verl_pg_plugin.engine.batch.sequences import Sequences
 from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 
 KERNEL = select_kernel("sdpa", "cpu")
@@ -75,7 +76,7 @@ def carrying_plans(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatchPlan]:
     """Of an update with a group above the budget on the first rank alone."""
     chain, others = group(20, [6, 9, 5, 8], 1), [*LONE, *group(7, [3, 6, 4], 9)]
     batches = [make_batch(samples, max_token_len_per_gpu=36) for samples in (chain, others)]
-    carry = CarryPolicy(CarryWeights(), forward_only=False, part_cost=0.0)
+    carry = CarryPolicy(CacheWeights(), forward_only=False, part_cost=0.0)
     return plans_of(batches, monkeypatch, carry=carry)
 
 
@@ -87,16 +88,16 @@ def test_every_rank_exports_where_one_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(exports[0])
     assert (first.exported_rows > 0, second.exported_rows, second.chains) == (True, 0, [])
     for micro_batch, exporting in zip(second.micro_batches, exports[1], strict=True):
-        assert not exporting or export_of(micro_batch).num_rows == 1, "a row that nobody reads"
+        assert not exporting or export_of(micro_batch).num_tokens == 1, "a row that nobody reads"
 
 
 def test_parts_of_a_chain_come_with_their_own_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = carrying_plans(monkeypatch)
     (chain,) = plan.chains
     layouts = plan.layouts[: len(chain)]
-    assert [layout.num_carried for layout in layouts] == [part.num_carried for part in reversed(chain)]
+    assert [layout.num_cached for layout in layouts] == [part.num_cached for part in reversed(chain)]
     assert plan.indices[: len(chain)] == [part.sequences for part in reversed(chain)]
-    assert layouts[-1].num_carried == 0, "the owner of the prompt runs last and takes what it is owed"
+    assert layouts[-1].num_cached == 0, "the owner of the prompt runs last and takes what it is owed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def test_ranks_that_share_a_sequence_share_its_budget(sp_size: int, num_micro_ba
     """verl's budget is one of tokens per GPU, and the rows of a micro-batch lie on all GPUs of the group."""
     plan = plan_micro_batches(make_batch(LONE, max_token_len_per_gpu=10), None, sp_size, PACKED_MODE)
     assert len(plan.micro_batches) == num_micro_batches
-    assert all(layout.num_rows <= 10 * sp_size for layout in plan.layouts)
+    assert all(layout.num_tokens <= 10 * sp_size for layout in plan.layouts)
 
 
 def test_ranks_that_share_a_sequence_run_no_more_of_them_at_a_time() -> None:

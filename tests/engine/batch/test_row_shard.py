@@ -33,14 +33,14 @@ def slices(rank: int) -> dict[int, tuple[list[int], list[int], float]]:
     for num_rows in (1, 2, 7, 8):
         padded = num_rows + num_rows % 2
         shard = RowShard(padded, dist.group.WORLD)
-        head_rows = np.flatnonzero(np.arange(num_rows) % 3 != 1)
+        head_index = np.flatnonzero(np.arange(num_rows) % 3 != 1)
         x = torch.full((shard.num_rows, 1), float(rank), requires_grad=True)
         weights = torch.arange(1.0, padded + 1)
         (shard.gather(x).squeeze(1) * weights).sum().backward()
         assert x.grad is not None
         found[num_rows] = (
             shard.take(np.arange(1, num_rows + 1)).tolist(),
-            head_rows[shard.own(head_rows)].tolist(),
+            head_index[shard.own(head_index)].tolist(),
             x.grad.sum().item(),
         )
     return found
@@ -48,10 +48,10 @@ def slices(rank: int) -> dict[int, tuple[list[int], list[int], float]]:
 
 def test_two_ranks_hold_every_row_once() -> None:
     first, second = on_ranks(2, slices)
-    for num_rows, (rows, head_rows, gradient) in first.items():
+    for num_rows, (rows, head_index, gradient) in first.items():
         others, other_head_rows, other_gradient = second[num_rows]
         padding = num_rows % 2
         assert rows + others == [*range(1, num_rows + 1), *[0] * padding]
-        assert head_rows + other_head_rows == [row for row in range(num_rows) if row % 3 != 1]
+        assert head_index + other_head_rows == [row for row in range(num_rows) if row % 3 != 1]
         # Each rank computes the whole loss; averaging over both must leave the gradient of one.
         assert (gradient + other_gradient) / 2 == sum(range(1, num_rows + padding + 1))

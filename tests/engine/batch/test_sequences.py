@@ -22,8 +22,8 @@ def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
     assert sequences.classes.tolist() == [0, 1, 0]
     assert sequences.select([1, 2]).classes.tolist() == [1, 0]
     layout = PACKED_MODE.lay_out(sequences)
-    assert layout.num_rows == 2 * 4 + sum(len(sample.response) for sample in SAMPLES)
-    assert layout.num_roots == 2
+    assert layout.num_tokens == 2 * 4 + sum(len(sample.response) for sample in SAMPLES)
+    assert layout.num_groups == 2
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)

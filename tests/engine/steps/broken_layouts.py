@@ -24,16 +24,16 @@ class BrokenMode(PackedMode):
 
     def lay_out(self, sequences: Sequences) -> PackedLayout:
         layout = super().lay_out(sequences)
-        return self.fault(layout) if layout.shares_rows else layout
+        return self.fault(layout) if layout.shares_tokens else layout
 
 
 def wrong_kv_row(layout: PackedLayout) -> PackedLayout:
     """Every segment reads its last ancestor's row twice in place of the first."""
-    kv_rows = layout.kv_rows.copy()
+    kv_index = layout.kv_index.copy()
     for segment in np.flatnonzero(layout.segment_start):
         start = layout.cu_seqlens_k[segment]
-        kv_rows[start] = kv_rows[start + layout.segment_start[segment] - 1]
-    return replace(layout, kv_rows=kv_rows)
+        kv_index[start] = kv_index[start + layout.segment_start[segment] - 1]
+    return replace(layout, kv_index=kv_index)
 
 
 def position_off_by_one(layout: PackedLayout) -> PackedLayout:
@@ -44,20 +44,20 @@ def position_off_by_one(layout: PackedLayout) -> PackedLayout:
 
 def sibling_visible(layout: PackedLayout) -> PackedLayout:
     """Segments see the one before theirs when both continue the same."""
-    keys = np.split(layout.kv_rows, layout.cu_seqlens_k[1:-1])
+    keys = np.split(layout.kv_index, layout.cu_seqlens_k[1:-1])
     for segment in range(1, len(keys)):
         start = layout.segment_start[segment]
         if start and layout.segment_parent[segment] == layout.segment_parent[segment - 1]:
             sibling = np.arange(*layout.cu_seqlens_q[segment - 1 : segment + 1])
             keys[segment] = np.concatenate([keys[segment][:start], sibling, keys[segment][start:]])
     return replace(
-        layout, kv_rows=np.concatenate(keys), cu_seqlens_k=np.concatenate([[0], np.cumsum([len(k) for k in keys])])
+        layout, kv_index=np.concatenate(keys), cu_seqlens_k=np.concatenate([[0], np.cumsum([len(k) for k in keys])])
     )
 
 
 def wrong_head_row(layout: PackedLayout) -> PackedLayout:
     """Responses read the head row after theirs."""
-    return replace(layout, response_head=(layout.response_head + 1) % len(layout.head_rows))
+    return replace(layout, response_head=(layout.response_head + 1) % len(layout.head_index))
 
 
 FAULTS: dict[str, Fault] = {

@@ -25,6 +25,7 @@ from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, P
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.steps.carry import Carrier
+from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -69,7 +70,7 @@ def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: 
 
 
 def test_carried_rows_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
-    engine = carrying_engine(qwen3, CarryWeights(1.0, 0.5))
+    engine = carrying_engine(qwen3, CacheWeights(1.0, 0.5))
     batch = make_batch(MIXED, max_token_len_per_gpu=64)
     with carrying(engine):
         result = run_engine(engine, batch, actor_loss())
@@ -85,7 +86,7 @@ def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: 
 
 @pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
 def test_a_number_of_sequences_bounds_the_memory_of_what_is_carried_too(qwen3: str, owed: float, carries: bool) -> None:
-    engine = carrying_engine(qwen3, CarryWeights(carried=0.5, owed=owed, recomputing=0.5))
+    engine = carrying_engine(qwen3, CacheWeights(carried=0.5, published=owed, recomputing=0.5))
     batch = make_batch(ONE_GROUP, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     plan = plan_micro_batches(clone(batch), None, 1, engine.sharing, carry=engine._carry_policy(False))
     assert bool(plan.chains) == carries

@@ -11,8 +11,8 @@ from tests.engine.carried_cases import carrying, carrying_engine
 from tests.engine.test_gpu import BF16, SIZES
 from tests.precision import SMOOTH_LOSS, errors, pooled
 from tests.support import actor_loss, full_gradients, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.saved_attention import SavedAttention
+from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [
@@ -43,7 +43,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 # What an owner is owed fits its micro-batch only if attention is computed again in its backward.
-OWED_MUCH = CarryWeights(carried=0.2, owed=0.5, recomputing=0.5)
+OWED_MUCH = CacheWeights(carried=0.2, published=0.5, recomputing=0.5)
 
 
 @pytest.mark.parametrize("option", ["fsdp2", "fsdp", "compiled layers", "head in chunks"])

@@ -1,12 +1,12 @@
-"""Which rows sequences share, decided by comparing their tokens.
+"""Which tokens sequences share, so that one forward computes them once.
 
-A *row* is one position of the model's forward. The row at position t of a sequence reads its tokens 0..t and
-predicts token t+1, so two sequences may share it exactly when their tokens 0..t+1 are equal: a trie keyed on
-(token, next token). Sequences therefore fork one row before their tokens diverge, every row has one label, and
-a sequence of L tokens has L-1 rows (nothing is predicted from its last token).
+The model's forward at position t of a sequence reads its tokens 0..t and predicts token t+1, so two sequences may share
+the position exactly when their tokens 0..t+1 are equal: a prefix tree keyed on (token, next token). Sequences therefore
+fork one token before they differ, every computed token has one label, and a sequence of L tokens computes L-1 (nothing
+is predicted from its last).
 
-Sorting the sequences puts all that share a prefix next to each other, and the rows a sequence shares with any
-earlier one are those it shares with its predecessor. Those two arrays are the whole trie.
+Sorting the sequences puts all that share a prefix next to each other, and what a sequence shares with any earlier one
+it shares with its predecessor. Those two arrays are the whole tree.
 """
 
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ class PrefixOrder:
 
     Attributes:
         sequences: index of the sequence in the caller's batch.
-        num_rows: rows the sequence needs when it is computed alone (its tokens minus one).
-        num_shared: leading rows it shares with the sequence before it; 0 for the first.
+        num_tokens: what the sequence computes alone (its length minus one).
+        num_shared: leading tokens it shares with the sequence before it; 0 for the first.
     """
 
     sequences: IntArray
-    num_rows: IntArray
+    num_tokens: IntArray
     num_shared: IntArray
 
     @property
     def num_new(self) -> IntArray:
-        """Rows (B,) that a sequence adds to those of all sequences before it."""
-        return self.num_rows - self.num_shared
+        """Tokens (B,) that a sequence adds to those of all sequences before it."""
+        return self.num_tokens - self.num_shared
 
 
 def build_prefix_order(
@@ -45,10 +45,10 @@ def build_prefix_order(
     Args:
         tokens: (N,) token ids of all sequences, one after the other; any integer dtype, 0 <= id < 2**32.
         offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``; at least two tokens each.
-        classes: (B,) optional; sequences of different class never share a row.
-        inside: (N,) optional; tokens in front of this one that belong to the same picture, 0 for a first one and for
-            text. A picture is computed whole or not at all, so no sequence forks where this is positive: it branches
-            off earlier, which is another trie of the same sequences. No sequence may end in a picture.
+        classes: (B,) optional; sequences of different class never share a token.
+        inside: (N,) optional; tokens in front of this one that belong to the same image, 0 for a first one and for text.
+            An image is computed whole or not at all, so no sequence forks where this is positive: it branches off
+            earlier, which is another tree of the same sequences. No sequence may end in an image.
 
     Raises:
         ValueError: a token id is out of range or a sequence has fewer than two tokens.
@@ -74,7 +74,7 @@ def build_prefix_order(
     sequences = np.asarray(order, dtype=np.int64)
     if inside is not None:
         num_shared -= inside[offsets[sequences] + num_shared]
-    return PrefixOrder(sequences=sequences, num_rows=lengths[sequences].astype(np.int64) - 1, num_shared=num_shared)
+    return PrefixOrder(sequences=sequences, num_tokens=lengths[sequences].astype(np.int64) - 1, num_shared=num_shared)
 
 
 def _common_prefix(a: IntArray, b: IntArray) -> int:

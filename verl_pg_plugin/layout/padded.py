@@ -1,35 +1,35 @@
-"""The rows of one padded forward: a group of responses to one prompt in each line, as ``PrefixGrouper`` has them.
+"""The tokens of one padded forward: a group of responses to one prompt in each line, as ``PrefixGrouper`` has them.
 
 For a prompt p_0 .. p_{P-1} and responses r^i the line is
 
     [p_0 .. p_{P-2}] [p_{P-1} r^1_0 .. r^1_{R_1-2}] [p_{P-1} r^2_0 .. r^2_{R_2-2}] ... [padding]
 
-As in ``PackedLayout`` the sequences fork one token before they differ: every row has one label, so the first token of
-each response and its gradient through the prompt's last row need no special care.
+As in ``PackedLayout`` the sequences fork one token before they differ: every token has one label, so the first token of
+each response and its gradient through the prompt's last one need no special care.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 
 @dataclass(frozen=True)
 class PaddedLayout:
     """Index maps of a padded forward over B sequences in G groups; numpy integers, host memory.
 
-    Shape legend: S rows of the longest line, N response tokens. Flat indices count all lines, one after the other.
+    Shape legend: S tokens of the longest line, N response tokens. Flat indices count all lines, one after the other.
 
     Attributes:
-        group_info: of each group, rows of the prefix (P - 1), then rows of every response (R_i), as upstream takes it.
-        input_ids: (G, S) token of each row; 0 at padding, as in the next two.
-        position_ids: (G, S) its position.
+        group_info: of each group, tokens of the prefix (P - 1), then of every response (R_i), as upstream takes it.
+        input_ids: (G, S) ids; 0 at padding, as in the next two.
+        position_ids: (G, S) position of each token.
         labels: (G, S) the token it predicts.
-        head_rows: (N,) flat index of the row that predicts each response token, ascending.
-        response_index: (N,) place of that row in the sequences laid one after the other, where verl reads it.
-        response_head: (N,) 0, 1, 2, ...: no row is shared by two response tokens.
-        head_sequence: (N,) the sequence of each head row.
+        head_index: (N,) flat index of the token that predicts each response token, ascending.
+        response_index: (N,) place of that token in the sequences laid one after the other, where verl reads it.
+        response_head: (N,) 0, 1, 2, ...: no token is shared by two response tokens.
+        head_sequence: (N,) the sequence of each of ``head_index``.
         num_logical_tokens: tokens that computing every sequence alone without padding would run.
     """
 
@@ -37,58 +37,39 @@ class PaddedLayout:
     input_ids: IntArray
     position_ids: IntArray
     labels: IntArray
-    head_rows: IntArray
+    head_index: IntArray
     response_index: IntArray
     response_head: IntArray
     head_sequence: IntArray
     num_logical_tokens: int
 
+    # As ``PackedLayout`` has them: the responses of a line read its prefix, and upstream's library attends in its way.
+    is_chunk = False
+    shares_tokens = reads_ancestors = True
+    num_gathered_kv = 0
+    prefill = None
+
     @property
-    def num_rows(self) -> int:
-        """Physical tokens: rows the model computes, padding included."""
+    def num_tokens(self) -> int:
+        """What the model computes, padding included."""
         return self.input_ids.size
 
     @property
-    def num_roots(self) -> int:
-        """Groups."""
+    def num_groups(self) -> int:
+        """Different prompts."""
         return len(self.group_info)
 
     @property
-    def shares_rows(self) -> bool:
-        """Always: the responses of a line read its prefix."""
-        return True
-
-    @property
-    def num_copied_keys(self) -> int:
-        """None that we copy: upstream's library has its own way."""
-        return 0
-
-    @property
-    def reads_ancestors(self) -> bool:
-        """Always: the responses of a line read its prefix."""
-        return True
-
-    @property
-    def stands_alone(self) -> bool:
-        """No row of another micro-batch is read, see ``layout.carried``."""
-        return True
-
-    @property
-    def export(self) -> None:
-        """Nothing, see ``layout.carried``."""
-        return None
-
-    @property
     def segments(self) -> tuple[IntArray, IntArray]:
-        """(S,) rows that each segment sees before its own, and (S,) its own: prefix and responses of every group."""
+        """(S,) tokens that each segment sees before its own, and (S,) its own: prefix and responses of every group."""
         start = [at for prefix, *responses in self.group_info for at in (0, *[prefix] * len(responses))]
-        return np.array(start), np.array([rows for group in self.group_info for rows in group])
+        return np.array(start), np.array([tokens for group in self.group_info for tokens in group])
 
 
 def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: IntArray) -> PaddedLayout:
     """Put all sequences with the same prompt, wherever they stand, into one line.
 
-    Prompts are compared by their real tokens, and every token of a response is a row of its own, so neither padding
+    Prompts are compared by their real tokens, and every token of a response is computed by itself, so neither padding
     ids nor loss masks play a part.
 
     Args:
@@ -102,7 +83,7 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     for s, start in enumerate(starts):
         groups.setdefault(tokens[start : start + prompts[s]].tobytes(), []).append(s)
 
-    # Places of the rows in `tokens`, segment by segment.
+    # Places of the lines in `tokens`, segment by segment.
     prefixes = [np.arange(starts[m[0]], starts[m[0]] + prompts[m[0]] - 1) for m in groups.values()]
     responses = [[np.arange(starts[s] + prompts[s] - 1, stops[s] - 1) for s in m] for m in groups.values()]
     lines = [np.concatenate([prefix, *parts]) for prefix, parts in zip(prefixes, responses, strict=True)]
@@ -120,7 +101,7 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
         input_ids=input_ids,
         position_ids=position_ids,
         labels=labels,
-        head_rows=np.concatenate(
+        head_index=np.concatenate(
             [np.arange(g * shape[1] + len(prefixes[g]), g * shape[1] + len(line)) for g, line in enumerate(lines)]
         ),
         response_index=np.concatenate([part for parts in responses for part in parts]),

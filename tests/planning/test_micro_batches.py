@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 
 from tests.layout.tries import Batch, batch_of, batches
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.layout import PrefixOrder
 
 
