@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from tensordict import TensorDict
 
-from tests.support import group, make_engine
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from tests.support import clone, group, make_engine
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch
 from verl_pg_plugin.synthetic import Sample
 
 SYSTEM, TURN = list(range(5)), list(range(40, 52))
@@ -73,6 +74,11 @@ def carry_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  
     """Let an engine in packed mode carry prefixes however short."""
     engine._cache_weights = lambda forward_only: weights
     engine.micro_batch_cost = 4.0
+
+
+def split_groups(engine: Any, batch: TensorDict, forward_only: bool) -> list[list[MicroBatch]]:
+    """The chunks of each group that goes on from micro-batch to micro-batch on this rank."""
+    return [group for group in engine.plan(clone(batch), forward_only).groups if len(group) > 1]
 
 
 @contextmanager

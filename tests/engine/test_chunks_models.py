@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.carried_cases import MIXED, carry_always, carrying, carrying_engine
-from tests.engine.heads.value_models import (
+from tests.engine.value_models import (
     critic_batch,
     critic_loss,
     make_value_engine,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_pg_plugin.engine.steps.token_comparison import Tolerance, compare, read_responses, relative_errors
+from verl_pg_plugin.engine.verify import Tolerance, compare, read_responses, relative_errors
 
 
 def test_tolerances_of_float32_stay_near_one_ten_thousandth() -> None:

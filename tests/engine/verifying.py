@@ -1,30 +1,52 @@
-"""Packed mode with one fault in the layouts of shared prefixes, as a bug would put it there."""
+"""Groups to verify, and steps of an engine with a fault in its layouts, as a bug would put it there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from tensordict import TensorDict
 
-from verl_pg_plugin.engine.batch.sequences import Sequences
-from verl_pg_plugin.engine.sharing_modes import PackedMode
+from tests.support import actor_loss, clone, group
 from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.synthetic import Sample
 
 Fault = Callable[[PackedLayout], PackedLayout]
+SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
+NUM_LOGICAL = sum(len(sample.prompt) + len(sample.response) for sample in SAMPLES)
+ALWAYS = {"verify": "every_1"}
+PRECISIONS = {
+    name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    for name in ("fp32", "bf16", "fp16")
+}
 
 
-def no_fault(layout: PackedLayout) -> PackedLayout:
-    return layout
+def break_layouts(engine: Any, fault: Fault) -> Any:
+    """The engine with ``fault`` in every layout that shares tokens."""
+    inputs = engine._inputs
+
+    def broken(layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
+        return inputs(fault(layout) if layout.shares_tokens else layout, *args, **kwargs)
+
+    engine._inputs = broken
+    return engine
 
 
-@dataclass(frozen=True, kw_only=True)
-class BrokenMode(PackedMode):
-    """``fault`` happens to every layout that shares rows, and to no other."""
+def infer(engine: Any, batch: TensorDict) -> dict[str, list[float]]:
+    with engine.eval_mode():
+        return engine.infer_batch(clone(batch))["metrics"]
 
-    fault: Fault = no_fault
 
-    def lay_out(self, sequences: Sequences) -> PackedLayout:
-        layout = super().lay_out(sequences)
-        return self.fault(layout) if layout.shares_tokens else layout
+def update(engine: Any, batch: TensorDict, loss: Any = None) -> dict[str, list[float]]:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        return engine.forward_backward_batch(clone(batch), loss or actor_loss())["metrics"]
+
+
+def random_samples(seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    sizes = [(int(rng.integers(1, 60)), rng.integers(1, 40, size=rng.integers(1, 6)).tolist()) for _ in range(3)]
+    return [sample for i, (prompt, responses) in enumerate(sizes) for sample in group(prompt, responses, 10 * seed + i)]
 
 
 def wrong_kv_row(layout: PackedLayout) -> PackedLayout:

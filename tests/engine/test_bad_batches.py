@@ -12,8 +12,9 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
 from tests.support import actor_loss, clone, full_gradients, group, make_engine, save_tiny_model
-from verl_pg_plugin.engine.batch.sequences import BatchError, read_sequences
+from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.engine.ranks import RankError
+from verl_pg_plugin.modalities import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -174,7 +175,6 @@ def test_nothing_is_left_behind_after_an_error(packed: Any) -> None:
     with packed.train_mode(), pytest.raises(BatchError):
         packed.forward_backward_batch(batch, actor_loss())
     assert not any("prefix_grouper" in name for name in batch.keys()), "verl would cut it our way"  # noqa: SIM118
-    assert packed.carrier is None
     assert all(p.grad is None for p in packed.module.parameters())
 
 

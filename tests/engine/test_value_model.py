@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from verl.workers.engine import EngineRegistry
 
-from tests.engine.heads.value_models import (
+from tests.engine.value_models import (
     critic_batch,
     critic_loss,
     make_value_engine,

@@ -22,9 +22,8 @@ from tests.support import (
     save_tiny_model,
 )
 from verl_pg_plugin.architectures import skeleton
-from verl_pg_plugin.engine.heads import chunked_head
-from verl_pg_plugin.engine.heads.chunked_head import ChunkedHead
-from verl_pg_plugin.engine.heads.lm_head import HeadJob
+from verl_pg_plugin.engine import heads
+from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
@@ -55,15 +54,15 @@ def test_what_is_frozen_costs_no_gradient_and_the_rest_gets_its_own(
     leaves = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name != frozen)
-    job = HeadJob(torch.arange(10), 0.7, True, False, verl_F.entropy_from_logits)
+    request = LogProbRequest(torch.arange(10), 0.7, True, False, verl_F.entropy_from_logits)
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    whole = job.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
+    whole = request.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
     expected = torch.autograd.grad(whole.square().sum(), wanted)
-    chunked = ChunkedHead(head, 3)
-    assert chunked.takes(job)
-    add_product = chunked_head._add_product
+    chunked = LogProbHead(head, 3)
+    assert chunked.takes(request)
+    add_product = heads._add_product
     products: list[torch.Tensor] = []
-    monkeypatch.setattr(chunked_head, "_add_product", lambda *args: (products.append(args[0]), add_product(*args)))
+    monkeypatch.setattr(heads, "_add_product", lambda *args: (products.append(args[0]), add_product(*args)))
     found = torch.autograd.grad(head(hidden).square().sum(), wanted)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
@@ -72,16 +71,16 @@ def test_what_is_frozen_costs_no_gradient_and_the_rest_gets_its_own(
 
 def test_it_steps_aside_with_a_warning_where_adapters_are_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
     model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)))
-    assert ChunkedHead.install(model, 4) is None
+    assert install_chunked_head(model, 4) is None
     assert "the head is a torch.nn.modules.container.Sequential" in caplog.text
 
 
 def test_it_steps_aside_with_a_warning_where_logits_are_capped_behind_the_head(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert ChunkedHead.install(skeleton(tiny_config("gemma2")), 4) is None
+    assert install_chunked_head(skeleton(tiny_config("gemma2")), 4) is None
     assert "Gemma2ForCausalLM changes what its head puts out" in caplog.text
-    assert ChunkedHead.install(skeleton(tiny_config("gemma2", final_logit_softcapping=None)), 4) is not None
+    assert install_chunked_head(skeleton(tiny_config("gemma2", final_logit_softcapping=None)), 4) is not None
 
 
 def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
@@ -89,11 +88,11 @@ def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(8, 16).to(torch.bfloat16)
     hidden = torch.rand(1, 512, 8, generator=generator).to(torch.bfloat16)
-    job = HeadJob(torch.zeros(512, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
+    request = LogProbRequest(torch.zeros(512, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
     parameters = [head.weight, head.bias]
-    whole = job.outputs(torch.nn.functional.linear(hidden, *parameters).squeeze(0))
+    whole = request.outputs(torch.nn.functional.linear(hidden, *parameters).squeeze(0))
     expected = torch.autograd.grad(whole.sum(), parameters)
-    assert ChunkedHead(head, 1).takes(job)
+    assert LogProbHead(head, 1).takes(request)
     found = torch.autograd.grad(head(hidden).sum(), parameters)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == torch.bfloat16
@@ -102,10 +101,10 @@ def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
 
 
 def test_up_to_two_chunks_are_left_whole() -> None:
-    head = ChunkedHead(torch.nn.Linear(2, 3), 4)
-    job = HeadJob(torch.zeros(8, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
-    assert not head.takes(job)
-    assert head.takes(replace(job, labels=torch.zeros(9, dtype=torch.int64)))
+    head = LogProbHead(torch.nn.Linear(2, 3), 4)
+    request = LogProbRequest(torch.zeros(8, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
+    assert not head.takes(request)
+    assert head.takes(replace(request, labels=torch.zeros(9, dtype=torch.int64)))
 
 
 def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
@@ -116,9 +115,47 @@ def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
         return verl_F.entropy_from_logits(logits)
 
     head = torch.nn.Linear(4, 11)
-    job = HeadJob(torch.arange(6), 1.0, True, False, entropy)
-    assert ChunkedHead(head, 2).takes(job)
+    request = LogProbRequest(torch.arange(6), 1.0, True, False, entropy)
+    assert LogProbHead(head, 2).takes(request)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = head(torch.randn(1, 6, 4))
     outputs.sum().backward()
     assert seen == [torch.bfloat16] * 6, "three chunks, there and back"
+
+
+LOGITS = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+REQUEST = LogProbRequest(torch.arange(6), 1.0, False, False, verl_F.entropy_from_logits)
+
+
+def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, labels[:, None])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_one_temperature_divides_all_logits(temperature: float) -> None:
+    found = replace(REQUEST, temperature=temperature).outputs(LOGITS)
+    torch.testing.assert_close(found, log_probs(LOGITS / temperature, REQUEST.labels))
+
+
+def test_a_chunk_takes_the_temperatures_and_labels_of_its_own_rows() -> None:
+    temperature = torch.linspace(0.5, 2.0, 6)
+    request, rows = replace(REQUEST, temperature=temperature), slice(2, 5)
+    expected = log_probs(LOGITS[rows] / temperature[rows].double()[:, None], REQUEST.labels[rows])
+    torch.testing.assert_close(request.outputs(LOGITS[rows], rows), expected)
+    torch.testing.assert_close(request.outputs(LOGITS)[rows], expected)
+
+
+def test_outputs_of_bf16_logits_are_float32() -> None:
+    request = replace(REQUEST, with_entropy=True, with_sum_pi_squared=True)
+    outputs = request.outputs(LOGITS.bfloat16())
+    assert outputs.dtype == torch.float32
+    assert outputs.shape == (6, len(request.names))
+
+
+def test_a_request_is_done_in_one_forward_and_the_next_has_logits() -> None:
+    head = torch.nn.Linear(4, 11)
+    chunked = LogProbHead(head, chunk_size=2)
+    assert chunked.takes(REQUEST)
+    hidden = torch.randn(1, 6, 4)
+    assert head(hidden).shape == (1, 6, 1)
+    assert head(hidden).shape == (1, 6, 11)

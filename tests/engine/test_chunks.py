@@ -1,6 +1,5 @@
 """Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, carrying, carrying_engine
+from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, carrying, carrying_engine, split_groups
 from tests.support import (
     Result,
     actor_loss,
@@ -21,10 +20,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
-from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
-from verl_pg_plugin.engine.steps.carry import Carrier
+from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 
@@ -63,8 +59,7 @@ def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: 
     batch = batch_of(case)
     expected = run_reference(qwen3, batch, actor_loss())
     for forward_only in (True, False):
-        plan = plan_micro_batches(clone(batch), None, 1, engine.sharing, carry=engine._carry_policy(forward_only))
-        assert plan.chains, "the case is about chains"
+        assert split_groups(engine, batch, forward_only), "the case is about split groups"
     assert_same(run_engine(engine, batch, actor_loss()), expected)
     assert_same(update_outputs(engine, batch), expected)
 
@@ -86,10 +81,9 @@ def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: 
 
 @pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
 def test_a_number_of_sequences_bounds_the_memory_of_what_is_carried_too(qwen3: str, owed: float, carries: bool) -> None:
-    engine = carrying_engine(qwen3, CacheWeights(carried=0.5, published=owed, recomputing=0.5))
+    engine = carrying_engine(qwen3, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
     batch = make_batch(ONE_GROUP, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    plan = plan_micro_batches(clone(batch), None, 1, engine.sharing, carry=engine._carry_policy(False))
-    assert bool(plan.chains) == carries
+    assert bool(split_groups(engine, batch, forward_only=False)) == carries
 
 
 def test_a_part_that_begins_with_a_duplicate_reads_no_more_than_it_shares(qwen3: str, engine: Any) -> None:
@@ -138,37 +132,18 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
         assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, actor_loss()))
 
 
-def test_an_error_inside_a_chain_leaves_the_next_batch_clean(qwen3: str, engine: Any) -> None:
-    batch, loss, calls = batch_of("a_trie_of_three_levels"), actor_loss(), []
-
-    def failing(**kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ZeroDivisionError("inside the chain")
-        return loss(**kwargs)
-
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        with pytest.raises(ZeroDivisionError) as caught:
-            engine.forward_backward_batch(clone(batch), failing)
-    del caught  # and with it the frames that the error came through
-    gc.collect()
-    of_a_chain = (Carrier, PrefixCache, CachedTokens, CacheAccess)
-    assert not [held for held in gc.get_objects() if type(held) in of_a_chain], "a graph or a stack is still there"
-    assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, loss))
-
-
 OPTIONS: dict[str, dict] = {
-    "attention is recomputed": {"engine": {"recompute_attention": True}},
+    "attention is recomputed": {"engine": {"activations": "inputs"}},
     "no checkpointing": {"model": {"enable_gradient_checkpointing": False}},
-    "static rows and the head in chunks": {"engine": {"static_rows": True, "logits_chunk_size": 5}},
+    "padding and the head in chunks": {
+        "engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}
+    },
     "every micro-batch is reduced": {
         "engine": {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
     },
-    "every micro-batch is verified": {"engine": {"verify": "every_n", "verify_every": 1, "verify_rows": 3}},
+    "every micro-batch is verified": {"engine": {"verify": "every_1"}},
     "entropy is checkpointed": {"engine": {"entropy_checkpointing": True, "logits_chunk_size": 0}},
-    "static rows and compiled layers": {"engine": {"static_rows": True, "compile_layers": True}},
-    "a gate that lets chains pass": {"engine": {"min_dedup_ratio": 1.2}},
+    "compiled layers": {"engine": {"compile_layers": True}},
     "fused kernels": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
 }
 

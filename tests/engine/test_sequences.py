@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.support import PACKED_MODE, group
-from verl_pg_plugin.engine.batch.sequences import BatchError, read_sequences
+from tests.support import group
+from verl_pg_plugin.engine.batch import read_sequences
+from verl_pg_plugin.modalities import BatchError
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = group(5, [3, 2, 4], 1)
@@ -21,7 +22,7 @@ def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
     assert sequences.classes is not None
     assert sequences.classes.tolist() == [0, 1, 0]
     assert sequences.select([1, 2]).classes.tolist() == [1, 0]
-    layout = PACKED_MODE.lay_out(sequences)
+    layout = sequences.lay_out(packed=True)
     assert layout.num_tokens == 2 * 4 + sum(len(sample.response) for sample in SAMPLES)
     assert layout.num_groups == 2
 
