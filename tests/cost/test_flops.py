@@ -25,8 +25,8 @@ def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> Non
 
     tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6])
     layout = build_packed_layout(tokens, np.array([0, 4, 9]), np.array([3, 3]))
-    rows, head_rows, num_pairs = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
-    priced = rows * flops.per_row + head_rows * flops.per_head_row + num_pairs * pairs[0].flops
+    rows, head_index, num_pairs = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
+    priced = rows * flops.per_row + head_index * flops.per_head_row + num_pairs * pairs[0].flops
     assert flops.forward([layout]) == priced
     segments = flops.segments(np.array([0, 2, 2]), np.array([2, 1, 2]), np.array([0, 1, 2]))
     assert segments.sum() == priced, "balance and micro-batches would price one group differently"

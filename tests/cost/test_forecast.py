@@ -14,8 +14,8 @@ from verl_pg_plugin.batching.session_order import BatchRows
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
 from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
-from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import build_prefix_order
+from verl_pg_plugin.planning.memory import TokenMemory
 
 CONFIG = Qwen3Config(
     vocab_size=4096,
@@ -27,7 +27,7 @@ CONFIG = Qwen3Config(
     head_dim=64,
 )
 FLOPS = ModelFlops.of_config(CONFIG)
-MEMORY = RowMemory.of(CONFIG, torch.bfloat16, checkpointing=True, keeps_attention=True)
+MEMORY = TokenMemory.of(CONFIG, torch.bfloat16.itemsize, checkpointing=True, keeps_attention=True)
 P, R, N, G = 2048, 256, 8, 4
 GROUPS = Batch.of_lengths([P] * G, [[R] * N] * G)
 ROWS = G * (P - 1 + N * R)

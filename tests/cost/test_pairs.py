@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.layout.tries import Batch, batches
 from verl_pg_plugin.cost.pairs import num_pairs, visible_pairs
 from verl_pg_plugin.layout import build_packed_layout
-from verl_pg_plugin.layout.padded_layout import build_padded_layout
+from verl_pg_plugin.layout.padded import build_padded_layout
 
 windows = st.none() | st.integers(1, 12)
 

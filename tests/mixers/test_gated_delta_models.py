@@ -32,16 +32,16 @@ def over_the_trie(kind: str, batch: Batch, checkpointing: bool = False, dtype: t
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layout = batch.layout()
     rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
-    head_rows = torch.from_numpy(layout.head_rows)
+    head_index = torch.from_numpy(layout.head_index)
     logits = model(
         input_ids=torch.from_numpy(layout.input_ids).unsqueeze(0),
         position_ids=torch.from_numpy(layout.position_ids).unsqueeze(0),
         use_cache=False,
         prefix_grouper=rows,
-        logits_to_keep=head_rows,
+        logits_to_keep=head_index,
     ).logits.squeeze(0)
     assert rows.calls == {GATED_DELTA: 3, ATTENTION: 1}
-    of_heads = log_probs(logits, torch.from_numpy(layout.labels)[head_rows])
+    of_heads = log_probs(logits, torch.from_numpy(layout.labels)[head_index])
     flat = torch.zeros(layout.num_logical_tokens, dtype=dtype).index_copy(
         0, torch.from_numpy(layout.response_index), of_heads[torch.from_numpy(layout.response_head)]
     )

@@ -151,10 +151,10 @@ def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
     """Equal tokens and pictures, and a video shown at another speed: Qwen2.5-VL's positions say so."""
     modality = Pictures.of(config_of("qwen3_vl"))
     batch = picture_batch(model, TURNS[:2])
-    shared = lay_out_packed(read_sequences(batch, modality)).num_rows
+    shared = lay_out_packed(read_sequences(batch, modality)).num_tokens
     second = batch["position_ids"].offsets()[1]
     batch["position_ids"].values()[1, second + 6 : second + 28] += 1
-    apart = lay_out_packed(read_sequences(batch, modality)).num_rows
+    apart = lay_out_packed(read_sequences(batch, modality)).num_tokens
     assert shared == len(TURNS[0].tokens) - 1 + 1
     assert apart == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
 
@@ -172,7 +172,7 @@ def test_pictures_that_differ_in_anything_are_not_shared(model: Any, name: str) 
         ids[start:stop][ids[start:stop] == IMAGE] = VIDEO
     with_inputs(1, change)(batch)
     layout = lay_out_packed(read_sequences(batch, Pictures.of(config_of("qwen3_vl"))))
-    assert layout.num_rows == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
+    assert layout.num_tokens == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
 
 
 def _one_number_off(pixels: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_only_equal_pictures_share_rows(path: str) -> None:
     sequences = read_sequences(picture_batch(load(path), TWO_GROUPS), modality)
     layout = lay_out_packed(sequences)
     of_a_group = (42, 38)  # by hand: rows of the first response, and what the others add
-    assert layout.num_rows == sum(of_a_group) - len(SYSTEM)
+    assert layout.num_tokens == sum(of_a_group) - len(SYSTEM)
 
 
 def test_pictures_taken_for_equal_are_found_out(packed: Any, path: str) -> None:

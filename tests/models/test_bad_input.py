@@ -39,7 +39,7 @@ PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
             {"input_ids": IDS[:, :5], "attention_mask": 1 - torch.eye(2, 5).int(), "prefix_grouper": GROUPER},
             "group sizes do not match the batch",
         ),
-        ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_rows} rows, but input_ids is \(2, 6\)"),
+        ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_tokens} rows, but input_ids is \(2, 6\)"),
         ({"input_ids": ROWS, "position_ids": ROWS[:, 1:], "prefix_grouper": LAYOUT}, "but position_ids is"),
         ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which rows exist"),
         ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared rows need position_ids"),

@@ -50,7 +50,7 @@ def test_a_packed_layout_gives_what_each_sequence_gives_alone(checkpoint: str, c
     layout = layout_of(SAMPLES)
     input_ids = torch.from_numpy(layout.input_ids).unsqueeze(0)
     logits = model(input_ids, prefix_grouper=layout).logits
-    assert layout.num_rows < layout.num_logical_tokens
+    assert layout.num_tokens < layout.num_logical_tokens
     assert_same(result(model, unpack(logits, layout, SAMPLES), SAMPLES), reference(checkpoint))
 
 

@@ -53,9 +53,9 @@ def packed(model: Any) -> Result:
 
 def head_rows_only(model: Any) -> Result:
     rows = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
-    head_rows = torch.from_numpy(LAYOUT.head_rows)
-    logits = model(rows, prefix_grouper=LAYOUT, logits_to_keep=head_rows).logits
-    every_row = logits.new_zeros(1, LAYOUT.num_rows, logits.shape[-1]).index_copy(1, head_rows, logits)
+    head_index = torch.from_numpy(LAYOUT.head_index)
+    logits = model(rows, prefix_grouper=LAYOUT, logits_to_keep=head_index).logits
+    every_row = logits.new_zeros(1, LAYOUT.num_tokens, logits.shape[-1]).index_copy(1, head_index, logits)
     return result(model, unpack(every_row, LAYOUT, SAMPLES), SAMPLES)
 
 
@@ -97,7 +97,7 @@ def run_rank(rank: int, sp_size: int, store: str, paths: list[str]) -> None:
 @pytest.mark.parametrize("sp_size", [1, 2, 4])
 def test_every_rank_gets_what_one_process_computes(sp_size: int, qwen3: str, split_llama: str, tmp_path: Path) -> None:
     # 2 key/value heads: one each on two ranks, repeated on four; the rows divide by none of the sizes.
-    assert all(LAYOUT.num_rows % size for size in (2, 4))
+    assert all(LAYOUT.num_tokens % size for size in (2, 4))
     start(run_rank, sp_size, sp_size, str(tmp_path / "store"), [qwen3, split_llama])
 
 

@@ -58,7 +58,7 @@ TRANSFORMERS_PARTS: tuple[Part, ...] = (
         "transformers",
         "architectures/checks.py architectures/randomness.py architectures/skeleton.py "
         "architectures/stock_faults.py cli/estimate/sources.py config/before_ray/prompts.py "
-        "config/checkpoint_checks.py config/model_rules.py cost/flops.py cost/kept_layers.py cost/row_memory.py "
+        "config/checkpoint_checks.py config/model_rules.py cost/flops.py cost/kept_layers.py planning/memory.py "
         "cpu/generation.py cpu/processor.py cpu/received_weights.py cpu/server.py cli/doctor/sharing.py "
         "engine/shared_model.py mixers/__init__.py mixers/attention.py mixers/gated_delta/mixer.py "
         "mixers/protocol.py modalities/__init__.py modalities/pictures/modality.py modalities/protocol.py "

@@ -129,8 +129,8 @@ def use_layout(
         ValueError: ``input_ids`` or ``position_ids`` are not the layout's rows.
     """
     for name, rows in (("input_ids", input_ids), ("position_ids", position_ids)):
-        if rows is not None and rows.shape != (1, layout.num_rows):
-            raise ValueError(f"prefix_grouper lays out {layout.num_rows} rows, but {name} is {tuple(rows.shape)}")
+        if rows is not None and rows.shape != (1, layout.num_tokens):
+            raise ValueError(f"prefix_grouper lays out {layout.num_tokens} rows, but {name} is {tuple(rows.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
     packed = PackedAttention(layout, kernel_of(config, input_ids.device), input_ids.device)

@@ -20,8 +20,8 @@ from verl_pg_plugin.config.compile import decide
 from verl_pg_plugin.cost.flops import EXPERTS
 from verl_pg_plugin.cost.forecast import Batch, Forecast, Settings, forecast
 from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
-from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.mixers import count_layers
+from verl_pg_plugin.planning.memory import TokenMemory
 
 __all__ = ["best", "by_budget", "kept_budget", "plot", "show", "step_seconds", "to_json"]
 
@@ -38,7 +38,7 @@ def by_budget(batch: Batch, model: Model, args: argparse.Namespace) -> list[Fore
     longest = int(batch.lengths.max())
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     config = model.config.get_text_config()
-    memory = RowMemory.of(config, torch.bfloat16, checkpointing=True, keeps_attention=True, kernel=args.kernel)
+    memory = TokenMemory.of(config, torch.bfloat16.itemsize, checkpointing=True, keeps_attention=True)
     compiled = are_layers_compiled(args.compile_layers, model)
     kept = kept_budget(args.keep_activations, model, compiled)
     found: list[Forecast] = []

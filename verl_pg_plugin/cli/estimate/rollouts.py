@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cost.forecast import Batch
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 __all__ = ["read_batch", "token_ids"]
 
