@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
 
+import verl_pg_plugin
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
@@ -23,6 +24,7 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     Raises:
         RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
+        Exception: what keeps our engines from being registered; the import of the package only logged it.
     """
 
     use_prefix_grouper: bool = False
@@ -31,6 +33,7 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.use_prefix_grouper:
+            verl_pg_plugin.register()  # where a module of ours was what imported verl, engines have waited for this
             # FSDPActorConfig writes its own strategy into the engine config after this class is constructed,
             # so which of the two keys the worker will look up is not known yet.
             for strategy in FSDP_STRATEGIES:
