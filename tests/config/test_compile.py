@@ -99,7 +99,7 @@ def test_machine_without_the_compiler_that_cxx_names_is_told_before_torch_fails(
     monkeypatch.setenv("CXX", named)
     assert "CXX=" in compiler_obstacle("cpu")
     with pytest.raises(InvalidCxxCompiler):
-        cpp_compiler_search([named])
+        cpp_compiler_search((named,))
 
 
 def test_machine_without_triton_or_a_c_compiler_compiles_nothing_on_a_gpu(monkeypatch) -> None:
