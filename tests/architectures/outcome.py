@@ -18,9 +18,9 @@ from verl_pg_plugin.architectures import (
     skeleton,
 )
 from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.issue import Issue
 
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
 NOT_BUILT = {

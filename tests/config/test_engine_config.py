@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from config_support import FLAGS, compose_config
-from test_rules import engine_configs
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from test_rules import engine_configs
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
