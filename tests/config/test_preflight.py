@@ -28,7 +28,8 @@ WORKING: dict[str, str] = {
     "qwen2-7b_hsdp": f"{DYNAMIC} {ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4",
     "qwen2_5-3b_lora": f"{MODEL}.lora_rank=64 {MODEL}.lora_alpha=32 {ROLLOUT}.load_format=safetensors "
     f"{ROLLOUT}.layered_summon=True {MODEL}.use_shm=True data.shuffle=False",
-    "qwen3_8b_gpg": f"{DYNAMIC} algorithm.adv_estimator=gpg {ACTOR}.policy_loss.loss_mode=gpg {ACTOR}.use_kl_loss=False",
+    "qwen3_8b_gpg": f"{DYNAMIC} algorithm.adv_estimator=gpg {ACTOR}.policy_loss.loss_mode=gpg "
+    f"{ACTOR}.use_kl_loss=False",
     "qwen3_8b_cispo": f"{DYNAMIC} {ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=10",
     "qwen3_8b_gmpo": f"{DYNAMIC} {ACTOR}.policy_loss.loss_mode=geo_mean",
     "qwen3_8b_rloo": f"{DYNAMIC} algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True",
