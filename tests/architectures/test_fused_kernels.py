@@ -17,8 +17,7 @@ from tests.mixers import test_multimodal_text as multimodal
 from tests.mixers.test_gated_delta_engine import SAMPLES as HYBRID_SAMPLES
 from tests.mixers.test_gated_delta_engine import assert_exact, rows_alone
 from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures.head_probe import fused_obstacle
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures import fused_obstacle, skeleton
 from verl_pg_plugin.engine.heads.fused_head import FusedHead
 from verl_pg_plugin.synthetic import make_batch
 

@@ -405,9 +405,7 @@ def padded_groups_of_the_trainer(config: DictConfig) -> Issue | None:
         broken.append(("trainer.balance_batch=True", why))
     dynamic, n = f"{ROLLOUT}.log_prob_use_dynamic_bsz", OmegaConf.select(config, f"{ROLLOUT}.n")
     if OmegaConf.select(config, dynamic):
-        broken.append(
-            (f"{dynamic}=True", TORN_BY_TOKENS)
-        )
+        broken.append((f"{dynamic}=True", TORN_BY_TOKENS))
     sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
     sizes += [f"{REF}.log_prob_micro_batch_size_per_gpu"] if REF in roles_of(config) else []
     for key in sizes:
