@@ -46,7 +46,7 @@ class BigGroup:
 
 def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
     index = gather_of(LAYOUT, "cpu")
-    x = torch.randn(LAYOUT.num_rows, 3, 2, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(LAYOUT.num_tokens, 3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.equal(gather_tokens(x, index), x[torch.from_numpy(LAYOUT.kv_index).long()])
     assert torch.autograd.gradcheck(lambda t: gather_tokens(t, index), (x,))
 

@@ -26,19 +26,19 @@ def reads_of_segments(layout: PackedLayout, kept: np.ndarray) -> Iterator[tuple[
     """(token, key) of each segment, as if its tokens read all of its keys."""
     for s, (start, stop) in enumerate(pairwise(layout.cu_seqlens_k.tolist())):
         for row in range(*layout.cu_seqlens_q[s : s + 2].tolist()):
-            yield from ((row, key) for key in layout.kv_rows[start:stop][kept[start:stop]].tolist())
+            yield from ((row, key) for key in layout.kv_index[start:stop][kept[start:stop]].tolist())
 
 
 @given(batches(with_classes=True))
 def test_every_key_is_read_once_in_place_or_in_the_rest(batch: Batch) -> None:
-    layout, everything = batch.layout(), np.ones(len(batch.layout().kv_rows), dtype=bool)
+    layout, everything = batch.layout(), np.ones(len(batch.layout().kv_index), dtype=bool)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tree, "SAVED_PER_TOKEN", 0)
         reads, rest = read_in_place(layout)
     assert bool(reads) == (layout.segment_parent >= 0).any()
     found = Counter(pair for read in reads for pair in reads_of(read)) + Counter(reads_of_segments(layout, rest))
     assert found == Counter(reads_of_segments(layout, everything))
-    assert rest.sum() == layout.num_rows, "with every shared prefix in place each key is left to its own segment"
+    assert rest.sum() == layout.num_tokens, "with every shared prefix in place each key is left to its own segment"
     for read in reads:
         assert read.cu_seqlens_q[-1] == read.rows.stop - read.rows.start
         assert read.cu_seqlens_k[-1] == read.keys.stop - read.keys.start
