@@ -156,9 +156,7 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
     }
 
 
-def profile_phase(
-    title: str, engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace
-) -> None:
+def profile_phase(title: str, engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> None:
     """One more run, in which the profiler slows the host down; rank 0 prints where its GPU spent the time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run_phase(engine, phase, batch, loss, args.entropy)

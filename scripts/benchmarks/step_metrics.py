@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +51,6 @@ class StepRow:
     mfu_physical: float | None
     dedup_ratio: float | None
     attention_kernel: str | None
-    seconds_before_first_step: float | None
     outcome: str
     num_gpus: int
     max_token_len: int
@@ -121,23 +118,6 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
             seconds = {"seconds_median": median(times), "seconds_min": min(times), "seconds_max": max(times)}
             rows.append(StepRow(phase=phase, speedup=None, **seconds, **shared, **about))
     return rows
-
-
-def complete_rows(path: Path) -> list[StepRow]:
-    """The rows of an earlier table, without those of runs that ended early."""
-    read: dict[str, Callable[[str], Any]] = {
-        "str": str,
-        "int": int,
-        "float": float,
-        "bool": lambda text: text == "True",
-        "float | None": lambda text: float(text) if text else None,
-        "str | None": lambda text: text or None,
-    }
-    with path.open(newline="") as file:
-        rows = [
-            StepRow(**{f.name: read[str(f.type)](row[f.name]) for f in fields(StepRow)}) for row in csv.DictReader(file)
-        ]
-    return [row for row in rows if row.outcome == "ok"]
 
 
 def with_ratios(rows: list[StepRow]) -> list[StepRow]:
