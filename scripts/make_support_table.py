@@ -3,7 +3,7 @@
 
     python scripts/make_support_table.py
     python -m pytest -m gpu tests/options --junitxml=outputs/gpu.xml
-    python scripts/make_support_table.py --record "1 GPU" outputs/gpu.xml --where "one H200, torch 2.11.0, commit abc1234"
+    python scripts/make_support_table.py --record "1 GPU" outputs/gpu.xml --where "one H200, commit abc1234"
 
 ``--record`` keeps in docs/data/support.json which options the tests of a device ran, in place of what it had before.
 """
