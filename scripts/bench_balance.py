@@ -2,11 +2,10 @@
 
     python scripts/bench_balance.py [--output FILE.csv]
 
-Each case is priced in the ways that a driver could: ``prompt once`` charges a group's first prompt once and every
-response, ``sessions`` reads lengths and sessions from the tags (what the trainers do), ``tokens`` compares all tokens
+Each case is priced in the ways that a driver could: ``sessions`` reads lengths and sessions from the tags (what the trainers do), ``tokens`` compares all tokens
 (what the ranks will compute); ``whole`` are the sessions with no group cut that fits a rank. ``rows`` is estimated over
 real rows, ``slowest`` the slowest rank over the mean with real prices, ``time`` the slowest over the mean of the work
-that is there when nothing is cut, ``seconds`` (CPU) and ``MiB`` what the driver spends.
+that is there when nothing is cut, ``seconds`` the CPU time that the driver spends.
 Of twelve batches of agents the one with the slowest rank is shown.
 """
 
@@ -16,7 +15,6 @@ import argparse
 import csv
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +32,7 @@ from verl_pg_plugin.mixers.protocol import PairCost
 
 FLOPS = ModelFlops(per_row=7.2e9, per_head_row=7.8e8, pairs=(PairCost(5.9e5),))
 """Forward of Qwen3-4B's shape."""
-COLUMNS = ("case", "priced by", "rows", "slowest", "time", "cut groups", "seconds", "MiB")
+COLUMNS = ("case", "priced by", "rows", "slowest", "time", "cut groups", "seconds")
 
 
 @dataclass(frozen=True)
@@ -105,18 +103,6 @@ def long_tail(num_rows: int = 65_536, n: int = 64, num_ranks: int = 1024, sigma:
     return Rows(f"log-normal, n {n}", group, session, np.zeros_like(group), prompts, responses, num_ranks=num_ranks)
 
 
-def large_agents(num_rows: int = 65_536, turns: int = 8, n: int = 8, num_ranks: int = 1024) -> Rows:
-    """Rows of 10,000 tokens on average."""
-    group = np.repeat(np.arange(num_rows // (turns * n)), turns * n)
-    session = np.tile(np.repeat(np.arange(n), turns), num_rows // (turns * n))
-    place = np.tile(np.arange(turns), num_rows // turns)
-    rng = np.random.default_rng(0)
-    steps = rng.integers(500, 3600, num_rows).reshape(-1, turns)
-    steps[:, 0] = 2000
-    prompts = np.cumsum(steps, axis=1).ravel()
-    return Rows("agents of 10k tokens", group, session, place, prompts, rng.integers(100, 400, num_rows), (), num_ranks)
-
-
 def by_sessions(rows: Rows) -> PrefixOrder:
     return order_by_sessions(rows.group, rows.session, rows.place, rows.prompts, rows.responses)
 
@@ -127,26 +113,13 @@ def by_tokens(rows: Rows) -> PrefixOrder:
     return build_prefix_order(np.concatenate(rows.tokens), offsets, classes=rows.group)
 
 
-def prompt_once(rows: Rows) -> PrefixOrder:
-    """As if every row were its group's first prompt and a response."""
-    prompts = rows.prompts[np.unique(rows.group, return_index=True)[1]][np.unique(rows.group, return_inverse=True)[1]]
-    return order_by_sessions(rows.group, np.arange(len(rows.group)), rows.place, prompts, rows.responses)
-
-
 def measure(rows: Rows, name: str, make_order: Callable[[Rows], PrefixOrder], may_cut: bool = True) -> tuple[Any, ...]:
     """A line of the table."""
 
-    def deal() -> Balance:
-        order = make_order(rows)
-        return balance_groups(order, rows.group, rows.responses, FLOPS.segments, rows.num_ranks, may_cut=may_cut)
-
     start = time.process_time()
-    balance = deal()
+    order = make_order(rows)
+    balance = balance_groups(order, rows.group, rows.responses, FLOPS.segments, rows.num_ranks, may_cut=may_cut)
     seconds = time.process_time() - start
-    tracemalloc.start()  # slows it down
-    deal()
-    mebibytes = tracemalloc.get_traced_memory()[1] / 2**20
-    tracemalloc.stop()
     real = by_tokens(rows) if rows.tokens else by_sessions(rows)
     costs, num_rows = real_costs(real, rows, balance)
     prices = RunPrices(real, rows.responses, FLOPS.segments)
@@ -158,7 +131,6 @@ def measure(rows: Rows, name: str, make_order: Callable[[Rows], PrefixOrder], ma
         round(float(costs.max() / (prices.new.sum() / rows.num_ranks)), 3),
         balance.num_cut_groups,
         round(seconds, 2),
-        round(mebibytes, 1),
     )
 
 
@@ -183,11 +155,11 @@ def main() -> None:
     table = [
         *(
             max((measure(rows, name, make_order) for rows in agents), key=lambda line: line[3])
-            for name, make_order in (("prompt once", prompt_once), ("sessions", by_sessions), ("tokens", by_tokens))
+            for name, make_order in (("sessions", by_sessions), ("tokens", by_tokens))
         ),
         *[
             measure(rows, name, by_sessions, may_cut)
-            for rows in (long_tail(), long_tail(n=16), large_agents())
+            for rows in (long_tail(), long_tail(n=16))
             for name, may_cut in (("whole", False), ("sessions", True))
         ],
     ]
