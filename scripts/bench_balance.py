@@ -2,7 +2,8 @@
 
     python scripts/bench_balance.py [--output FILE.csv]
 
-Each case is priced in the ways that a driver could: ``sessions`` reads lengths and sessions from the tags (what the trainers do), ``tokens`` compares all tokens
+Each case is priced in the ways that a driver could: ``sessions`` reads lengths and
+sessions from the tags (what the trainers do), ``tokens`` compares all tokens
 (what the ranks will compute); ``whole`` are the sessions with no group cut that fits a rank. ``rows`` is estimated over
 real rows, ``slowest`` the slowest rank over the mean with real prices, ``time`` the slowest over the mean of the work
 that is there when nothing is cut, ``seconds`` the CPU time that the driver spends.

@@ -138,35 +138,19 @@ def with_ratios(rows: list[StepRow]) -> list[StepRow]:
 
 def table_of(rows: list[StepRow]) -> Table:
     """A line for each phase of each run, the figures of a whole run beside its ``step``."""
-    table = Table(
-        "case",
-        "mode",
-        "phase",
-        "median s",
-        "min..max",
-        "speed-up",
-        "GiB",
-        "ratio",
-        "tokens/s",
-        "mfu",
-        "physical",
-        "dedup",
-    )
-
-    def number(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
+    table = Table("case", "mode", "phase", "median s", "min..max", "speed-up", "GiB", "tokens/s", "dedup")
     for row in rows:
         whole = row.phase == "step"
-        run = (row.peak_gib, row.memory_ratio, row.tokens_per_s_per_gpu, row.mfu, row.mfu_physical, row.dedup_ratio)
+        figures = (row.speedup, row.peak_gib, row.tokens_per_s_per_gpu, row.dedup_ratio)
+        shown = [f"{figure:.2f}" if figure is not None else "" for figure in figures]
         table.add_row(
             row.case,
             row.mode if row.outcome == "ok" else f"{row.mode} ({row.outcome})",
             row.phase,
-            number(row.seconds_median, 2),
+            f"{row.seconds_median:.2f}",
             f"{row.seconds_min:.2f}..{row.seconds_max:.2f}",
-            number(row.speedup, 2),
-            *(number(value, digits) if whole else "" for value, digits in zip(run, (1, 2, 0, 3, 3, 2), strict=True)),
+            shown[0],
+            *(shown[1:] if whole else [""] * 3),
             end_section=whole,
         )
     return table
