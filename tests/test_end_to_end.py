@@ -42,8 +42,7 @@ def train(
 
 
 def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None:
-    rollouts = tmp_path / "rollouts"
-    summary, steps = train(tmp_path, f"trainer.rollout_data_dir={rollouts}")
+    summary, steps = train(tmp_path)
     assert summary["steps"] == 2
     assert summary["mode"] == Mode.PACKED.value
     assert summary["attention_backend"] == "sdpa"
@@ -56,15 +55,6 @@ def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None
         assert step["prefix_grouper/balance/cut_groups"] == 0
         assert step["actor/grad_norm"] > 0
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
-        number = step["training/global_step"]
-        dumped, lengths = (
-            [json.loads(line) for line in (folder / f"{number}.jsonl").read_text().splitlines()]
-            for folder in (rollouts, rollouts / "lengths")
-        )
-        tokens = sum(line["prompt_len"] + line["response_len"] for line in lengths)
-        assert tokens == 2 * logical, "exact lengths, of two mini-batches"
-        uids = [f"{line['uid']}_{line['session']}_{line['turn']}" for line in lengths]
-        assert sorted(uids) == sorted(line["uid"] for line in dumped)
 
 
 @pytest.mark.slow
@@ -89,12 +79,14 @@ def test_verls_own_entry_point_keeps_groups_whole_with_two_workers_and_asynchron
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
 
 
+@pytest.mark.slow
 def test_padded_prefix_grouper_script_trains_through_upstreams_library(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, script="run_qwen3_prefix_grouper.sh")
     assert summary["mode"] == Mode.PADDED_GROUPS.value
     assert all(step["actor/prefix_grouper/dedup_ratio"] > 4 for step in steps)
 
 
+@pytest.mark.slow
 def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, script="run_qwen3_ppo_pg.sh")
     assert summary["mode"] == Mode.PACKED.value
