@@ -9,8 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from benchmarks.actor_cases import AnyCase, Case, Work, parse_case, rows_of_ranks
-from benchmarks.agent_cases import AgentCase, TreeCase
+from benchmarks.actor_cases import AgentCase, AnyCase, Case, TreeCase, Work, parse_case, rows_of_ranks
 
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.mixers.protocol import PairCost
