@@ -117,8 +117,6 @@ if [ "$DEVICE" = cpu ]; then
         actor_rollout_ref.ref.fsdp_config.use_torch_compile=False
         actor_rollout_ref.rollout.dtype=float32
         actor_rollout_ref.rollout.agent.num_workers=1
-        # Responses follow from the seed, not from the order in which requests arrive.
-        +actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_pg_plugin.cpu.agent_loop.SeededAgentLoopManager
         reward.num_workers=1
         reward.custom_reward_function.path="$repository/scripts/data/arithmetic_reward.py"
         transfer_queue.backend.SimpleStorage.num_data_storage_units=1

@@ -27,8 +27,8 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     [ -d "$MODEL_PATH" ] ||
         "$PYTHON" "$repository/scripts/make_tiny_vision_checkpoint.py" --output-dir "$MODEL_PATH"
     overrides+=(
-        data.custom_cls.path=pkg://verl_pg_plugin.cpu.picture_dataset
-        data.custom_cls.name=PictureDataset
+        data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset
+        data.custom_cls.name=ImageDataset
     )
 fi
 exec bash "$repository/examples/run_qwen3_pg.sh" "${overrides[@]}" "$@"

@@ -51,7 +51,6 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.config.other_packages import say_once
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
@@ -178,7 +177,6 @@ def main() -> int:
     initialize_global_process_group_ray()
     # Modules that this imports keep the frames that imported them: inside ``build_engine`` the first engine with them,
     # whose weights would count as memory of all that are measured after it.
-    say_once()
     with tempfile.TemporaryDirectory(prefix="bench_actor_") as folder:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:

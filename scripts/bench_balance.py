@@ -19,18 +19,16 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl_pg_plugin.batching.balance import Balance, balance_groups
-from verl_pg_plugin.batching.runs import RunPrices
-from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers.protocol import PairCost
+from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
+from verl_pg_plugin.planning.sessions import order_by_sessions
 
 FLOPS = ModelFlops(per_row=7.2e9, per_head_row=7.8e8, pairs=(PairCost(5.9e5),))
 """Forward of Qwen3-4B's shape."""
@@ -148,14 +146,14 @@ def measure(rows: Rows, name: str, make_order: Callable[[Rows], PrefixOrder], ma
     mebibytes = tracemalloc.get_traced_memory()[1] / 2**20
     tracemalloc.stop()
     real = by_tokens(rows) if rows.tokens else by_sessions(rows)
-    costs, num_rows = real_costs(real, rows, balance)
-    prices = RunPrices(real, rows.responses, FLOPS.segments)
+    costs, num_tokens = real_costs(real, rows, balance)
+    least, _ = cost_together(real, rows.responses, FLOPS.segments, np.arange(len(rows.group)))
     return (
         rows.name,
         name,
-        round(balance.num_rows / num_rows, 3),
+        round(balance.num_tokens / num_tokens, 3),
         round(float(costs.max() / costs.mean()), 3),
-        round(float(costs.max() / (prices.new.sum() / rows.num_ranks)), 3),
+        round(float(costs.max() / (least / rows.num_ranks)), 3),
         balance.num_cut_groups,
         round(seconds, 2),
         round(mebibytes, 1),
@@ -163,16 +161,10 @@ def measure(rows: Rows, name: str, make_order: Callable[[Rows], PrefixOrder], ma
 
 
 def real_costs(order: PrefixOrder, rows: Rows, balance: Balance) -> tuple[np.ndarray, int]:
-    """FLOPs of each rank and rows of all, from what the sequences really share."""
-    prices = RunPrices(order, rows.responses, FLOPS.segments)
-    place_of = np.argsort(order.sequences)
-    costs, num_rows = [], 0
-    for sequences in np.split(balance.order, rows.num_ranks):
-        places = np.sort(place_of[sequences]).tolist()
-        costs.append(prices.together([prices.run(place, place + 1) for place in places]))
-        num_rows += int(order.num_rows[places].sum())
-        num_rows -= sum(int(order.num_shared[a + 1 : b + 1].min()) for a, b in pairwise(places))
-    return np.array(costs), num_rows
+    """FLOPs of each rank and tokens that all compute, from what the sequences really share."""
+    places = np.argsort(order.sequences)[np.split(balance.order, rows.num_ranks)]
+    priced = [cost_together(order, rows.responses, FLOPS.segments, np.sort(of_rank)) for of_rank in places]
+    return np.array([cost for cost, _ in priced]), sum(tokens for _, tokens in priced)
 
 
 def main() -> None:

@@ -34,16 +34,16 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.batching.chains import cut_with_chains
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
-from verl_pg_plugin.batching.session_order import order_by_sessions
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
+from verl_pg_plugin.planning.balance import balance_groups
+from verl_pg_plugin.planning.sessions import order_by_sessions
 
 MEMORY = RowMemory.of(config_of("qwen3-4b"), torch.bfloat16, checkpointing=True, keeps_attention=True)
 FLOPS = ModelFlops.of_config(config_of("qwen3-8b"))

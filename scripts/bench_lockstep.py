@@ -5,7 +5,7 @@
 Under FSDP ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the
 dearest of them. What is shown is the sum of those over what the slowest rank computes: 1 where nobody waits inside.
 The first order is most rows first, chains in front; "by cost" the dearest first, a chain by the mean of its parts;
-"aligned" what the engine does (``verl_pg_plugin/batching/lockstep.py``); "free" is by cost for parts that could be
+"aligned" what the engine does (``verl_pg_plugin/planning/order.py``); "free" is by cost for parts that could be
 moved one by one, which those of a chain cannot. Costs are FLOPs of an update with gradient checkpointing, exports
 included, of Qwen3-4B's shape.
 """
@@ -28,14 +28,14 @@ from bench_balance import agent_batch, by_sessions
 from benchmarks.actor_cases import parse_case, rows_of_ranks
 from benchmarks.shapes import SHAPES, config_of
 
-from verl_pg_plugin.batching.balance import balance_groups
 from verl_pg_plugin.batching.chains import cut_with_chains
-from verl_pg_plugin.batching.lockstep import align
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, lay_out_chain
 from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import build_prefix_order
+from verl_pg_plugin.planning.balance import balance_groups
+from verl_pg_plugin.planning.order import align
 
 MODEL = "qwen3-4b"
 NUM_RANKS = 4

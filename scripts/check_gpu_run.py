@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from verl_pg_plugin.attention.kernels.selection import VarlenAttention, select_kernel
+from verl_pg_plugin.attention.kernels import VarlenAttention, select_kernel
 
 EXIT_USER_ERROR = 2
 DEVICE = "cuda"

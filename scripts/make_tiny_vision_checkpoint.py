@@ -24,7 +24,7 @@ from make_picture_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
 from make_tiny_checkpoint import END, character_tokenizer
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
-from verl_pg_plugin.cpu.processor import Qwen3VLProcessor
+from verl_pg_plugin.cpu.images import Qwen3VLProcessor
 
 MERGE, PATCH, FRAMES = 2, CELL // 2, 2
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -148,7 +148,7 @@ def make_tiny_vision_checkpoint(
 
 
 def _forget_class(file: Path) -> None:
-    """A name would be looked up among transformers' own classes; see ``verl_pg_plugin.cpu.processor``."""
+    """A name would be looked up among transformers' own classes; see ``verl_pg_plugin.cpu.images``."""
     settings = json.loads(file.read_text())
     settings.pop("processor_class", None)
     file.write_text(json.dumps(settings, indent=2))

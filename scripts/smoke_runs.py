@@ -222,8 +222,8 @@ def run_critic(run: SmokeRun, timeout_s: float) -> str:
 def run_pictures(run: SmokeRun, timeout_s: float) -> str:
     """Pictures in prompts; the data set takes them as they are, else qwen-vl-utils would be wanted."""
     pictures = (
-        "data.custom_cls.path=pkg://verl_pg_plugin.cpu.picture_dataset",
-        "data.custom_cls.name=PictureDataset",
+        "data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset",
+        "data.custom_cls.name=ImageDataset",
     )
     run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*pictures, *run.overrides))
     steps = finish(run, timeout_s)

@@ -20,7 +20,7 @@ from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelCon
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.plugin import register

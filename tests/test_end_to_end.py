@@ -42,8 +42,8 @@ def train(
 
 
 def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None:
-    rollouts = tmp_path / "rollouts"
-    summary, steps = train(tmp_path, f"trainer.rollout_data_dir={rollouts}")
+    summary, steps = train(tmp_path)
+    assert "shared prefixes, mean over the run: " in (tmp_path / "console.log").read_text()
     assert summary["steps"] == 2
     assert summary["mode"] == Mode.PACKED.value
     assert summary["attention_backend"] == "sdpa"
@@ -56,15 +56,6 @@ def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None
         assert step["prefix_grouper/balance/cut_groups"] == 0
         assert step["actor/grad_norm"] > 0
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
-        number = step["training/global_step"]
-        dumped, lengths = (
-            [json.loads(line) for line in (folder / f"{number}.jsonl").read_text().splitlines()]
-            for folder in (rollouts, rollouts / "lengths")
-        )
-        tokens = sum(line["prompt_len"] + line["response_len"] for line in lengths)
-        assert tokens == 2 * logical, "exact lengths, of two mini-batches"
-        uids = [f"{line['uid']}_{line['session']}_{line['turn']}" for line in lengths]
-        assert sorted(uids) == sorted(line["uid"] for line in dumped)
 
 
 @pytest.mark.slow

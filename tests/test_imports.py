@@ -8,7 +8,13 @@ from tests.imports import circles, import_graph, reachable
 
 PACKAGE = Path(__file__).parents[1] / "verl_pg_plugin"
 GRAPH = import_graph(PACKAGE)
-INDEX_MATHS = ("verl_pg_plugin.layout", "verl_pg_plugin.batching")
+INDEX_MATHS = (
+    "verl_pg_plugin.layout",
+    "verl_pg_plugin.batching",
+    "verl_pg_plugin.planning.balance",
+    "verl_pg_plugin.planning.sessions",
+    "verl_pg_plugin.planning.order",
+)
 
 
 def write_package(root: Path, **sources: str) -> Path:

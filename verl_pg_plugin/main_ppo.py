@@ -17,13 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.utils.device import auto_set_device
 
-from verl_pg_plugin import register, upstream
+from verl_pg_plugin import register
 from verl_pg_plugin.config.engage import select_trainer
+from verl_pg_plugin.config.keys import group_keeping
 from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.config.validate import check
-from verl_pg_plugin.config.violation import EXIT_USER_ERROR
-from verl_pg_plugin.trainer.console import is_short, show_config_shortly
-from verl_pg_plugin.trainer.modes import group_keeping
+from verl_pg_plugin.config.preflight import check
+from verl_pg_plugin.issue import EXIT_USER_ERROR
 
 # ConfigError is a ValueError; an interpolation that leads nowhere is OmegaConf's.
 USER_ERRORS = (ValueError, OmegaConfBaseException)
@@ -48,8 +47,6 @@ def prepare(config: DictConfig) -> Any:
                 get_trainer_cls(group_keeping(config.trainer.v1.trainer_mode))
             except TypeError as error:
                 raise ValueError(str(error)) from None
-            if is_short(config):
-                upstream.show_config_by(show_config_shortly)  # here, where Ray copies the task runner
         select_trainer(config)
         return task_runner(config.trainer.use_v1)
     return verls_task_runner(config.trainer.use_v1)

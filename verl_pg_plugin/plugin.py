@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from verl_pg_plugin.after_import import after_import
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from omegaconf import DictConfig
 
 __all__ = ["register"]
@@ -23,16 +21,11 @@ def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
     Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for the
-    next call, which ``PrefixGrouperEngineConfig`` makes when the mode is asked for. The CPU default registers itself
-    when it was that module.
+    next call. The CPU default registers itself when it was that module.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
-    from verl_pg_plugin.reporting.quiet import limit_transfer_threads, pass_over_missing_engines
-
-    limit_transfer_threads()
-    pass_over_missing_engines()
     from verl_pg_plugin import cpu, upstream
 
     if not _loading(cpu):
@@ -60,14 +53,14 @@ def _engage_before_run() -> None:
 def _keep_groups_in_v1() -> None:
     """In the process of verl's task runner, which looks its trainer up by name."""
     from verl_pg_plugin import upstream
-    from verl_pg_plugin.trainer.modes import PREFIX
+    from verl_pg_plugin.config.keys import TRAINER_PREFIX
 
     def keep_groups(trainer_cls: type) -> type:
         from verl_pg_plugin.trainer import keep_groups  # what other processes need not load
 
         return keep_groups(trainer_cls)
 
-    _or_warn(lambda: upstream.look_up_group_trainers(PREFIX, keep_groups))
+    _or_warn(lambda: upstream.look_up_group_trainers(TRAINER_PREFIX, keep_groups))
 
 
 def _reach_v0() -> None:
@@ -79,13 +72,12 @@ def _reach_v0() -> None:
 
         regroup(*args)
 
-    def short_console(trainer: Any) -> AbstractContextManager[None]:
-        from verl_pg_plugin.trainer.console import console
+    def updated(*args: Any) -> None:
+        from verl_pg_plugin.trainer.gain import log_gain
 
-        return console(trainer.config, getattr(trainer, "total_training_steps", None), v0=True)
+        log_gain(*args)
 
-    _or_warn(lambda: upstream.regroup_after_v0_balance(regroup))
-    _or_warn(lambda: upstream.fit_v0_within(short_console))
+    _or_warn(lambda: upstream.regroup_after_v0_balance(regroup, updated))
 
 
 def _or_warn(patch: Callable[[], None]) -> None:

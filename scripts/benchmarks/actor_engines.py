@@ -20,7 +20,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from benchmarks.shapes import SHAPES, config_of
-from verl_pg_plugin.architectures.skeleton import auto_class
+from verl_pg_plugin.architectures import auto_class
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 
 

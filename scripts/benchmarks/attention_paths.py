@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from benchmarks.attention_cases import Outcome, Problem
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, kernel_obstacle, select_kernel
-from verl_pg_plugin.attention.kernels.specs import KERNELS
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, select_kernel
+from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.cost.pairs import num_pairs
 
 PATHS = tuple(f"{route}:{name}" for route in ("replicated", "packed") for name in KERNELS)
@@ -58,7 +58,7 @@ def build_path(path: str, problem: Problem) -> Run:
     kernel = select_kernel(name, problem.device.type)
     if route == "replicated":
         return _replicated(problem, kernel)
-    packed = PackedRows.from_layout(problem.layout, kernel, problem.device)
+    packed = PackedAttention(problem.layout, kernel, problem.device)
     return _over_packed_rows(
         problem, lambda q, k, v: packed.attend_packed(q, k, v, AttentionOptions(problem.softmax_scale))
     )
@@ -74,7 +74,7 @@ def _over_packed_rows(problem: Problem, attend: Callable[..., torch.Tensor]) -> 
     return Run(attend, q, k, v, problem.grad_out, outcome, num_pairs(problem.layout))
 
 
-def _replicated(problem: Problem, kernel: VarlenKernel) -> Run:
+def _replicated(problem: Problem, kernel: Kernel) -> Run:
     sequences = problem.case.sequence_rows()
     device = problem.device
     rows = torch.from_numpy(np.concatenate([np.arange(*part) for ranges in sequences for part in ranges])).to(device)

@@ -13,7 +13,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from verl_pg_plugin.config.options import PrefixGrouperOptions, option_violations
+from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """\
@@ -38,9 +38,9 @@ def descriptions() -> dict[str, str]:
 
 def taken_by(name: str) -> str:
     """The values that an option takes, as the error for a wrong one names them."""
-    (violation,) = option_violations({name: object()})
-    listed = violation.why.partition("the values are ")[2]
-    return listed or violation.fix.partition("=")[2].replace("<", "").replace(">", "")
+    (issue,) = option_issues({name: object()})
+    listed = issue.why.partition("the values are ")[2]
+    return listed or issue.fix.partition("=")[2].replace("<", "").replace(">", "")
 
 
 def page() -> str:

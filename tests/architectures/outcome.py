@@ -13,7 +13,7 @@ from verl_pg_plugin.architectures.checks import unsupported_reasons
 from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES
 from verl_pg_plugin.architectures.head_probe import head_obstacle
 from verl_pg_plugin.architectures.skeleton import skeleton
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.reason import Reason

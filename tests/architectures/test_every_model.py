@@ -17,7 +17,7 @@ from tests.engine.heads.value_models import critic_batch, critic_loss, make_valu
 from tests.engine.test_exactness import CASES
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.attention.kernels import sdpa
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -11,8 +11,8 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.engine.carried_cases import ONE_GROUP, carrying_engine
 from tests.engine.ranks import on_ranks
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import Kernel, select_kernel
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.synthetic import make_batch
 
 LATENT_TYPES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
@@ -58,7 +58,7 @@ def test_every_kernel_that_wants_equal_widths_gets_them_and_its_output_is_cut(na
 
     q, k, v = torch.randn(5, 4, 24), torch.randn(5, 2, 24), torch.randn(5, 2, 12)
     lengths = torch.tensor([0, 5], dtype=torch.int32)
-    out = VarlenKernel(name, "", attend)(q, k, v, lengths, lengths, 5, 5, softmax_scale=1.0)
+    out = Kernel(name, "", attend)(q, k, v, lengths, lengths, 5, 5, softmax_scale=1.0)
     assert seen[0].shape == k.shape
     assert torch.equal(seen[0][..., 12:], torch.zeros(5, 2, 12)), "what is added must not change a score or an output"
     assert torch.equal(out, v.repeat_interleave(2, dim=1))

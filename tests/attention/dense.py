@@ -5,42 +5,68 @@ from dataclasses import dataclass
 import torch
 
 from tests.layout.tries import sequence_rows
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels import Kernel, select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Queries (T, H, D), keys and values (T, G, D) of packed rows and the gradient of the loss by the output."""
+    """Queries (T, H, D), keys and values (T, G, D) of packed tokens, the gradient by the output, and sinks (H,)."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     grad_out: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Tensors":
-        return Tensors(*(tensor.to(dtype) for tensor in (self.q, self.k, self.v, self.grad_out)))
+        tensors = (self.q, self.k, self.v, self.grad_out, self.sinks)
+        return Tensors(*(None if tensor is None else tensor.to(dtype) for tensor in tensors))
+
+    def leaves(self) -> list[torch.Tensor]:
+        tensors = (self.q, self.k, self.v, self.sinks)
+        return [tensor.detach().clone().requires_grad_() for tensor in tensors if tensor is not None]
 
 
 def random_tensors(
-    num_rows: int, heads: int, kv_heads: int, head_dim: int, seed: int, dtype: torch.dtype, device: str = "cpu"
+    num_tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    value_dim: int | None = None,
+    sinks: bool = False,
 ) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    drawn = [torch.randn(num_rows, n, head_dim, generator=generator, dtype=torch.float64) for n in sizes]
+    values = head_dim if value_dim is None else value_dim
+    sizes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, values), (heads, values))
+    drawn = [torch.randn(num_tokens, *size, generator=generator, dtype=torch.float64) for size in sizes]
+    if sinks:
+        drawn.append(torch.randn(heads, generator=generator, dtype=torch.float64))
     return Tensors(*(tensor.to(dtype).to(device) for tensor in drawn))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output (T, H, D) of attention and the gradients of q, k and v."""
+    """Output (T, H, D) of attention and the gradients of q, k, v and the sinks."""
 
     out: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    dsinks: torch.Tensor | None = None
+
+
+def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = 1e-10) -> None:
+    for name in ("out", "dq", "dk", "dv", "dsinks"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def attend_sequence(
@@ -50,6 +76,7 @@ def attend_sequence(
     softmax_scale: float,
     window_size: int = -1,
     softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal softmax attention of one sequence; ``window_size`` keys to the left of a query, -1 for all."""
     repeats = q_LHD.shape[1] // k_LGD.shape[1]
@@ -62,7 +89,9 @@ def attend_sequence(
     if window_size >= 0:
         hidden |= distance > window_size
     scores_HLL = scores_HLL.masked_fill(hidden.to(scores_HLL.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores_HLL.softmax(dim=-1), v_LHD)
+    if sinks_H is not None:
+        scores_HLL = torch.cat([scores_HLL, sinks_H[:, None, None].expand(-1, len(q_LHD), 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores_HLL.softmax(dim=-1)[..., : len(q_LHD)], v_LHD)
 
 
 def dense_outcome(
@@ -72,30 +101,28 @@ def dense_outcome(
     window_size: int = -1,
     softcap: float = 0.0,
 ) -> Outcome:
-    """Each sequence gathered by its tokens, not by the layout's own index maps; a shared row counts once."""
-    q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    out, seen = torch.zeros_like(tensors.q), torch.zeros(len(q), dtype=torch.bool)
+    """Each sequence gathered by its tokens, not by the layout's own index maps; a shared token counts once."""
+    q, k, v, *sinks = leaves = tensors.leaves()
+    out, seen = torch.zeros_like(tensors.grad_out), torch.zeros(len(q), dtype=torch.bool)
     for tokens in sequences:
         rows = torch.tensor(sequence_rows(layout, tokens))
-        attended = attend_sequence(q[rows], k[rows], v[rows], q.shape[-1] ** -0.5, window_size, softcap)
+        attended = attend_sequence(q[rows], k[rows], v[rows], q.shape[-1] ** -0.5, window_size, softcap, *sinks)
         fresh = ~seen[rows]
         out = out.index_copy(0, rows[fresh].to(q.device), attended[fresh.to(q.device)])
         seen[rows] = True
-    out.backward(tensors.grad_out)
-    return Outcome(out.detach(), q.grad, k.grad, v.grad)
+    return Outcome(out.detach(), *torch.autograd.grad(out, leaves, tensors.grad_out))
 
 
 def packed_outcome(
     tensors: Tensors,
     layout: PackedLayout,
     window_size: int = -1,
-    kernel: VarlenKernel | None = None,
+    kernel: Kernel | None = None,
     softcap: float = 0.0,
 ) -> Outcome:
-    """``PackedRows`` of the same tensors."""
+    """``PackedAttention`` of the same tensors."""
     device = tensors.q.device
-    packed = PackedRows.from_layout(layout, kernel or select_kernel("sdpa", device.type), device)
-    q, k, v = (t.detach().clone().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size, softcap))
-    out.backward(tensors.grad_out)
-    return Outcome(out.detach(), q.grad, k.grad, v.grad)
+    packed = PackedAttention(layout, kernel or select_kernel("sdpa", device.type), device)
+    q, k, v, *sinks = leaves = tensors.leaves()
+    out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size, softcap, 0, *sinks))
+    return Outcome(out.detach(), *torch.autograd.grad(out, leaves, tensors.grad_out))

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.layout.chains import lay_out, plans, tries
-from tests.layout.tries import Batch, batch_of, batches
-from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
+from tests.layout.tries import batch_of
+from verl_pg_plugin.attention.gather import Gather, gather_tokens
+from verl_pg_plugin.layout import PackedLayout
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2, 3), (4, 7)), ((8,), (9,))).layout()
+
+
+def gather_of(layout: PackedLayout, device: str) -> Gather:
+    return Gather.of(torch.from_numpy(layout.kv_rows).to(torch.int32).to(device), layout.num_rows)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class BigGroup:
     The gradient is in multiples of 1/128 below 2: bf16 holds each and float32 any sum of them, in whatever order.
     """
 
-    index: GatherIndex
+    index: Gather
     grad: torch.Tensor
     exact: torch.Tensor
 
@@ -33,7 +35,7 @@ class BigGroup:
         generator = torch.Generator().manual_seed(0)
         grad = torch.randint(-255, 256, (len(rows), 2, 100), generator=generator).float() / 128
         exact = torch.zeros(layout.num_rows, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
-        return cls(GatherIndex.from_layout(layout, device), grad.to(torch.bfloat16).to(device), exact.to(device))
+        return cls(gather_of(layout, device), grad.to(torch.bfloat16).to(device), exact.to(device))
 
     def gradient(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = torch.zeros_like(self.exact, requires_grad=True)
@@ -43,50 +45,26 @@ class BigGroup:
 
 
 def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
-    index = GatherIndex.from_layout(LAYOUT, "cpu")
+    index = gather_of(LAYOUT, "cpu")
     x = torch.randn(LAYOUT.num_rows, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(gather_rows(x, index), x[torch.from_numpy(LAYOUT.kv_rows).long()])
-    assert torch.autograd.gradcheck(lambda t: gather_rows(t, index), (x,))
-
-
-@given(batches(with_classes=True))
-def test_every_copy_of_a_row_is_found_where_its_readers_keys_begin(batch: Batch) -> None:
-    """The GPU's sum visits copies through these maps; one left out is a gradient lost."""
-    layout = batch.layout()
-    index = GatherIndex.from_layout(layout, "cpu")
-    bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
-    for row, (segment, position) in enumerate(zip(index.row_segment.tolist(), index.key_place.tolist(), strict=True)):
-        copies = [start + position for start in starts[bounds[segment] : bounds[segment + 1]]]
-        assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()
+    assert torch.equal(gather_tokens(x, index), x[torch.from_numpy(LAYOUT.kv_rows).long()])
+    assert torch.autograd.gradcheck(lambda t: gather_tokens(t, index), (x,))
 
 
 def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_at_every_addition() -> None:
     group = BigGroup.on("cpu")
-    assert torch.equal(group.gradient(lambda x: gather_rows(x, group.index)), group.exact)
+    assert torch.equal(group.gradient(lambda x: gather_tokens(x, group.index)), group.exact)
     # On a CPU index_select is as exact as this; test_gpu_kernels.py asks it on a GPU.
-    assert not torch.equal(group.gradient(lambda x: x[group.index.rows]), group.exact)
+    assert not torch.equal(group.gradient(lambda x: x[group.index.tokens]), group.exact)
 
 
 def test_float64_gradients_are_not_squeezed_through_float32() -> None:
     layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
-    index = GatherIndex.from_layout(layout, "cpu")
+    index = gather_of(layout, "cpu")
     x = torch.zeros(layout.num_rows, 1, dtype=torch.float64, requires_grad=True)
     grad = torch.zeros(len(layout.kv_rows), 1, dtype=torch.float64)
     copies = np.flatnonzero(layout.kv_rows == 0).tolist()
     grad[copies[0]], grad[copies[1]] = 1.0, 1e-12
-    gather_rows(x, index).backward(grad)
+    gather_tokens(x, index).backward(grad)
     assert x.grad is not None
     assert x.grad[0].item() == 1.0 + 1e-12
-
-
-@given(st.data(), tries())
-@settings(max_examples=30)
-def test_every_copy_of_a_carried_row_is_found_too(data: st.DataObject, batch: Batch) -> None:
-    plan = data.draw(plans(batch))
-    for part in (part for chain in plan.chains if len(chain) > 1 for part in lay_out(batch, chain, forward_only=True)):
-        layout = part.layout
-        index = GatherIndex.from_layout(layout, "cpu", layout.num_carried)
-        bounds, starts = index.reader_bounds.tolist(), index.reader_starts.tolist()
-        for row, (segment, place) in enumerate(zip(index.row_segment.tolist(), index.key_place.tolist(), strict=True)):
-            copies = [start + place for start in starts[bounds[segment] : bounds[segment + 1]]]
-            assert sorted(copies) == np.flatnonzero(layout.kv_rows == row).tolist()

@@ -4,21 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
 from tests.attention.dense import random_tensors
 from tests.layout.tries import batch_of
+from verl_pg_plugin.attention.context import PackedAttention, UlyssesAttention
 from verl_pg_plugin.attention.interface import (
     ATTENTION,
     ATTENTION_NAME,
     attention_options,
+    packed_attention,
     register_attention,
-    shared_rows_attention,
 )
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.shared_rows import AttentionOptions
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,))).layout()
 TENSORS = random_tensors(LAYOUT.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
@@ -28,14 +29,14 @@ class Layer(nn.Module):
     layer_idx = 7
 
 
-def packed() -> PackedRows:
-    return PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+def packed() -> PackedAttention:
+    return PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
 
 
 def call(module: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (TENSORS.q, TENSORS.k, TENSORS.v))
     options = {"attention_mask": None, "prefix_grouper": packed(), **kwargs}
-    out, weights = shared_rows_attention(module or Layer(), q, k, v, **options)
+    out, weights = packed_attention(module or Layer(), q, k, v, **options)
     assert weights is None
     return out
 
@@ -91,7 +92,7 @@ def test_a_bidirectional_module_is_refused_even_if_nobody_says_is_causal() -> No
 def test_registering_twice_changes_nothing() -> None:
     register_attention()
     register_attention()
-    assert AttentionInterface()[ATTENTION_NAME] is shared_rows_attention
+    assert AttentionInterface()[ATTENTION_NAME] is packed_attention
 
 
 def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:
@@ -114,3 +115,16 @@ def test_softcap_and_number_of_the_layer_are_handed_on() -> None:
     """Rows that are carried lie on the stack by the number of their layer."""
     query = torch.zeros(1, 4, 5, 16)
     assert attention_options(Layer(), query, None, softcap=30.0) == AttentionOptions(0.25, softcap=30.0, layer_idx=7)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 6, 4), (12, 3, 2), (12, 2, 3)])
+def test_heads_that_cannot_be_spread_are_named(
+    heads: int, kv_heads: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedAttention(batch_of(((1, 2), (3,))).layout(), select_kernel("sdpa", "cpu"), "cpu")
+    rows = UlyssesAttention(packed, packed.num_tokens, dist.group.WORLD)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
+    with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads .* over {ranks} ranks"):
+        rows.attend(query, key, key, AttentionOptions(1.0))

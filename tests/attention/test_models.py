@@ -10,9 +10,9 @@ import transformers
 
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from tests.support import save_tiny_model
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.kernels import select_kernel
 
 PROMPT = tuple(range(30, 51))
 BATCH = batch_of(
@@ -55,7 +55,7 @@ def load(path: str | Path, attention: str) -> transformers.PreTrainedModel:
 
 
 def packed_logits(
-    model: transformers.PreTrainedModel, batch: Batch, attention: PackedRows | None = None, **options: Any
+    model: transformers.PreTrainedModel, batch: Batch, attention: PackedAttention | None = None, **options: Any
 ) -> torch.Tensor:
     """(T, V) logits of all rows, or of those that ``logits_to_keep`` names."""
     layout = batch.layout()
@@ -72,8 +72,8 @@ def packed_logits(
     return output.logits.squeeze(0)
 
 
-def attention_of(batch: Batch) -> PackedRows:
-    return PackedRows.from_layout(batch.layout(), select_kernel("sdpa", "cpu"), "cpu")
+def attention_of(batch: Batch) -> PackedAttention:
+    return PackedAttention(batch.layout(), select_kernel("sdpa", "cpu"), "cpu")
 
 
 def stock_logits(model: transformers.PreTrainedModel, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def stock_logits(model: transformers.PreTrainedModel, tokens: tuple[int, ...]) -
 
 
 def response_loss_of_packed(
-    model: transformers.PreTrainedModel, batch: Batch, attention: PackedRows | None = None
+    model: transformers.PreTrainedModel, batch: Batch, attention: PackedAttention | None = None
 ) -> torch.Tensor:
     layout = batch.layout()
     head_rows = torch.from_numpy(layout.head_rows)

@@ -1,4 +1,4 @@
-"""Sampling: log-probs against a forward pass of each row alone, stopping, aborting, batching."""
+"""Sampling: filters keep what vLLM's keep, log-probs are those of a forward pass of each sequence alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from verl_pg_plugin.cpu.generation import Completion, Request, generate
-from verl_pg_plugin.cpu.sampling import SamplingParams
+from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate, sample
 
 EOS = 3
 PROMPTS = [(10, 11, 12, 13, 14), (20, 21), (10, 11, 12, 13, 14), (7,)]
@@ -24,8 +23,7 @@ def requests(**params: object) -> list[Request]:
 
 
 def run(model: PreTrainedModel, batch: list[Request], eos: int = EOS, **options: object) -> list[Completion]:
-    generator = torch.Generator().manual_seed(0)
-    return generate(model, batch, eos_token_ids={eos}, generator=generator, **options)  # type: ignore[arg-type]
+    return generate(model, batch, eos_token_ids={eos}, **options)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -37,12 +35,16 @@ def reference_log_probs(
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_log_probs_are_those_of_a_forward_pass_of_each_row_alone(model: PreTrainedModel, temperature: float) -> None:
-    batch = requests(temperature=temperature, ignore_eos=True)
-    for request, completion in zip(batch, run(model, batch), strict=True):
+def assert_log_probs(model: PreTrainedModel, batch: list[Request], temperature: float = 1.0, **options: object) -> None:
+    for request, completion in zip(batch, run(model, batch, **options), strict=True):
         expected = reference_log_probs(model, request.prompt_ids, completion.token_ids, temperature)
         assert completion.log_probs == pytest.approx(expected, abs=1e-5)
+
+
+def test_log_probs_are_those_of_a_forward_pass_of_each_row_alone(model: PreTrainedModel) -> None:
+    """Of the distribution that was drawn from, or, raw, of the model's own, whatever the temperature and filters."""
+    assert_log_probs(model, requests(temperature=0.5, ignore_eos=True), temperature=0.5)
+    assert_log_probs(model, requests(temperature=0.5, top_k=3, ignore_eos=True), logprobs_mode="raw_logprobs")
 
 
 def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -50,17 +52,7 @@ def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenize
 
     torch.manual_seed(0)
     model = tiny_model(tokenizer, "qwen3_5_text", head_dim=32).eval()
-    batch = requests(ignore_eos=True, max_tokens=4)
-    for request, completion in zip(batch, run(model, batch), strict=True):
-        expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
-        assert completion.log_probs == pytest.approx(expected, abs=1e-5)
-
-
-def test_raw_log_probs_ignore_temperature_and_filters(model: PreTrainedModel) -> None:
-    batch = requests(temperature=0.5, top_k=3, ignore_eos=True)
-    for request, completion in zip(batch, run(model, batch, logprobs_mode="raw_logprobs"), strict=True):
-        expected = reference_log_probs(model, request.prompt_ids, completion.token_ids)
-        assert completion.log_probs == pytest.approx(expected, abs=1e-5)
+    assert_log_probs(model, requests(ignore_eos=True, max_tokens=4))
 
 
 def test_a_response_does_not_depend_on_the_batch_it_was_drawn_in(model: PreTrainedModel) -> None:
@@ -69,11 +61,6 @@ def test_a_response_does_not_depend_on_the_batch_it_was_drawn_in(model: PreTrain
         (alone,) = run(model, [request])
         assert together.token_ids == alone.token_ids
         assert together.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
-
-
-def test_equal_prompts_without_seeds_get_different_responses(model: PreTrainedModel) -> None:
-    same = Request(PROMPTS[0], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert len({tuple(completion.token_ids) for completion in run(model, [same] * 8)}) == 8
 
 
 def test_greedy_takes_the_likeliest_token_each_time(model: PreTrainedModel) -> None:
@@ -98,7 +85,8 @@ def test_the_end_token_stops_a_row_and_is_part_of_it(model: PreTrainedModel) -> 
 
 def test_every_request_keeps_its_own_max_tokens(model: PreTrainedModel) -> None:
     batch = [
-        Request(prompt, SamplingParams(max_tokens=1 + index, ignore_eos=True)) for index, prompt in enumerate(PROMPTS)
+        Request(prompt, SamplingParams(max_tokens=1 + index, seed=0, ignore_eos=True))
+        for index, prompt in enumerate(PROMPTS)
     ]
     completions = run(model, batch)
     assert [len(completion.token_ids) for completion in completions] == [1, 2, 3, 4]
@@ -113,7 +101,69 @@ def test_an_abort_returns_the_tokens_so_far(model: PreTrainedModel) -> None:
         assert after.finish_reason == "abort"
         assert after.token_ids == before.token_ids[:3]
         assert len(after.log_probs) == 3
-
-
-def test_an_abort_before_the_first_step_returns_empty_responses(model: PreTrainedModel) -> None:
     assert run(model, requests(), aborted=lambda: True) == [Completion([], [], "abort")] * len(PROMPTS)
+
+
+PROBS_V = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+
+
+def draw(params: SamplingParams, draws: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
+    generators = [torch.Generator().manual_seed(0)] * draws
+    return sample(PROBS_V.log().expand(draws, -1), [params] * draws, generators)
+
+
+def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
+    weight_V = PROBS_V ** (1 / temperature)
+    keep_V = torch.zeros_like(weight_V).index_fill_(0, torch.tensor(kept), 1.0)
+    return weight_V * keep_V / (weight_V * keep_V).sum()
+
+
+@pytest.mark.parametrize(
+    ("params", "kept", "temperature"),
+    [
+        ({}, [0, 1, 2, 3, 4], 1.0),
+        ({"temperature": 0.7}, [0, 1, 2, 3, 4], 0.7),
+        ({"top_k": 2}, [1, 3], 1.0),
+        ({"top_k": 99}, [0, 1, 2, 3, 4], 1.0),
+        ({"top_p": 0.75}, [1, 3, 4], 1.0),
+        ({"top_p": 0.01}, [1], 1.0),
+        ({"top_k": 3, "top_p": 0.5}, [1, 3], 1.0),
+        ({"temperature": 0}, [1], 1.0),
+    ],
+)
+def test_tokens_follow_the_filtered_distribution_and_log_probs_name_it(
+    params: dict, kept: list[int], temperature: float
+) -> None:
+    expected_V = expected(kept, temperature)
+    token_B, log_prob_B = draw(SamplingParams(max_tokens=1, seed=0, **params))
+    frequency_V = torch.bincount(token_B, minlength=5) / len(token_B)
+    assert frequency_V.numpy() == pytest.approx(expected_V.numpy(), abs=0.03)
+    if params.get("temperature") != 0:  # a greedy token reports the unfiltered distribution, as vLLM does
+        assert log_prob_B.exp().numpy() == pytest.approx(expected_V[token_B].numpy(), abs=1e-6)
+
+
+def test_what_an_agent_loop_sends_is_understood() -> None:
+    sent = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "seed": 3}
+    assert SamplingParams.from_dict(sent, max_tokens=7) == SamplingParams(max_tokens=7, seed=3)
+    sglangs = {"max_new_tokens": 5, "seed": 3}
+    assert SamplingParams.from_dict(sglangs, max_tokens=7).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"repetition_penalty": 1.1},
+        {"min_p": 0.1},
+        {"stop": ["x"]},
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+    ],
+)
+def test_a_parameter_that_would_be_ignored_or_is_out_of_range_is_refused_by_name(bad: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams.from_dict({"seed": 0, **bad}, max_tokens=7)
+
+
+def test_a_seed_is_the_same_in_every_process() -> None:
+    assert derived_seed(42, 1, False, 3, 0) == 3439002361853188162

@@ -26,12 +26,9 @@ def adapter(checkpoint: Path) -> ServerAdapter:
     return ServerAdapter(rollout_config(), HFModelConfig(path=str(checkpoint)), device_mesh=None, replica_rank=0)
 
 
-def test_tensor_parallelism_is_refused(checkpoint: Path) -> None:
+def test_tensor_parallelism_and_reward_models_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
         HFReplica(0, rollout_config(tensor_model_parallel_size=2), None, gpus_per_node=2)
-
-
-def test_reward_models_are_refused() -> None:
     with pytest.raises(ValueError, match="reward and teacher models"):
         HFReplica(0, rollout_config(), None, gpus_per_node=1, is_reward_model=True)
 
@@ -43,13 +40,12 @@ def test_delta_weights_and_unmerged_adapters_are_refused(adapter: ServerAdapter)
         asyncio.run(adapter.update_weights([], peft_config={"r": 8}))
 
 
-@pytest.mark.parametrize("bucket_megabytes", [0, 2048])
 def test_weights_reach_the_server_through_ray(
-    checkpoint: Path, model: PreTrainedModel, bucket_megabytes: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bucket size 0 sends every tensor on its own."""
+    """In buckets of a tensor each."""
     config = rollout_config(load_format="dummy")
-    config.checkpoint_engine.__dict__["update_weights_bucket_megabytes"] = bucket_megabytes
+    config.checkpoint_engine.__dict__["update_weights_bucket_megabytes"] = 0
     model_config = HFModelConfig(path=str(checkpoint))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray.init(address="local", num_cpus=1, include_dashboard=False)

@@ -1,16 +1,19 @@
-"""The generation server as verl uses it: batching, abort and resume, weights, errors."""
+"""The generation server as verl uses it: batching, seeds, abort and resume, weights, errors."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+from tests.support import save_tiny_model
 from verl_pg_plugin.cpu.server import HFServer
 
 PROMPT = [10, 11, 12, 13]
@@ -32,26 +35,45 @@ def ask(server: HFServer, prompt: list[int] = PROMPT, **params: Any) -> Any:
     return server.generate(prompt_ids=prompt, sampling_params={"ignore_eos": True, **params}, request_id="r")
 
 
-def test_concurrent_requests_each_get_their_own_response(checkpoint: Path) -> None:
-    async def scenario() -> list[Any]:
-        server = make_server(checkpoint)
-        prompts = [[10 + index, 11] for index in range(6)]
-        together = await asyncio.gather(*(ask(server, prompt, temperature=0) for prompt in prompts))
-        alone = [await ask(server, prompt, temperature=0) for prompt in prompts]
-        return [(a.token_ids, b.token_ids, a.stop_reason) for a, b in zip(together, alone, strict=True)]
+def test_concurrent_requests_each_get_their_own_response_also_more_than_max_num_seqs(checkpoint: Path) -> None:
+    prompts = [[10 + index, 11] for index in range(8)]
 
-    for together, alone, stop_reason in asyncio.run(scenario()):
-        assert together == alone
-        assert len(together) == 16
-        assert stop_reason == "completed"
+    async def scenario(max_num_seqs: int) -> list[Any]:
+        server = make_server(checkpoint, max_num_seqs=max_num_seqs)
+        return await asyncio.gather(*(ask(server, prompt, temperature=0) for prompt in prompts))
+
+    together, by_three, alone = (asyncio.run(scenario(size)) for size in (8, 3, 1))
+    for outputs in (together, by_three):
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    assert {(len(output.token_ids), output.stop_reason) for output in together} == {(16, "completed")}
 
 
-def test_more_requests_than_max_num_seqs_are_all_answered(checkpoint: Path) -> None:
-    async def scenario() -> list[int]:
-        server = make_server(checkpoint, max_num_seqs=3)
-        return [len(output.token_ids) for output in await asyncio.gather(*(ask(server) for _ in range(8)))]
+def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Path) -> None:
+    """Seeds that a request brings, and those that the server derives: equal prompts draw a response each."""
+    prompts = [[10 + index % 3, 11] for index in range(9)]
 
-    assert asyncio.run(scenario()) == [16] * 8
+    async def responses(order: list[int], max_num_seqs: int, seeded: bool, step: int = 1) -> list[Any]:
+        server = make_server(checkpoint, max_num_seqs=max_num_seqs)
+        await server.set_global_steps(step)
+        asked = (ask(server, prompts[i], **({"seed": 100 + i} if seeded else {})) for i in order)
+        drawn = zip(order, await asyncio.gather(*asked), strict=True)
+        return sorted((prompts[i], i if seeded else None, output.token_ids) for i, output in drawn)
+
+    shuffled = random.Random(0).sample(range(9), 9)
+    for seeded in (True, False):
+        first = asyncio.run(responses(list(range(9)), 256, seeded))
+        assert asyncio.run(responses(shuffled, 4, seeded)) == first
+        assert len({tuple(tokens) for *_, tokens in first}) == 9
+    assert asyncio.run(responses(list(range(9)), 256, seeded=False, step=2)) != first
+
+
+def test_a_later_turn_does_not_repeat_the_random_numbers_of_the_first(checkpoint: Path) -> None:
+    """An agent loop sends the same seed for every turn of a session."""
+    server = make_server(checkpoint)
+    first = asyncio.run(ask(server, [10, 11], seed=7)).token_ids
+    # The model is random and nearly uniform, so equal random numbers would give nearly equal tokens.
+    later = asyncio.run(ask(server, [10, 11, 12], seed=7)).token_ids
+    assert sum(a == b for a, b in zip(first, later, strict=True)) < len(first) // 2
 
 
 def test_a_response_never_outgrows_the_context(checkpoint: Path) -> None:
@@ -123,9 +145,27 @@ def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTr
     assert output.log_probs == pytest.approx(expected, abs=1e-5)
 
 
-def test_weights_the_model_does_not_have_are_refused_by_name(checkpoint: Path) -> None:
+def test_weights_the_model_does_not_have_are_refused_by_name_and_shape(checkpoint: Path) -> None:
+    server = make_server(checkpoint)
     with pytest.raises(RuntimeError, match=r"lora_A.*lora\.merge=True"):
-        asyncio.run(make_server(checkpoint).update_weights({"layers.0.lora_A": torch.zeros(1)}))
+        asyncio.run(server.update_weights({"layers.0.lora_A": torch.zeros(1)}))
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight is \(1,\), the model has"):
+        asyncio.run(server.update_weights({"model.norm.weight": torch.zeros(1)}))
+
+
+def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """transformers keeps the experts of a layer in one tensor, and verl sends each expert's matrices by themselves."""
+    save_tiny_model(tmp_path, "qwen3_moe", num_experts=8, moe_intermediate_size=16)
+    tokenizer.save_pretrained(tmp_path)
+    server = make_server(tmp_path, load_format="dummy")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    sent = dict(unfuse_moe_params(trained.named_parameters(), "qwen3_moe"))
+    assert any(".experts.7.up_proj" in name for name in sent)
+    for name, tensor in sent.items():
+        asyncio.run(server.update_weights({name: tensor.detach()}))
+    assert not server._missing_weights
+    for name, weight in trained.state_dict().items():
+        assert torch.equal(server.model.state_dict()[name], weight), name
 
 
 def test_one_bad_request_fails_alone(checkpoint: Path) -> None:

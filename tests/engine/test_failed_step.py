@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from verl.utils.activation_offload import SynchronizedGroupOffloadHandler
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -62,6 +62,6 @@ def test_an_error_inside_a_layer_leaves_no_offloaded_activation(
     assert_same(run_engine(engine, clone(batch), actor_loss()), expected)
     engine.optimizer_zero_grad()
     before = num_tensors()
-    fail_an_update(engine, batch, PackedRows, "attend_packed", at=3)
+    fail_an_update(engine, batch, PackedAttention, "attend_packed", at=3)
     assert num_tensors() <= before
     assert_same(run_engine(engine, clone(batch), actor_loss()), expected)

@@ -18,7 +18,7 @@ from tests.modalities.tiny_vision import KINDS, load, picture_batch, save_vision
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.attention import key_copies
 from verl_pg_plugin.attention.kernels import flash_passes
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import make_batch
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tests.layout.tries import batch_of
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.batch.row_shard import RowShard
 from verl_pg_plugin.engine.forward_rows import ForwardRows
 
@@ -18,7 +18,7 @@ RANKS, PADDED = 3, 18
 @pytest.fixture
 def of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ForwardRows]:
     """Rows of a group of three ranks, the first of which has no row with a label in a response."""
-    shared, rows = PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu"), []
+    shared, rows = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu"), []
     monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
     for rank in range(RANKS):
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)

@@ -21,8 +21,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -43,7 +43,7 @@ def plan(batch: TensorDict, ratio: float = 1.0) -> MicroBatchPlan:
 
 
 def copies_keys(layout: PackedLayout) -> bool:
-    return PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu").copies is not None
+    return PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu").copies is not None
 
 
 def num_tokens(samples: list[Sample]) -> int:

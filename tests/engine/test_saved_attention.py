@@ -19,7 +19,7 @@ from tests.engine.carried_cases import carrying, carrying_engine
 from tests.modalities.picture_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, load, picture_batch, save_vision_model
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine import saved_attention
 from verl_pg_plugin.engine.saved_attention import SavedAttention

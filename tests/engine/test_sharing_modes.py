@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import PACKED_MODE, group
-from verl_pg_plugin.attention.carried_rows import Carrying
+from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.engine.batch.sequences import BatchError
 from verl_pg_plugin.layout.carried import idle_export
 from verl_pg_plugin.synthetic import make_batch
@@ -41,5 +41,5 @@ def test_an_export_is_not_padded_to_the_budget() -> None:
     sequences = PACKED_MODE.read(BATCH)
     export = idle_export(sequences.tokens, sequences.offsets)
     static = replace(PACKED_MODE, static_rows=True)
-    rows = static.to_device(export, BATCH, Carrying(export, read=[], is_export=True))
+    rows = static.to_device(export, BATCH, CacheAccess(export, read=[], is_export=True))
     assert rows.input_ids.shape == (1, 1)

@@ -25,7 +25,7 @@ from tests.support import (
     save_tiny_model,
 )
 from verl_pg_plugin.attention.kernels import selection
-from verl_pg_plugin.attention.kernels.specs import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.config import layer_compiler
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.synthetic import Sample, make_batch

@@ -29,7 +29,7 @@ from check_gpu_run import (  # noqa: E402
 )
 
 from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa  # noqa: E402
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel  # noqa: E402
+from verl_pg_plugin.attention.kernels import Kernel  # noqa: E402
 
 
 def test_a_missing_rollout_engine_is_named_with_the_version_to_install() -> None:
@@ -129,9 +129,9 @@ def pretend_kernel(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., torch.
     """The kernel that any name selects; returns the names that were asked for."""
     asked: list[str] = []
 
-    def select(name: str, device_type: str) -> VarlenKernel:
+    def select(name: str, device_type: str) -> Kernel:
         asked.append(name)
-        return VarlenKernel("flash_attn_2", "", attend)
+        return Kernel("flash_attn_2", "", attend)
 
     monkeypatch.setattr(check_gpu_run, "select_kernel", select)
     monkeypatch.setattr(check_gpu_run, "DEVICE", "cpu")

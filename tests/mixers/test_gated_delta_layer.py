@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches, sequence_rows
 from tests.mixers.hybrids import KINDS, SIZES, build_hybrid, delta_layer, depth_of, stretched, trie_of_depth
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.mixers.gated_delta.convolution import Windows
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, SharedRowOps, install
@@ -21,7 +21,7 @@ Found = dict[str, torch.Tensor]
 PADDING = 3
 
 
-def shared_layer(kind: str) -> Callable[[PackedRows, torch.Tensor], torch.Tensor]:
+def shared_layer(kind: str) -> Callable[[PackedAttention, torch.Tensor], torch.Tensor]:
     """A layer that takes packed rows, (1, T, E) -> (1, T, E)."""
     model = build_hybrid(kind)
     assert install(model) == 3
@@ -29,7 +29,7 @@ def shared_layer(kind: str) -> Callable[[PackedRows, torch.Tensor], torch.Tensor
     ops = module.chunk_gated_delta_rule.__self__
     assert isinstance(ops, SharedRowOps)
 
-    def run(rows: PackedRows, hidden: torch.Tensor) -> torch.Tensor:
+    def run(rows: PackedAttention, hidden: torch.Tensor) -> torch.Tensor:
         ops.enter_layer(module, (), {"prefix_grouper": rows})
         return module(hidden)
 
@@ -50,7 +50,7 @@ def errors(kind: str, batch: Batch) -> dict[str, float]:
     for path in rows:
         readers_T1[path] += 1
 
-    packed = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    packed = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     out_TE = shared(packed, F.pad(x_TE, (0, 0, 0, PADDING)).unsqueeze(0))[0]
     assert packed.calls == {GATED_DELTA: 1}
     assert (out_TE[layout.num_rows :] == 0).all(), "padding rows are not zero"
@@ -120,6 +120,6 @@ def test_a_layer_that_is_given_no_rows_says_so() -> None:
 def test_a_layer_that_convolves_by_other_means_is_an_error_and_not_a_wrong_number() -> None:
     shared, layout = shared_layer("qwen3_next"), trie_of_depth(2).layout()
     shared.module.causal_conv1d_fn = None  # transformers then calls the module's own convolution
-    rows = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     with pytest.raises(RuntimeError, match="by other means"):
         shared(rows, torch.zeros(1, layout.num_rows, SIZES["hidden_size"], dtype=torch.float64))

@@ -10,8 +10,8 @@ from tests.layout.tries import Batch
 from tests.mixers.hybrids import KINDS, build_hybrid, modeling_file, trie_of_depth
 from tests.mixers.test_gated_delta_layer import relative
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, install
 
@@ -31,7 +31,7 @@ def over_the_trie(kind: str, batch: Batch, checkpointing: bool = False, dtype: t
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layout = batch.layout()
-    rows = PackedRows.from_layout(layout, select_kernel("sdpa", "cpu"), "cpu")
+    rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     head_rows = torch.from_numpy(layout.head_rows)
     logits = model(
         input_ids=torch.from_numpy(layout.input_ids).unsqueeze(0),

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("process_group"),
 ]
 with_fla = pytest.mark.skipif(
-    ON_GPU and bool(kernel_obstacles("cuda")), reason="; ".join(o.why for o in kernel_obstacles("cuda")) or "none"
+    ON_GPU and bool(kernel_obstacles("cuda")), reason="; ".join(kernel_obstacles("cuda")) or "none"
 )
 BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}

@@ -14,7 +14,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from tests.architectures.outcome import record_outcome
 from tests.mixers.hybrids import save_multimodal
 from tests.support import Result, actor_loss, assert_same, group, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.architectures import architecture_issues
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
@@ -73,7 +73,7 @@ def test_forwards_of_transformers_stay_as_they_are(qwen3_5: str) -> None:
 
 def test_the_tower_costs_rows_nothing(qwen3_5: str) -> None:
     config = transformers.AutoConfig.from_pretrained(qwen3_5)
-    assert unsupported_reasons(config, trust_remote_code=False) == []
+    assert architecture_issues(config, trust_remote_code=False) == []
     whole = transformers.AutoModelForImageTextToText.from_pretrained(qwen3_5)
     text = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
     assert replace(ModelFlops.of(whole), tower=None) == ModelFlops.of(text) == ModelFlops.of_config(config)

@@ -5,7 +5,7 @@ import transformers
 
 from tests.mixers.toy import Convolution, save_toy_model
 from tests.support import PACKED_MODE, actor_loss, assert_same, group, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures.checks import unsupported_reasons
+from verl_pg_plugin.architectures import architecture_issues
 from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.engine.shared_model import prepare_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode
@@ -52,7 +52,7 @@ def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(
 def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
     config = transformers.AutoConfig.from_pretrained(toy)
     assert count_layers(config) == {"attention": 2}
-    assert ["conv" in reason.why for reason in unsupported_reasons(config, trust_remote_code=False)] == [True]
+    assert ["conv" in issue.why for issue in architecture_issues(config, trust_remote_code=False)] == [True]
 
 
 @pytest.mark.usefixtures("with_convolutions")

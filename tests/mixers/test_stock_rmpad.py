@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models
 
 from tests.mixers.hybrids import config_of, save_hybrid
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.architectures import stock_faults
-from verl_pg_plugin.architectures.stock_faults import rmpad_fault
+from verl_pg_plugin import architectures
+from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
 from verl_pg_plugin.synthetic import make_batch
 
@@ -29,7 +29,7 @@ def worst_log_prob(path: str, **options) -> float:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stock rmpad needs flash-attn there")
-def test_stock_rmpad_is_wrong_and_warned_of_and_packed_mode_without_sharing_is_right(
+def test_stock_rmpad_is_wrong_and_warned_of_and_packed_mode_is_right(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_hybrid(tmp_path)
@@ -37,8 +37,8 @@ def test_stock_rmpad_is_wrong_and_warned_of_and_packed_mode_without_sharing_is_r
         assert worst_log_prob(path, packed=False) > 1e-2, "verl has mended it: rmpad_fault can go"
     (told,) = [record.getMessage() for record in caplog.records if "rmpad mode computes" in record.getMessage()]
     assert "qwen3_next wrongly" in told
-    assert "prefix_grouper.min_dedup_ratio=1e9" in told
-    assert worst_log_prob(path, packed=True, engine={"min_dedup_ratio": 1e9}) <= 1e-5
+    assert "use_prefix_grouper=True" in told
+    assert worst_log_prob(path, packed=True) <= 1e-5
 
 
 def test_models_without_recurrence_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -53,11 +53,11 @@ def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_k
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = transformers.AutoConfig.for_model("qwen3_5", text_config=config_of("qwen3_5_text").to_dict())
-    monkeypatch.setattr(stock_faults, "has_fla", lambda: True)
+    monkeypatch.setattr(architectures, "has_fla", lambda: True)
     assert rmpad_fault(released, "cuda") is None
     assert rmpad_fault(released, "cpu") is not None
     assert rmpad_fault(config_of("qwen3_5_text"), "cuda") is not None
-    monkeypatch.setattr(stock_faults, "has_fla", lambda: False)
+    monkeypatch.setattr(architectures, "has_fla", lambda: False)
     assert rmpad_fault(released, "cuda") is not None
 
 

@@ -11,10 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from verl_pg_plugin.attention.shared_rows import SharedRows
+from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.mixers import PairCost
-from verl_pg_plugin.reason import Reason
 
 WIDTH = 3
 
@@ -37,10 +36,10 @@ class Convolution:
     carries: ClassVar[bool] = False
     mixes_padded_groups: ClassVar[bool] = False
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(self, config: PretrainedConfig) -> list[str]:
         return []
 
-    def machine_obstacles(self, device_name: str) -> list[Reason]:
+    def machine_obstacles(self, device_name: str) -> list[str]:
         return []
 
     def prepare(self, config: PretrainedConfig) -> None:
@@ -60,7 +59,7 @@ class Convolution:
 
 @torch.compiler.disable  # index maps differ in every micro-batch
 def over_shared_rows(
-    layer: "ToyConvolution", hidden_states: torch.Tensor, prefix_grouper: SharedRows, **kwargs: Any
+    layer: "ToyConvolution", hidden_states: torch.Tensor, prefix_grouper: AttentionContext, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     prefix_grouper.calls[Convolution.name] += 1
     before_TW = prefix_grouper.index(rows_before)

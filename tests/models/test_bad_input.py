@@ -8,16 +8,16 @@ import torch
 from prefix_grouper import PrefixGrouper
 
 from tests.models.models import SAMPLES, layout_of, load, random_ids
-from verl_pg_plugin.attention.interface import shared_rows_attention
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
+from verl_pg_plugin.attention.interface import packed_attention
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
 
 IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)
 GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
 LAYOUT = layout_of(SAMPLES)
 ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
-PREPARED = PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> No
 
 
 def test_sinks_and_softcap_are_rejected_or_computed_but_never_dropped() -> None:
-    segments = PackedRows.unshared(select_kernel("sdpa", "cpu"), torch.tensor([0, 3], dtype=torch.int32), 3, 3)
+    segments = PackedAttention.unshared(select_kernel("sdpa", "cpu"), torch.tensor([0, 3], dtype=torch.int32), 3, 3)
     query = torch.randn(1, 2, 3, 4)
-    plain, _ = shared_rows_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0)
-    with_sinks, _ = shared_rows_attention(
+    plain, _ = packed_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0)
+    with_sinks, _ = packed_attention(
         torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, s_aux=torch.full((2,), 40.0)
     )
     assert with_sinks.abs().max() < 1e-6 < plain.abs().max(), "a large sink takes all the probability"
     segments.kernel = replace(segments.kernel, name="torch_varlen")
     with pytest.raises(NotImplementedError, match=r"torch_varlen takes no learned attention sinks; set .*=False"):
-        shared_rows_attention(
+        packed_attention(
             torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, s_aux=torch.ones(2)
         )
     segments.kernel = replace(segments.kernel, name="sdpa")
     with pytest.raises(NotImplementedError, match="softcap"):
-        shared_rows_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, softcap=30.0)
+        packed_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, softcap=30.0)

@@ -19,9 +19,9 @@ from tests.models.models import SAMPLES, layout_of, load, pad, reference, result
 from tests.models.test_forward import responses, upstream_batch
 from tests.support import Result, assert_same
 from verl_pg_plugin.attention.interface import ATTENTION
-from verl_pg_plugin.attention.kernels.selection import select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.models.split_llama.modeling_split_llama import SplitLlamaConfig
 
 LAYOUT = layout_of(SAMPLES)
@@ -66,8 +66,8 @@ def sliced_by_the_caller(model: Any) -> Result:
         torch.from_numpy(LAYOUT.position_ids).unsqueeze(0),
         dist.get_world_size(),
     )
-    attention = PackedRows.from_layout(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
-    ulysses = UlyssesRows(attention, LAYOUT.num_rows, dist.group.WORLD)
+    attention = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+    ulysses = UlyssesAttention(attention, LAYOUT.num_rows, dist.group.WORLD)
     logits = model(rows, position_ids=position_ids, prefix_grouper=ulysses).logits
     logits = gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
     assert ulysses.calls[ATTENTION] == model.config.num_hidden_layers

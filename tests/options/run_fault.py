@@ -15,7 +15,7 @@ from verl_pg_plugin.after_import import after_import
 FAULT = "the fault of rank 1"
 PLACES = {
     "in front of a forward": ("verl_pg_plugin.engine.sharing_modes", "PackedMode", "to_device"),
-    "forward": ("verl_pg_plugin.attention.packed_rows", "PackedRows", "attend_packed"),
+    "forward": ("verl_pg_plugin.attention.context", "PackedAttention", "attend_packed"),
     "backward": ("verl_pg_plugin.attention.gather", None, "sum_over_readers"),
 }
 

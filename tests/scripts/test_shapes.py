@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from benchmarks.shapes import config_of
 
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures import skeleton
 from verl_pg_plugin.cost.flops import ModelFlops
 
 

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SERVERS_APART = (
     "actor_rollout_ref.rollout.checkpoint_engine.backend=store",
-    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_pg_plugin.cpu.weight_store",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.trainer.weight_store",
     "++ray_kwargs.ray_init.num_gpus=2",  # one worker trains, one holds the weights of a server
     "ray_kwargs.ray_init.num_cpus=48",
 )
@@ -53,7 +53,6 @@ def test_one_step_off_trains_in_packed_mode(tmp_path: Path) -> None:
 
 def test_fully_async_trains_in_packed_mode(tmp_path: Path) -> None:
     overrides = (
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=null",  # it has one of its own
         "data.gen_batch_size=1",
         "rollout.n=8",
         "rollout.total_rollout_steps=16",

@@ -1,7 +1,7 @@
 """V0 trainers find batches in which the rows of one prompt meet, whatever the number of groups."""
 
+import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,11 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.utils.tracking import Tracking
 
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
-from verl_pg_plugin.reporting.step_table import StepTable
 from verl_pg_plugin.trainer import keep_groups
+from verl_pg_plugin.trainer.gain import log_gain
 from verl_pg_plugin.trainer.v0 import regroup
 
 PROMPT, RESPONSE = 12, 40
@@ -94,12 +93,12 @@ def test_both_ways_to_keep_groups_give_the_same_order(trainer: Stock) -> None:
     assert one.batch["row"].tolist() == other.batch["row"].tolist() != list(range(12))
 
 
-def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def balance(self: Any, batch: Any) -> None: ...
-
-    monkeypatch.setattr(RayPPOTrainer, "_balance_batch", balance)
+@pytest.mark.parametrize("method", ["_balance_batch", "_update_actor"])
+def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(RayPPOTrainer, "_balance_batch", inspect.unwrap(RayPPOTrainer._balance_batch))
+    monkeypatch.setattr(RayPPOTrainer, method, lambda self, other: None)
     with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
-        upstream.regroup_after_v0_balance(regroup)
+        upstream.regroup_after_v0_balance(regroup, log_gain)
 
 
 def test_an_import_of_a_verl_without_the_method_or_its_class_warns_and_goes_on(
@@ -113,28 +112,28 @@ def test_an_import_of_a_verl_without_the_method_or_its_class_warns_and_goes_on(
     assert "left alone: cannot import name 'RayPPOTrainer'" in caplog.text
 
 
-def test_training_that_shares_prefixes_shows_its_steps_in_a_table(
-    trainer: Stock, monkeypatch: pytest.MonkeyPatch
+def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all_did(
+    trainer: Stock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loggers: list[object] = []
+    counted = {"actor/prefix_grouper/logical_tokens": [800.0], "actor/prefix_grouper/physical_tokens": [200.0]}
 
-    def fit(self: Any) -> None:
-        loggers.append(Tracking("project", "name", default_backend="console").logger["console"])
+    def update(self: Any, batch: Any) -> DataProto:
+        return DataProto(meta_info={"metrics": counted if self.use_prefix_grouper else {"actor/pg_loss": [0.1]}})
 
-    monkeypatch.setattr(RayPPOTrainer, "fit", fit)
+    balance = inspect.unwrap(RayPPOTrainer._balance_batch)
+    monkeypatch.setattr(RayPPOTrainer, "_balance_batch", balance)  # put back behind the test
+    monkeypatch.setattr(RayPPOTrainer, "_update_actor", update)
     plugin._reach_v0()
     plugin._reach_v0()
-    trainer.config.trainer.logger, trainer.total_training_steps = ["console"], 5
-    trainer.fit()
-    assert isinstance(loggers[-1], StepTable)
-    assert loggers[-1].total_steps == 5
+    trainer.total_training_steps = 2
+    for trainer.global_steps in (1, 2):
+        trainer._update_actor(None)
+        counted["actor/prefix_grouper/physical_tokens"] = [600.0]
+    assert caplog.messages == [
+        "step 1/2: 75.0% of tokens not computed, dedup ratio 4.00",
+        "step 2/2: 25.0% of tokens not computed, dedup ratio 1.33",
+        "shared prefixes, mean over the run: 50.0% of tokens not computed, dedup ratio 2.00",
+    ]
     trainer.use_prefix_grouper = False
-    trainer.fit()
-    assert len(loggers) == 2
-    assert not isinstance(loggers[-1], StepTable)
-
-
-def test_a_training_loop_with_other_parameters_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RayPPOTrainer, "fit", lambda self, resume: None)
-    with pytest.raises(upstream.UpstreamChangedError, match=r"RayPPOTrainer\.fit now takes \(self, resume\)"):
-        upstream.fit_v0_within(lambda trainer: nullcontext())
+    trainer._update_actor(None)
+    assert len(caplog.messages) == 3

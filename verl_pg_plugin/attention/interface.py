@@ -1,26 +1,26 @@
-"""Attention over shared rows under a name in transformers' ``AttentionInterface``.
+"""Attention over packed tokens under a name in transformers' ``AttentionInterface``.
 
 A model whose config names this implementation calls it in every layer and hands through the keyword arguments
-of its ``forward``; the rows travel as ``prefix_grouper``. No model file is patched.
+of its ``forward``; the context travels as ``prefix_grouper``. No model file is patched.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from verl_pg_plugin.attention.shared_rows import AttentionOptions, SharedRows
+from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.op import AttentionOptions
 
 ATTENTION_NAME = "prefix_grouper_packed"
 ATTENTION = "attention"
-"""Under this name ``SharedRows.calls`` counts attention layers."""
+"""Under this name ``AttentionContext.calls`` counts attention layers."""
 
 # Keywords that decoders pass and that change nothing here: positions are in q and k already, the rest concerns
-# caches, outputs, losses and masks that a forward over shared rows does not have.
+# caches, outputs, losses and masks that a forward over packed tokens does not have.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids",
@@ -34,21 +34,21 @@ _WITHOUT_EFFECT = frozenset(
 
 
 @torch.compiler.disable  # compiled layers call it as it is: its index maps differ in every micro-batch
-def shared_rows_attention(
+def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    prefix_grouper: SharedRows | None = None,
+    prefix_grouper: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of shared rows, with the signature of transformers' attention functions.
+    """Attention of packed tokens, with the signature of transformers' attention functions.
 
     Args:
-        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the rows are padded groups.
-        attention_mask: must be None, ``prefix_grouper`` says what a row sees.
-        prefix_grouper: the rows of this forward.
+        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the tokens are padded groups.
+        attention_mask: must be None, ``prefix_grouper`` says what a token sees.
+        prefix_grouper: the tokens of this forward.
         kwargs: see ``attention_options``.
 
     Returns:
@@ -63,15 +63,13 @@ def shared_rows_attention(
             f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
             "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
         )
-    if not isinstance(prefix_grouper, SharedRows):
+    if not isinstance(prefix_grouper, AttentionContext):
         raise TypeError(
             f"attention cannot use a prefix_grouper of type {type(prefix_grouper).__qualname__}; pass a PrefixGrouper "
-            "or a PackedLayout to the model's forward, or a SharedRows whose rows are the input"
+            "or a PackedLayout to the model's forward, or an AttentionContext whose tokens are the input"
         )
     options = attention_options(module, query, attention_mask, **kwargs)
-    prefix_grouper.calls[ATTENTION] += 1
-    attend = partial(prefix_grouper.attend, options=options)
-    return prefix_grouper.around(attend, query, key, value), None
+    return prefix_grouper.mixed(ATTENTION, prefix_grouper.attend(query, key, value, options)), None
 
 
 def attention_options(
@@ -90,7 +88,7 @@ def attention_options(
 
     Args:
         query: (B, H, T, D); its D gives the default scaling.
-        attention_mask: must be None, the layout says what a row sees.
+        attention_mask: must be None, the layout says what a token sees.
         sliding_window: tokens a query sees, itself included, as transformers counts them.
         s_aux: (H,) learned attention sinks.
 
@@ -124,4 +122,4 @@ def _where(module: nn.Module) -> str:
 
 def register_attention() -> None:
     """Make ``ATTENTION_NAME`` a valid ``attn_implementation``; calling it again changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, shared_rows_attention)
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -17,7 +17,8 @@ import numpy as np
 
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.layout.trunk_reads import COPIES_PER_ROW
+
+COPIES_PER_ROW = 3
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths
-from verl_pg_plugin.batching.runs import FloatArray
 from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.planning.order import FloatArray
 
 CACHED_ELEMENTS = 32_768
 """Of an array over several tries, so that all arrays of a step stay in a core's cache."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from verl_pg_plugin.batching.chain_cuts import Cut, CutMaths
-from verl_pg_plugin.batching.runs import FloatArray
+from verl_pg_plugin.planning.order import FloatArray
 
 LAST_RESORT = 1e12
 """Cost, in rows, of a part that exceeds the budget: more than any other, and still finite."""

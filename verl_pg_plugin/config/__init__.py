@@ -1,7 +1,6 @@
-"""Configuration of the plugin: options, modes, engine config, validators and Hydra files.
+"""Configuration of the plugin: options, modes, engine config, rules, preflight and Hydra files.
 
-The import loads neither verl nor torch. The engine config, a subclass of one of verl's, is loaded on first use; the
-validators are imported from ``verl_pg_plugin.config.validate``.
+The import loads neither verl nor torch. The engine config, a subclass of one of verl's, is loaded on first use.
 """
 
 from __future__ import annotations

@@ -15,13 +15,10 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin import upstream
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER, group_keeping
 from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.config.validate import check, validate
-from verl_pg_plugin.config.violation import EXIT_USER_ERROR, ConfigError
-from verl_pg_plugin.trainer.console import is_short, show_config_shortly
-from verl_pg_plugin.trainer.modes import group_keeping
+from verl_pg_plugin.config.preflight import check, sharing_issues
+from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
 
 __all__ = ["add_sections", "engage", "engage_or_exit", "select_trainer"]
 
@@ -66,31 +63,29 @@ def add_sections(config: DictConfig) -> None:
 
     What the user has set in a section of ours stays, for the rules to look at.
     """
-    if mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES:
-        with open_dict(config):
-            _add_sections(config)
-
-
-def _add_sections(config: DictConfig) -> None:
+    if not (mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES):
+        return
     ours = OmegaConf.create((files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml").read_text())
     assert isinstance(ours, DictConfig)
     users = copy.deepcopy(config)
-    config.merge_with(ours)
-    config[OPTIONS] = OmegaConf.merge(ours[OPTIONS], users.get(OPTIONS) or {})
-    for engine in ENGINES:
-        section: Any = OmegaConf.select(config, engine)
-        users_section: Any = OmegaConf.to_container(OmegaConf.select(users, engine), resolve=False)
-        if users_section["_target_"] != STOCK_ENGINE_CONFIG:
-            section["_target_"] = users_section["_target_"]
-        if "use_prefix_grouper" in users_section:
-            section["use_prefix_grouper"] = users_section["use_prefix_grouper"]
-        if isinstance(options := users_section.get("prefix_grouper"), dict):
-            section["prefix_grouper"] = OmegaConf.merge(config[OPTIONS], options)
+    with open_dict(config):
+        config.merge_with(ours)
+        if isinstance(options := users.get(OPTIONS) or {}, DictConfig | dict):  # all else is refused
+            config[OPTIONS] = OmegaConf.merge(ours[OPTIONS], options)
+        for engine in ENGINES:
+            section: Any = OmegaConf.select(config, engine)
+            users_section: Any = OmegaConf.to_container(OmegaConf.select(users, engine), resolve=False)
+            if users_section["_target_"] != STOCK_ENGINE_CONFIG:
+                section["_target_"] = users_section["_target_"]
+            if "use_prefix_grouper" in users_section:
+                section["use_prefix_grouper"] = users_section["use_prefix_grouper"]
+            if isinstance(options := users_section.get("prefix_grouper"), dict):
+                section["prefix_grouper"] = OmegaConf.merge(config[OPTIONS], options)
 
 
 def engage_or_exit(config: DictConfig) -> None:
-    """``engage`` for verl's entry point: violations end the process with their list, without a traceback, and exit
-    code 2, as in ours.
+    """``engage`` for verl's entry point: errors end the process with their list, without a traceback, and exit code 2,
+    as in ours.
 
     Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none.
 
@@ -101,13 +96,11 @@ def engage_or_exit(config: DictConfig) -> None:
     if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
         return
     if ray.is_initialized():
-        if found := validate(config):
+        if found := [issue for issue in sharing_issues(config) if not issue.is_warning]:
             raise ConfigError(found)
         return
     try:
         engage(config)
-        if mode_of(config).shares_prefixes and config.trainer.use_v1 and is_short(config):
-            upstream.show_config_by(show_config_shortly)
     except (ConfigError, OmegaConfBaseException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_USER_ERROR) from None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig
+from verl.workers.engine.base import EngineRegistry
 
-from verl_pg_plugin.config.in_force import assert_in_force
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
-__all__ = ["PrefixGrouperEngineConfig"]
+__all__ = ["PrefixGrouperEngineConfig", "assert_in_force"]
 
 
 @dataclass
@@ -23,7 +23,6 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     Raises:
         RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
-        Exception: what keeps our engines from being registered; the import of the package only logged it.
     """
 
     use_prefix_grouper: bool = False
@@ -32,13 +31,27 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.use_prefix_grouper:
-            from verl_pg_plugin.plugin import register  # it imports the engines
-
-            register()
             # FSDPActorConfig writes its own strategy into the engine config after this class is constructed,
             # so which of the two keys the worker will look up is not known yet.
             for strategy in FSDP_STRATEGIES:
                 assert_in_force(strategy)
-            from verl_pg_plugin.config.other_packages import say_once  # in the process that runs the engine
 
-            say_once()
+
+def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
+    """Check that verl would build our engine on this machine, or one derived from it.
+
+    Args:
+        strategy: verl's name of the back end, such as "fsdp2".
+        model_type: "language_model" or "value_model".
+
+    Raises:
+        RuntimeError: verl would build another engine, so asking for prefix sharing would do nothing.
+    """
+    engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
+    if not any(base.__module__.startswith("verl_pg_plugin.") for base in engine_cls.__mro__):
+        raise RuntimeError(
+            f"actor.use_prefix_grouper=True, but verl would build {engine_cls.__module__}.{engine_cls.__qualname__} "
+            f"for strategy {strategy} and silently share nothing; unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR, "
+            "check that VERL_USE_EXTERNAL_PLUGINS does not exclude verl_pg_plugin, and see what python -m "
+            "verl_pg_plugin doctor says"
+        )

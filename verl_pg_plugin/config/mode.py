@@ -1,15 +1,27 @@
-"""The four ways to run the actor and the reference policy, chosen by two flags that verl already has."""
+"""The four ways to run a model, chosen by two flags that verl already has, and what one engine of a run is asked."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.keys import (
+    ACTOR,
+    CRITIC,
+    CRITIC_MODEL,
+    MODEL,
+    OPTIONS,
+    REF,
+    USE_PREFIX_GROUPER,
+    USE_REMOVE_PADDING,
+)
 
-__all__ = ["USE_PREFIX_GROUPER", "USE_REMOVE_PADDING", "Mode", "is_set", "mode_by_flags", "mode_of"]
+__all__ = ["SP_SIZE", "Engine", "Mode", "mode_by_flags", "mode_of"]
+
+SP_SIZE = "ulysses_sequence_parallel_size"
 
 
 class Mode(Enum):
@@ -36,15 +48,95 @@ def mode_of(config: DictConfig) -> Mode:
 
 
 def mode_by_flags(use_prefix_grouper: Any, use_remove_padding: Any) -> Mode:
-    """Mode of one engine, whose model may have a padding flag of its own."""
-    if is_set(use_prefix_grouper):
-        return Mode.PACKED if is_set(use_remove_padding) else Mode.PADDED_GROUPS
-    return Mode.RMPAD if is_set(use_remove_padding) else Mode.PADDED
+    """Mode of one engine, whose model may have a padding flag of its own. Words count as true, as they do in verl."""
+    if use_prefix_grouper:
+        return Mode.PACKED if use_remove_padding else Mode.PADDED_GROUPS
+    return Mode.RMPAD if use_remove_padding else Mode.PADDED
 
 
-def is_set(flag: Any) -> bool:
-    """Whether a flag is on; for a word that is no boolean, and that the validators refuse, what its writer meant.
+@dataclass(frozen=True)
+class Engine:
+    """One engine of a run, as its two configs describe it.
 
-    Hydra reads ``off`` and ``no`` as words, and a word is true in Python.
+    In a worker these are verl's dataclasses, before Ray starts the sections of the trainer's config: the fields have
+    the same names.
+
+    Attributes:
+        role: section of the trainer's config: ``ACTOR``, ``REF`` or ``CRITIC``.
+        config: the engine config.
+        model: the model config.
+        device: device type as verl names it, such as "cuda" or "cpu".
+        hf_config: config of the checkpoint, overrides applied; None where it cannot be read here.
+        sp_key: key that sets the Ulysses size.
     """
-    return str(flag).lower() not in ("no", "n", "off", "false", "none", "0", "")
+
+    role: str
+    config: Any
+    model: Any
+    device: str
+    hf_config: Any = None
+    sp_key: str = ""
+
+    @classmethod
+    def of(cls, engine_config: Any, model_config: Any) -> Engine:
+        """The engine that a worker builds on this machine.
+
+        Args:
+            engine_config: a ``PrefixGrouperEngineConfig``.
+            model_config: verl's ``HFModelConfig``.
+        """
+        from verl.utils.device import get_device_name
+
+        role = REF if engine_config.forward_only else ACTOR
+        if model_config.model_type == "value_model":
+            role = CRITIC
+        engine = cls(role, engine_config, model_config, get_device_name(), model_config.hf_config)
+        return replace(engine, sp_key=f"{engine.section}.{SP_SIZE}")
+
+    @property
+    def mode(self) -> Mode:
+        """How its sequences enter the model."""
+        return mode_by_flags(self.get("use_prefix_grouper"), self.of_model("use_remove_padding"))
+
+    @property
+    def section(self) -> str:
+        """Section of the engine config in the trainer's config."""
+        return f"{self.role}.{'fsdp' if self.role == CRITIC else 'fsdp_config'}"
+
+    @property
+    def model_section(self) -> str:
+        """Section of the model config in the trainer's config."""
+        return CRITIC_MODEL if self.role == CRITIC else MODEL
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share the tokens of a micro-batch; 1 where the config holds no positive integer."""
+        size = self.get(SP_SIZE)
+        return size if isinstance(size, int) and size > 0 else 1
+
+    def get(self, path: str) -> Any:
+        """A value of the engine config, None where there is none."""
+        return _read(self.config, path)
+
+    def of_model(self, path: str) -> Any:
+        """A value of the model config, None where there is none."""
+        return _read(self.model, path)
+
+    def model_setting(self, path: str) -> str:
+        """The same as on the command line."""
+        return f"{self.model_section}.{path}={self.of_model(path)}"
+
+    def option(self, name: str) -> Any:
+        """A value of the section ``prefix_grouper``."""
+        return _read(self.config, f"{OPTIONS}.{name}")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run updates its model."""
+        return self.role in (ACTOR, CRITIC)
+
+
+def _read(section: Any, path: str) -> Any:
+    for name in path.split("."):
+        section = section.get(name) if hasattr(section, "get") else getattr(section, name, None)
+    return section

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from verl_pg_plugin.attention.kernels.specs import ATTENTION_KERNELS
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNELS
 from verl_pg_plugin.config.keys import OPTIONS
-from verl_pg_plugin.config.violation import Setting, Violation
+from verl_pg_plugin.issue import Issue
 
-__all__ = ["OPTION_NAMES", "PrefixGrouperOptions", "not_boolean", "option_violations"]
+__all__ = ["OPTION_NAMES", "PrefixGrouperOptions", "option_issues"]
 
 
 @dataclass(frozen=True)
@@ -19,92 +21,96 @@ class PrefixGrouperOptions:
     """The section ``prefix_grouper`` of the trainer's config; every engine gets the same.
 
     Args:
-        attention_kernel: kernel of packed mode, one of ``ATTENTION_KERNELS``.
-        logits_chunk_size: rows of logits that the head of packed mode holds at once, or up to twice as many uncut;
-            0 for all of them.
-        static_rows: pad every micro-batch of packed mode to its token budget, so that compiled code sees one shape.
-        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so wherever tests have shown
-            that it works (``config.layer_compiler``), True wherever nothing is known to keep it from working.
-        recompute_attention: gradient checkpointing runs the attention kernel again in the backward; False keeps its
-            output, which takes about as much memory as the hidden states that are kept anyway.
-        keep_activations: what gradient checkpointing keeps beside the layers' inputs. attention: the attention kernel's
-            output. mlp: that, and what the MLPs compute. all: everything, so that the backward recomputes nothing. A
-            number: as many whole layers as hold no more than so many GiB of a device besides. auto: from the third
-            update on as many as fit into what a device has left, less a tenth of its memory
-            (``engine.activation_budget``); attention where that is unknown.
-        min_dedup_ratio: a micro-batch of packed mode that would share less than this (logical over physical tokens)
-            runs as plain rmpad; 1 lets all of them share.
-        verify: recompute some samples of live micro-batches alone and compare: off, first or every_n.
-        verify_every: n of ``verify=every_n``, in micro-batches.
-        verify_rows: samples to recompute in each.
-        verify_tolerance: largest error per token, relative to the larger of 1 and the value; None for one that is
-            measured in the run (``engine.steps.token_comparison``).
-        on_mismatch: raise, or go on as rmpad.
-        carry: auto lets groups of packed mode that exceed a micro-batch go on in the next where that is cheaper; never
-            computes what they share again in each.
-        console: short shows a line of a table for each step and the gain at the end; full leaves verl's log as it is,
-            with the config in it and every metric of a step. Other loggers of ``trainer.logger`` get all either way.
+        attention_kernel: kernel of packed mode. auto takes the fastest that is installed and fits the model.
+        activations: what gradient checkpointing keeps of a layer. inputs: its inputs alone. attention: besides, the
+            attention kernel's output and log-sum-exp, about as much memory again, so that the backward does not run
+            the kernel a second time. auto is attention.
+        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU under FSDP2
+            unless something is known to speak against it (``config.compile``), True wherever it can work.
+        logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
+            for all of them.
+        carry: auto lets a group of packed mode that exceeds a micro-batch go on in the next, which reads what they
+            share, where that is cheaper; never computes what they share again in each.
+        verify: recompute two samples of live micro-batches alone, compare, and end the run where they differ: in none
+            of them (off), in the first, or in every n-th (every_100).
+        verify_tolerance: largest error per token, relative to the larger of 1 and the value; null for one that is
+            measured in the run.
 
     Raises:
         ValueError: for values of another type or outside these; one message names them all.
     """
 
     attention_kernel: str = "auto"
-    logits_chunk_size: int = 2048
-    static_rows: bool = False
+    activations: str = "auto"
     compile_layers: bool | str = "auto"
-    recompute_attention: bool = False
-    keep_activations: str | float = "attention"
-    min_dedup_ratio: float = 1.0
-    verify: str = "off"
-    verify_every: int = 100
-    verify_rows: int = 2
-    verify_tolerance: float | None = None
-    on_mismatch: str = "raise"
+    logits_chunk_size: int = 2048
     carry: str = "auto"
-    console: str = "short"
+    verify: str = "off"
+    verify_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if wrong := list(option_violations(vars(self))):
-            raise ValueError("; ".join(f"{found.settings[0]} {found.why}; set {found.fix}" for found in wrong))
+        if wrong := list(option_issues(vars(self))):
+            raise ValueError("; ".join(f"{issue.setting} {issue.why}; set {issue.fix}" for issue in wrong))
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether checkpointed layers keep the attention kernel's output and log-sum-exp."""
+        return self.activations != "inputs"
+
+    @property
+    def verify_period(self) -> int | None:
+        """Micro-batches from one that is verified to the next; 0 for the first alone, None for none."""
+        every = re.fullmatch(_EVERY, self.verify)
+        return int(every[1].replace("n", "100")) if every else {"first": 0}.get(self.verify)
 
 
 OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
+
+_EVERY = r"every_(n|[1-9]\d*)"
+
+GONE = {
+    "keep_activations": (
+        "whole layers are kept by no option: to keep all of them, switch gradient checkpointing off",
+        "++{key}.activations=attention, or actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    ),
+    "recompute_attention": (
+        "activations says what is kept: inputs recomputes attention, attention does not",
+        "++{key}.activations=inputs for True, ++{key}.activations=attention for False",
+    ),
+    "static_rows": ("packed micro-batches have the length of what they hold", "remove it"),
+    "min_dedup_ratio": ("every micro-batch is packed, whatever it shares", "remove it"),
+    "on_mismatch": ("a mismatch always ends the run", "remove it"),
+    "console": ("verl's console is left as it is", "remove it"),
+    "verify_every": ("verify holds the number itself", "++{key}.verify=every_{value}"),
+    "verify_rows": ("two samples of a micro-batch are verified", "remove it"),
+}
+"""Options of earlier versions: what holds instead, and what to set."""
 
 Objection = tuple[str, str]
 """Why a value is not taken, and a value that is."""
 
 
-def not_boolean(value: Any) -> Objection | None:
-    """What speaks against a value where verl and this plugin read a boolean."""
-    return None if isinstance(value, bool) else ("is not a boolean; the values are True and False", "True or False")
-
-
 def _one_of(*known: str) -> Callable[[Any], Objection | None]:
-    return lambda value: (
-        None
-        if isinstance(value, str) and value in known
-        else (f"is unknown; the values are {', '.join(known)}", known[0])
-    )
+    why = f"is unknown; the values are {', '.join(known)}"
+    return lambda value: None if isinstance(value, str) and value in known else (why, known[0])
 
 
 def _auto_or_boolean(value: Any) -> Objection | None:
-    if isinstance(value, bool) or value == "auto":
+    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
         return None
     return "is neither auto nor a boolean; the values are auto, True and False without quotes", "auto"
 
 
-def _at_least(least: int, *types: type[int] | type[float]) -> Callable[[Any], Objection | None]:
-    kind = "number" if float in types else "integer"
-
-    def objection(value: Any) -> Objection | None:
-        if isinstance(value, bool) or not issubclass(type(value), types):
-            return f"is not {'a' if kind == 'number' else 'an'} {kind}", f"<{kind} of at least {least}>"
-        if not value >= least:  # nan too
-            return f"is below {least}, the least that it takes", f"<{kind} of at least {least}>"
+def _count(value: Any) -> Objection | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return None
+    return "is not an integer of at least 0", "<integer of at least 0>"
 
-    return objection
+
+def _verify(value: Any) -> Objection | None:
+    if isinstance(value, str) and (value in ("off", "first") or re.fullmatch(_EVERY, value)):
+        return None
+    return "is unknown; the values are off, first and every_<number of micro-batches>", "'off'"  # a bare off is False
 
 
 def _above_zero_or_none(value: Any) -> Objection | None:
@@ -113,48 +119,33 @@ def _above_zero_or_none(value: Any) -> Objection | None:
     return "is not a finite number above 0: one lets nothing pass, the other everything", "null or <number above 0>"
 
 
-_KEEPS = "auto, attention, mlp, all and GiB above 0 as a number without unit or quotes"
-
-
-def _keeps(value: Any) -> Objection | None:
-    if value in ("auto", "attention", "mlp", "all") and isinstance(value, str):
-        return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return None
-    return f"is unknown; the values are {_KEEPS}", "attention"
-
-
 _OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {
     "attention_kernel": _one_of(*ATTENTION_KERNELS),
-    "logits_chunk_size": _at_least(0, int),
-    "static_rows": not_boolean,
+    "activations": _one_of("auto", "attention", "inputs"),
     "compile_layers": _auto_or_boolean,
-    "recompute_attention": not_boolean,
-    "keep_activations": _keeps,
-    "min_dedup_ratio": _at_least(1, int, float),
-    "verify": _one_of("off", "first", "every_n"),
-    "verify_every": _at_least(1, int),
-    "verify_rows": _at_least(1, int),
-    "verify_tolerance": _above_zero_or_none,
-    "on_mismatch": _one_of("raise", "rmpad"),
+    "logits_chunk_size": _count,
     "carry": _one_of("auto", "never"),
-    "console": _one_of("short", "full"),
+    "verify": _verify,
+    "verify_tolerance": _above_zero_or_none,
 }
 
 
-def option_violations(options: Mapping[str, Any]) -> Iterator[Violation]:
-    """Options whose value is of another type than it seems, unknown or out of range.
+def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
+    """Options that there are not, and values that an option does not take.
 
     Args:
         options: values by name.
     """
-    for name in options:
-        if name not in (*OPTION_NAMES, "_target_"):
+    for name, value in options.items():
+        setting = f"{OPTIONS}.{name}={value}"
+        if name in GONE:
+            why, fix = GONE[name]
+            fix = fix.format(key=OPTIONS, value=value)
+            yield Issue(setting, f"there is no such option any more: {why}", fix)
+        elif name in _OBJECTIONS and (objection := _OBJECTIONS[name](value)):
+            yield Issue(setting, objection[0], f"++{OPTIONS}.{name}={objection[1]}")
+        elif name not in (*_OBJECTIONS, "_target_"):
+            close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
-            yield Violation("unknown_option", (Setting(f"{OPTIONS}.{name}", options[name]),), why, f"~{OPTIONS}.{name}")
-    for name, objection_to in _OBJECTIONS.items():
-        if name in options and (objection := objection_to(options[name])):
-            why, value = objection
-            rule = "attention_kernel" if name == "attention_kernel" else "option_value"
-            key = f"{OPTIONS}.{name}"
-            yield Violation(rule, (Setting(key, options[name]),), why, f"++{key}={value}")
+            fix = f"did you mean ++{OPTIONS}.{close[0]}={value}?" if close else "remove it"
+            yield Issue(setting, why, fix)

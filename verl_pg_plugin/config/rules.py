@@ -1,25 +1,471 @@
-"""The rule table: which settings a mode cannot run with, why, and what to set instead.
+"""What runs that share prefixes cannot do: one function for each rule, ``None`` where nothing is wrong.
 
-The validators ask it before Ray starts, and every engine when it is built; both get the same words.
+``RULES`` look at one engine: preflight asks them before Ray starts, an engine when it is built. ``PREFLIGHT_RULES`` are
+those that an engine finds out by itself, ``TRAINER_RULES`` look at what only the trainer's config tells.
 """
 
 from __future__ import annotations
 
-from verl_pg_plugin.config.mixer_rules import MIXER_RULES
-from verl_pg_plugin.config.modality_rules import MODALITY_RULES
-from verl_pg_plugin.config.model_rules import MODEL_RULES
-from verl_pg_plugin.config.packed_rules import PACKED_RULES
-from verl_pg_plugin.config.padded_rules import PADDED_RULES
-from verl_pg_plugin.config.rule import Rule
-from verl_pg_plugin.config.sharing_rules import SHARING_RULES
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
 
-__all__ = ["RULES"]
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.device import get_device_name
+from verl.utils.torch_dtypes import PrecisionType
 
-RULES: tuple[Rule, ...] = (
-    *PADDED_RULES,
-    *PACKED_RULES,
-    *SHARING_RULES,
-    *MODEL_RULES,
-    *MIXER_RULES,
-    *MODALITY_RULES,
+from verl_pg_plugin.architectures import (
+    FLOAT32_ANGLE_TYPES,
+    fsdp2_recomputes_as_it_ran,
+    fused_obstacle,
+    text_skeleton,
 )
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, candidates, model_misfit
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, layers_obstacle
+from verl_pg_plugin.config.keys import (
+    ACTOR,
+    CRITIC,
+    FSDP_STRATEGIES,
+    MODEL,
+    OPTIONS,
+    REF,
+    ROLLOUT,
+    USE_PREFIX_GROUPER,
+    USE_REMOVE_PADDING,
+)
+from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
+from verl_pg_plugin.config.options import option_issues
+from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.mixers import MIXERS, count_layers
+from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.modalities import modality_obstacles, modality_of
+
+__all__ = [
+    "MACHINE_RULES",
+    "PREFLIGHT_RULES",
+    "RULES",
+    "TRAINER_RULES",
+    "check_engine",
+    "engine_issues",
+    "engine_of",
+    "roles_of",
+    "sp_size_of",
+    "trainer_issues",
+]
+
+ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
+TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the middle of a group"
+REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
+"""Attention implementations that attention over shared prefixes stands in for."""
+
+
+def check_engine(engine_config: Any, model_config: Any) -> None:
+    """Pass where an engine can share prefixes under its configs.
+
+    Args:
+        engine_config: a ``PrefixGrouperEngineConfig``.
+        model_config: verl's ``HFModelConfig``.
+
+    Raises:
+        ValueError: one line with the settings, the cause and the fix of each error.
+    """
+    if found := engine_issues(engine_config, model_config):
+        listing = "; ".join(f"{issue.setting}: {issue.why} (fix: {issue.fix})" for issue in found)
+        raise ValueError(f"use_prefix_grouper=True: {listing}; or set {USE_PREFIX_GROUPER}=False")
+
+
+def engine_issues(engine_config: Any, model_config: Any) -> list[Issue]:
+    """What an engine cannot do; recipes build engines that no preflight has seen."""
+    engine = Engine.of(engine_config, model_config)
+    return [issue for rule in RULES if (issue := rule(engine))]
+
+
+def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
+    """The engine that verl will build for a role, as the trainer's config describes it.
+
+    Args:
+        config: the composed trainer config.
+        role: ``ACTOR``, ``REF`` or ``CRITIC``.
+        hf_config: config of its checkpoint, overrides applied, if it could be read.
+
+    Raises:
+        omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
+    """
+    sizes = [f"{role}.{'fsdp' if role == CRITIC else 'fsdp_config'}.{SP_SIZE}"]
+    if role != CRITIC:  # verl lets this deprecated key win above 1, and ignores the critic's
+        size = OmegaConf.select(config, f"{role}.{SP_SIZE}")
+        sizes.insert(0 if isinstance(size, int) and size > 1 else 1, f"{role}.{SP_SIZE}")
+    engine = Engine(role, {}, {}, get_device_name(), hf_config, sizes[0])
+    section: Any = OmegaConf.select(config, engine.section)
+    found: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
+    if role != CRITIC:
+        dynamic = f"{role}.use_dynamic_bsz" if role == ACTOR else f"{role}.log_prob_use_dynamic_bsz"
+        found["use_dynamic_bsz"] = OmegaConf.select(config, dynamic)
+        found["pad_to_length"] = found.get("pad_to_length") or OmegaConf.select(config, f"{role}.pad_to_length")
+    found |= {
+        "strategy": OmegaConf.select(config, f"{role}.strategy"),
+        SP_SIZE: OmegaConf.select(config, sizes[0]),
+        "use_prefix_grouper": OmegaConf.select(config, USE_PREFIX_GROUPER),
+        OPTIONS: OmegaConf.select(config, OPTIONS),
+    }
+    return Engine(role, found, OmegaConf.select(config, engine.model_section), engine.device, hf_config, sizes[0])
+
+
+def roles_of(config: DictConfig) -> list[str]:
+    """Sections of the roles whose engines the run will have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl's ``need_critic`` has one that is meant for one call
+        critic = need_critic(config)
+    return [ACTOR, *([REF] if need_reference_policy(config) else []), *([CRITIC] if critic else [])]
+
+
+def sp_size_of(config: DictConfig, role: str) -> int:
+    """Ranks that share the tokens of a role's micro-batch: Ulysses sequence parallelism."""
+    return engine_of(config, role).sp_size
+
+
+# --- One engine ------------------------------------------------------------------------------------------------------
+
+
+def multi_token_prediction(engine: Engine) -> Issue | None:
+    if not (engine.of_model("mtp.enable") and engine.trains):  # verl switches it off for the reference policy
+        return None
+    why = "multi-token prediction heads read several tokens ahead, across the fork of a group"
+    return Issue(engine.model_setting("mtp.enable"), why, f"{engine.model_section}.mtp.enable=False")
+
+
+def quantization_aware_training(engine: Engine) -> Issue | None:
+    return _no_quantization(f"{engine.section}.qat.enable") if engine.get("qat.enable") else None
+
+
+def _no_quantization(key: str) -> Issue:
+    return Issue(f"{key}=True", "quantization-aware training is not verified with shared prefixes", f"{key}=False")
+
+
+def verify_with_offload(engine: Engine) -> Issue | None:
+    if not (engine.of_model("enable_activation_offload") and engine.option("verify") not in (None, "off")):
+        return None
+    key = f"{engine.model_section}.enable_activation_offload"
+    why = f"verl's activation offload counts on one forward per step, and {OPTIONS}.verify adds others"
+    return Issue(f"{key}=True", why, f"{key}=False, or ++{OPTIONS}.verify=off")
+
+
+def compiled_layers(engine: Engine) -> Issue | None:
+    return _uncompiled(layers_obstacle(engine)) if engine.option("compile_layers") is True else None
+
+
+def compiler(engine: Engine) -> Issue | None:
+    return _uncompiled(compiler_obstacle(engine.device)) if engine.option("compile_layers") is True else None
+
+
+def _uncompiled(why: str) -> Issue | None:
+    return Issue(f"{COMPILE_LAYERS}=True", why, f"++{COMPILE_LAYERS}=False") if why else None
+
+
+def fused_kernels(engine: Engine) -> Issue | None:
+    """verl's fused kernels stand in for a head that comes last; of a class of the checkpoint's own the engine knows."""
+    if engine.mode is not Mode.PACKED or engine.role == CRITIC or not engine.of_model("use_fused_kernels"):
+        return None
+    known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    why = fused_obstacle(text_skeleton(engine.hf_config)) if known else ""
+    key = f"{engine.model_section}.use_fused_kernels"
+    return Issue(f"{key}=True", why, f"{key}=False") if why else None
+
+
+def fused_backend(engine: Engine) -> Issue | None:
+    if engine.mode is not Mode.PACKED or engine.role == CRITIC or not engine.of_model("use_fused_kernels"):
+        return None
+    name, why = engine.of_model("fused_kernel_options.impl_backend"), ""
+    if name not in ("torch", "triton", "liger"):
+        why = "is unknown to this plugin; the back ends are torch, triton and liger"
+    elif name != "torch" and engine.device != "cuda":
+        why = f"needs a GPU, this machine's device is {engine.device!r}"
+    elif name == "liger" and Version(version("verl")) < Version("0.9.1"):
+        why = "needs verl 0.9.1 or later"
+    elif name == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        why = "needs the package liger-kernel, which is not installed, and verl would take torch instead"
+    key = f"{engine.model_section}.fused_kernel_options.impl_backend"
+    return Issue(f"{key}={name}", f"impl_backend={name} {why}", f"{key}=torch") if why else None
+
+
+def ulysses(engine: Engine) -> Issue | None:
+    """Each rank gets as many query heads, and key/value heads of its own or whole copies of one."""
+    size = engine.sp_size
+    if size == 1 or engine.mode is not Mode.PACKED or engine.hf_config is None:
+        return None
+    text = engine.hf_config.get_text_config()
+    setting = f"{engine.sp_key}={size}"
+    if bound := [mixer.name for mixer in _mixers(text) if not mixer.spreads_over_ranks]:
+        why = f"{', '.join(bound)} layers of {text.model_type} do not mix tokens that are spread over ranks"
+        return Issue(setting, why, f"{engine.sp_key}=1")
+    heads = getattr(text, "num_attention_heads", 0)  # 0: a config of the checkpoint's own names them otherwise
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+
+    def spreads(ranks: int) -> bool:
+        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    if not heads or spreads(size):
+        return None
+    why = f"{heads} query and {kv_heads} key/value heads cannot be spread over so many ranks"
+    return Issue(setting, why, f"{engine.sp_key}={max(ranks for ranks in range(1, size) if spreads(ranks))}")
+
+
+def gradient_checkpointing(engine: Engine) -> Issue | None:
+    kind = getattr(engine.hf_config, "model_type", "")
+    if not kind or not engine.of_model("enable_gradient_checkpointing"):
+        return None
+    key, why, ways = f"{engine.model_section}.enable_gradient_checkpointing", "", ""
+    known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING  # of a class of the checkpoint's own verl finds out
+    if known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
+        why = f"transformers has no gradient checkpointing for {kind}"
+    casts = engine.get("strategy") == "fsdp2" and not _is_float32(engine.get("mixed_precision.param_dtype"))
+    if engine.trains and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
+        why = (
+            f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
+            "their forward had, so that the first update fails, in stock verl too"
+        )
+        ways = f", or {engine.role}.strategy=fsdp, or pip install 'torch>=2.13,<2.14'"
+    return Issue(f"{key}=True", why, f"{key}=False{ways}") if why else None
+
+
+def mixer_kernels(engine: Engine) -> Issue | None:
+    if engine.hf_config is None or engine.mode is not Mode.PACKED:
+        return None
+    mixers = _mixers(engine.hf_config.get_text_config())
+    lacking = [obstacle for mixer in mixers for obstacle in mixer.machine_obstacles(engine.device)]
+    setting = f"{engine.model_section}.path={engine.of_model('path')}"
+    return Issue(setting, "; ".join(lacking), f"install what it names, or {STOCK}") if lacking else None
+
+
+def image_encoder_attention(engine: Engine) -> Issue | None:
+    """Layers of the text model get this plugin's attention, an image encoder the one that was asked for."""
+    if engine.hf_config is None or engine.mode is not Mode.PACKED or modality_obstacles(engine.hf_config):
+        return None
+    asked = engine.of_model("override_config.attn_implementation") or "flash_attention_2"  # verl's default
+    runs = engine.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    if asked != "flash_attention_2" or runs or not modality_of(engine.hf_config).towers:
+        return None
+    key = f"{engine.model_section}.override_config.attn_implementation"
+    why = (
+        f"the vision encoder of {engine.hf_config.model_type} would run {asked}, verl's default, which needs a GPU and "
+        f"flash-attn; this machine's device is {engine.device!r}"
+    )
+    return Issue(f"{key}={asked}", why, f"++{key}=sdpa")
+
+
+def padded_groups(engine: Engine) -> Issue | None:
+    """A padded group must reach the model whole and in order; packed mode does all of this."""
+    if engine.mode is not Mode.PADDED_GROUPS:
+        return None
+    broken: list[tuple[str, str]] = []
+    if engine.role == CRITIC and engine.get("use_dynamic_bsz") is not False:
+        why = "verl cuts the critic's micro-batches by tokens, which padded groups do not support"
+        broken.append((engine.model_setting("use_remove_padding"), why))
+    elif engine.role != CRITIC and engine.get("use_dynamic_bsz"):
+        key = f"{engine.role}.{'log_prob_' if engine.role == REF else ''}use_dynamic_bsz"
+        broken.append((f"{key}=True", TORN_BY_TOKENS))
+    if engine.of_model("use_fused_kernels"):
+        why = "the LM head runs on columns of padded groups and would bypass verl's fused one"
+        broken.append((engine.model_setting("use_fused_kernels"), why))
+    if engine.sp_size > 1:
+        why = "sequence parallelism would cut padded groups at shard edges"
+        broken.append((f"{engine.sp_key}={engine.sp_size}", why))
+    if engine.get("pad_to_length"):
+        why = "the length of padded groups follows from the longest one"
+        broken.append((f"{engine.section}.pad_to_length=True", why))
+    if engine.option("verify") not in (None, "off"):
+        why = "padded groups have no tokens of a sample alone to compare with"
+        broken.append((f"{OPTIONS}.verify={engine.option('verify')}", why))
+    if engine.hf_config is not None:
+        kind, mixers = engine.hf_config.model_type, _mixers(engine.hf_config.get_text_config())
+        if bound := [mixer.name for mixer in mixers if not mixer.mixes_padded_groups]:
+            why = f"{', '.join(bound)} layers of {kind} share packed tokens only"
+            broken.append((engine.model_setting("use_remove_padding"), why))
+        elif not modality_obstacles(engine.hf_config) and not modality_of(engine.hf_config).in_padded_groups:
+            why = f"{kind} reads images, which padded groups do not hold"
+            broken.append((engine.model_setting("use_remove_padding"), why))
+    return _not_padded(broken, engine.model_section)
+
+
+def padded_library(engine: Engine) -> Issue | None:
+    if engine.mode is not Mode.PADDED_GROUPS or importlib.util.find_spec("prefix_grouper") is not None:
+        return None
+    why = "padded groups are made by upstream's library, which is not installed"
+    packed = f"{engine.model_section}.use_remove_padding=True (packed mode)"
+    return Issue(engine.model_setting("use_remove_padding"), why, f"pip install prefix_grouper, or {packed}")
+
+
+def attention_kernel(engine: Engine) -> Issue | None:
+    """No kernel that the setting stands for is here, or none computes the model."""
+    asked = engine.option("attention_kernel") or "auto"
+    if asked not in ("auto", *KERNELS):
+        return None  # the option itself is refused
+    setting, stock = f"{ATTENTION_KERNEL}={asked}", f"++{ATTENTION_KERNEL}=auto, or {STOCK}"
+    if asked != "auto" and (missing := KERNELS[asked].obstacle(engine.device)):
+        return Issue(setting, f"{asked} {missing}", stock)
+    if engine.hf_config is None:
+        return None
+    needs = attention_needs(engine.hf_config.get_text_config())
+    if not (why := model_misfit(asked, engine.device, needs)):
+        return None
+    fitting = [name for name in KERNELS if name not in candidates(asked, engine.device)]
+    fitting = [name for name in fitting if not model_misfit(name, engine.device, needs)]
+    others = f"++{ATTENTION_KERNEL}=<one of {', '.join(fitting)}>, or " if fitting else ""
+    return Issue(setting, f"no kernel for {engine.hf_config.model_type}: {why}", f"{others}{STOCK}")
+
+
+def attn_implementation(engine: Engine) -> Issue | None:
+    asked = engine.of_model("override_config.attn_implementation")
+    if asked in (None, *REPLACED_ATTENTION):
+        return None
+    key = f"{engine.model_section}.override_config.attn_implementation"
+    why = f"attention over shared prefixes replaces {' and '.join(REPLACED_ATTENTION)}; this one is left out too"
+    return Issue(f"{key}={asked}", why, f"++{key}=sdpa", is_warning=True)
+
+
+def _mixers(text_config: Any) -> list[Any]:
+    return [MIXERS[name] for name in count_layers(text_config)]
+
+
+def _is_float32(dtype: Any) -> bool:
+    return dtype is not None and PrecisionType.is_fp32(dtype)
+
+
+def _not_padded(broken: list[tuple[str, str]], model_section: str) -> Issue | None:
+    """Settings that padded groups do not run with, each with its cause, as one issue."""
+    settings, causes = ", ".join(setting for setting, _ in broken), "; ".join(dict.fromkeys(why for _, why in broken))
+    fix = f"{model_section}.use_remove_padding=True (packed mode, which supports it), or leave the settings out"
+    return Issue(settings, causes, fix) if broken else None
+
+
+EngineRule = Callable[[Engine], Issue | None]
+RULES: tuple[EngineRule, ...] = (
+    multi_token_prediction,
+    quantization_aware_training,
+    verify_with_offload,
+    compiled_layers,
+    compiler,
+    fused_kernels,
+    fused_backend,
+    ulysses,
+    gradient_checkpointing,
+    mixer_kernels,
+    image_encoder_attention,
+    padded_groups,
+    padded_library,
+)
+PREFLIGHT_RULES: tuple[EngineRule, ...] = (attention_kernel, attn_implementation)
+MACHINE_RULES: tuple[EngineRule, ...] = (
+    attention_kernel,
+    compiler,
+    fused_backend,
+    image_encoder_attention,
+    mixer_kernels,
+    padded_library,
+)
+"""What they find on this machine is no more than a warning where the run's machines are others."""
+
+
+# --- The trainer's config --------------------------------------------------------------------------------------------
+
+
+def distillation(config: DictConfig) -> Issue | None:
+    if not OmegaConf.select(config, "distillation.enabled"):
+        return None
+    why = "teacher log-probs follow the unshared token order"
+    return Issue("distillation.enabled=True", why, "distillation.enabled=False")
+
+
+def actor_quantization(config: DictConfig) -> Issue | None:
+    key = f"{ACTOR}.qat.enable"
+    return _no_quantization(key) if OmegaConf.select(config, key) else None
+
+
+def sum_pi_squared(config: DictConfig) -> Issue | None:
+    key = f"{ACTOR}.calculate_sum_pi_squared"
+    if not (OmegaConf.select(config, key) and OmegaConf.select(config, f"{MODEL}.use_fused_kernels")):
+        return None
+    return Issue(f"{key}=True", "verl's fused kernels never have the probabilities that it sums", f"{key}=False")
+
+
+def padded_groups_of_the_trainer(config: DictConfig) -> Issue | None:
+    if mode_of(config) is not Mode.PADDED_GROUPS:
+        return None
+    broken = []
+    if OmegaConf.select(config, "trainer.balance_batch"):
+        why = "balancing reorders single samples across ranks and tears groups apart"
+        broken.append(("trainer.balance_batch=True", why))
+    dynamic, n = f"{ROLLOUT}.log_prob_use_dynamic_bsz", OmegaConf.select(config, f"{ROLLOUT}.n")
+    if OmegaConf.select(config, dynamic):
+        broken.append(
+            (f"{dynamic}=True", TORN_BY_TOKENS)
+        )
+    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    sizes += [f"{REF}.log_prob_micro_batch_size_per_gpu"] if REF in roles_of(config) else []
+    for key in sizes:
+        size = OmegaConf.select(config, key)
+        if isinstance(size, int) and isinstance(n, int) and n > 0 and size % n:
+            why = f"a micro-batch that is no multiple of {ROLLOUT}.n={n} cuts a group in two"
+            broken.append((f"{key}={size}", why))
+    return _not_padded(broken, MODEL)
+
+
+TRAINER_RULES: tuple[Callable[[DictConfig], Issue | None], ...] = (
+    distillation,
+    actor_quantization,
+    sum_pi_squared,
+    padded_groups_of_the_trainer,
+)
+
+
+def trainer_issues(config: DictConfig) -> Iterator[Issue]:
+    """Flags and options that are not what they seem, engines that would not share, and ``TRAINER_RULES``."""
+    for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING):
+        flag = OmegaConf.select(config, key)
+        if flag not in (None, True, False):  # 1 and 0 too
+            why = "is not a boolean; the values are True and False"  # Hydra reads no as a word, and a word is true
+            yield Issue(f"{key}={flag}", why, f"{key}=True or False")
+    section = OmegaConf.select(config, OPTIONS)
+    if isinstance(section, DictConfig):
+        yield from option_issues({str(name): OmegaConf.select(section, str(name)) for name in section})
+    elif section is not None:
+        yield Issue(
+            f"{OPTIONS}={section}", "is not a section of options", f"++{OPTIONS}.<option>=<value>, or remove it"
+        )
+    shares = mode_of(config).shares_prefixes
+    for role in roles_of(config):
+        yield from _engine_config_issues(config, role, shares)
+    if shares:
+        yield from filter(None, (rule(config) for rule in TRAINER_RULES))
+
+
+def _engine_config_issues(config: DictConfig, role: str, shares: bool) -> Iterator[Issue]:
+    engine = engine_of(config, role)
+    strategy = engine.get("strategy")
+    if strategy not in FSDP_STRATEGIES:
+        if shares:
+            key = f"{role}.strategy"
+            why = "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only"
+            yield Issue(f"{key}={strategy}", why, f"model_engine=dp {key}=fsdp2")
+        return
+    target, key = engine.get("_target_"), f"{engine.section}._target_"
+    try:
+        takes_options = target and OPTIONS in getattr(get_class(str(target)), "__dataclass_fields__", {})
+    except Exception as error:  # whatever an import raises
+        yield Issue(f"{key}={target}", f"cannot be imported: {str(error).splitlines()[0]}", f"++{key}={ENGINE_CONFIG}")
+        return
+    if shares and not takes_options:
+        why = f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}"
+        yield Issue(f"{key}={target}", why, f"++{key}={ENGINE_CONFIG}")
+    key = f"{engine.section}.use_prefix_grouper"
+    if takes_options and bool(OmegaConf.select(config, key)) != shares:
+        why = f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths"
+        yield Issue(f"{key}={OmegaConf.select(config, key)}", why, f"++{key}={shares}")

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.architectures.skeleton import text_skeleton
+from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cost.pairs import num_pairs, visible_pairs
 from verl_pg_plugin.cost.tower import TowerFlops
 from verl_pg_plugin.layout import Layout

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.attention.kernels.specs import KERNELS
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.batching.copied_keys import CopiedKeys
 from verl_pg_plugin.mixers.attention import FULL, attention_layer_types, attention_needs
@@ -79,7 +78,7 @@ class RowMemory:
             copies_kept=1 if checkpointing else layers,
             copy_gradients=_gradients_of_a_copy(heads, kv_heads, key_width + value_width, dtype, kernel),
             mlp=mlp * dtype.itemsize,
-            reads_trunks=KERNELS[kernel].reads_trunks and set(attention_layer_types(config)) == {FULL},
+            reads_trunks=False and set(attention_layer_types(config)) == {FULL},
         )
 
     def copies(self, forward_only: bool) -> CopiedKeys:
@@ -117,5 +116,5 @@ def _gradients_of_a_copy(heads: int, kv_heads: int, width: int, dtype: torch.dty
     """
     if heads == kv_heads:
         return kv_heads * width * dtype.itemsize
-    summed = heads * dtype.itemsize if KERNELS[kernel].widens_gradients else kv_heads * 4
+    summed = heads * dtype.itemsize if kernel in ("flash_attn_2", "torch_varlen") else kv_heads * 4
     return width * (kv_heads * dtype.itemsize + summed)

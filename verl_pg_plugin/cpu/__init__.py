@@ -37,7 +37,7 @@ def _load_replica() -> type:
 
 
 def _register_processor() -> None:
-    from verl_pg_plugin.cpu.processor import register_processor
+    from verl_pg_plugin.cpu.images import register_processor
 
     register_processor()
 

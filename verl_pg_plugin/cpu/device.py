@@ -1,81 +1,63 @@
 """A stand-in for ``torch.cuda`` whose device is the CPU: what verl calls on ``get_torch_device()``.
 
-``torch.cpu`` itself lacks the memory and random-number calls, so verl cannot run on it unchanged. Memory
-figures are in bytes. Allocation figures are 0 because host memory has no caching allocator to ask;
-``mem_get_info`` reports the machine's real free and total memory.
+``torch.cpu`` lacks the memory and random-number calls, so verl cannot run on it unchanged. Memory is in bytes.
+Allocations are 0, since host memory has no caching allocator to ask.
 """
 
 from __future__ import annotations
 
-import platform as _platform
+import platform
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
-import torch
+from torch.cpu import Event, Stream, current_stream, device_count, is_available, stream, synchronize
+from torch.random import get_rng_state, manual_seed, set_rng_state
 
-DEVICE = "cpu"
+__all__ = [
+    "Event",
+    "Stream",
+    "current_stream",
+    "device_count",
+    "get_rng_state",
+    "is_available",
+    "manual_seed",
+    "set_rng_state",
+    "stream",
+    "synchronize",
+]
 
-Stream = torch.cpu.Stream
-Event = torch.cpu.Event
-current_stream = torch.cpu.current_stream
-stream = torch.cpu.stream
-synchronize = torch.cpu.synchronize
-manual_seed = torch.manual_seed
-manual_seed_all = torch.manual_seed
-
-
-def is_available() -> bool:
-    """True: there is always a CPU."""
-    return True
+manual_seed_all = manual_seed
+nvtx = SimpleNamespace(range=nullcontext)
 
 
 def current_device() -> str:
     """The device itself, not an index: ``tensor.to(0)`` would mean the first GPU."""
-    return DEVICE
+    return "cpu"
 
 
-def device_count() -> int:
-    """One device a process, however many cores it has."""
-    return 1
+def get_device_name(device: Any = None) -> str:
+    """Name of the processor; in verl's table of FLOPS it matches no GPU."""
+    return platform.processor() or platform.machine()
 
 
-def set_device(device: object) -> None:
-    """Nothing to select: a process has one CPU device."""
-
-
-def get_device_name(device: object = None) -> str:
-    """Name of the processor; in verl's FLOPS table it matches no GPU."""
-    return _platform.processor() or _platform.machine()
-
-
-def get_device_capability(device: object = None) -> tuple[None, None]:
+def get_device_capability(device: Any = None) -> tuple[None, None]:
     """A CPU has no CUDA compute capability."""
     return None, None
 
 
-def get_device_properties(device: object = None) -> SimpleNamespace:
-    """``name`` and ``total_memory`` (bytes) of this machine."""
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    """``name`` and ``total_memory`` of this machine."""
     return SimpleNamespace(name=get_device_name(), total_memory=psutil.virtual_memory().total)
 
 
-def get_rng_state(device: object = None) -> torch.Tensor:
-    """State of the process's default generator, uint8 ``(5056,)``."""
-    return torch.get_rng_state()
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """``(free, total)`` host memory."""
+    return psutil.virtual_memory().available, psutil.virtual_memory().total
 
 
-def set_rng_state(new_state: torch.Tensor, device: object = None) -> None:
-    """Restore a state taken with :func:`get_rng_state`."""
-    torch.set_rng_state(new_state)
-
-
-def mem_get_info(device: object = None) -> tuple[int, int]:
-    """``(free, total)`` bytes of host memory."""
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
-def memory_allocated(device: object = None) -> int:
+def memory_allocated(device: Any = None) -> int:
     """0: see the module's docstring."""
     return 0
 
@@ -83,15 +65,9 @@ def memory_allocated(device: object = None) -> int:
 memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 
 
-def empty_cache() -> None:
-    """No cache to empty."""
+def empty_cache(*args: Any, **kwargs: Any) -> None:
+    """Nothing to do: no cache, no choice of device, no share of memory for each process."""
 
 
-reset_peak_memory_stats = reset_accumulated_memory_stats = ipc_collect = empty_cache
-
-
-def set_per_process_memory_fraction(fraction: float, device: object = None) -> None:
-    """Host memory is not divided between processes."""
-
-
-nvtx = SimpleNamespace(range=nullcontext)
+set_device = ipc_collect = reset_peak_memory_stats = reset_accumulated_memory_stats = empty_cache
+set_per_process_memory_fraction = empty_cache

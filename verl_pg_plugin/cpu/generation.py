@@ -1,66 +1,101 @@
-"""Batched sampling from a transformers causal language model with a KV cache.
+"""Sampling from a transformers causal language model on the CPU: one padded batch, decoded with a KV cache.
 
-Legend: U unique prompts, B requests, P longest prompt, V vocabulary.
+Legend: U unique prompts, B requests still decoded, P longest prompt, K cached tokens, V vocabulary. The order of
+operations on logits and the meaning of every sampling parameter are vLLM's, which verl's agent loops speak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from verl_pg_plugin.cpu.pictures import PromptPictures, model_inputs, placeholders, reads_pictures, rope_positions
-from verl_pg_plugin.cpu.sampling import BatchSampler, SamplingParams
+from verl_pg_plugin.cpu.images import PromptImages, image_inputs, placeholders, reads_images, rope_positions
+
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+
+
+def derived_seed(*parts: Any) -> int:
+    """A seed in [0, 2**63) that changes with every part: integers, strings, or tuples of them.
+
+    The same in every process, which ``hash`` is not.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: a response needs room for at least one token")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature} is negative; 0 means greedy")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} is outside (0, 1]; 1 keeps every token")
+
+    @classmethod
+    def from_dict(cls, sent: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
+        """Read what an agent loop sends, and a seed; ``max_tokens`` stands in where it sends none.
+
+        Raises:
+            ValueError: a parameter this rollout does not implement, named together with its value.
+        """
+        params = {name: value for name, value in sent.items() if name != "logprobs"}  # they come back in any case
+        max_tokens = params.pop("max_tokens", params.pop("max_new_tokens", max_tokens))
+        stop_token_ids = tuple(params.pop("stop_token_ids", None) or ())
+        known = {name: params.pop(name) for name in cls.__dataclass_fields__ if name in params}
+        if params.get("repetition_penalty") == 1:
+            del params["repetition_penalty"]
+        if params:
+            raise ValueError(f"rollout 'hf' does not implement the sampling parameters {params}; remove them")
+        return cls(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **known)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw: prompt token ids (at least one), how to sample, and the pictures of the prompt."""
+    """One response to draw: prompt token ids (at least one), how to sample, and the images of the prompt."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    pictures: PromptPictures | None = None
+    images: PromptImages | None = None
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], bytes]:
         """What tells prompts apart."""
-        return self.prompt_ids, b"" if self.pictures is None else self.pictures.digest
+        return self.prompt_ids, b"" if self.images is None else self.images.digest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Completion:
     """A response: token ids, their log-probs (nats), and ``stop``, ``length`` or ``abort``."""
 
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: str = "abort"
 
-
-@dataclass(frozen=True)
-class _Decoding:
-    """The B rows still being decoded.
-
-    Index of the request and next position ``(B,)``, attention mask over the K cached tokens ``(B, K)``, int64.
-    """
-
-    request: torch.Tensor
-    cache: DynamicCache
-    attention_mask: torch.Tensor
-    position: torch.Tensor
-    sampler: BatchSampler
-
-    def select(self, rows: torch.Tensor) -> _Decoding:
-        self.cache.reorder_cache(rows)
-        return _Decoding(
-            self.request[rows],
-            self.cache,
-            self.attention_mask[rows],
-            self.position[rows],
-            self.sampler.select(rows),
-        )
+    def append(self, token: int, log_prob: float, max_tokens: int, stop_ids: Collection[int]) -> None:
+        """Add a token; sets ``finish_reason`` where it is the last one."""
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        if token in stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == max_tokens:
+            self.finish_reason = "length"
 
 
 @torch.inference_mode()
@@ -69,115 +104,130 @@ def generate(
     requests: Sequence[Request],
     *,
     eos_token_ids: Collection[int],
-    generator: torch.Generator,
     logprobs_mode: str = "processed_logprobs",
     aborted: Callable[[], bool] = lambda: False,
 ) -> list[Completion]:
-    """Sample one response a request, all in one batch; equal prompts are read by the model once.
+    """Sample one response a request, all in one batch; the model reads equal prompts once.
+
+    A response follows from its prompt and its seed; what else is in the batch changes its log-probs by rounding alone.
 
     Args:
         model: a causal language model on the CPU.
-        requests: B requests; results keep their order.
+        requests: results keep their order.
         eos_token_ids: a response ends after any of these, unless its request ignores them.
-        generator: source of randomness of the requests without a seed.
-        logprobs_mode: see :class:`verl_pg_plugin.cpu.sampling.BatchSampler`.
+        logprobs_mode: ``processed_logprobs`` are those of the distribution that a token was drawn from,
+            ``raw_logprobs`` the model's own.
         aborted: asked before every step; once true, unfinished responses come back as they are.
     """
-    stops = [_stop_ids(request.params, eos_token_ids) for request in requests]
-    token_ids: list[list[int]] = [[] for _ in requests]
-    log_probs: list[list[float]] = [[] for _ in requests]
-    finish_reasons = ["abort"] * len(requests)
+    completions = [Completion() for _ in requests]
     if aborted():
-        return [Completion(*fields) for fields in zip(token_ids, log_probs, finish_reasons, strict=True)]
-
-    sampler = BatchSampler.build([request.params for request in requests], generator, logprobs_mode)
-    decoding, logits_BV = _prefill(model, requests, sampler)
-    running = torch.ones(len(requests), dtype=torch.bool)
+        return completions
+    eos = frozenset(eos_token_ids)
+    stops = [frozenset(r.params.stop_token_ids) | (frozenset() if r.params.ignore_eos else eos) for r in requests]
+    generators = [torch.Generator().manual_seed(request.params.seed) for request in requests]
     never = torch.tensor(placeholders(model.config), dtype=torch.int64)
+    mrope = reads_images(model.config)
+    logits_BV, cache, mask_BK, position_B = _prefill(model, requests)
+    rows = list(range(len(requests)))  # the request of each of B
     while True:
-        logits_BV = logits_BV.index_fill(1, never, -torch.inf)
-        token_B, log_prob_B = decoding.sampler.sample(logits_BV)
-        for index, token, log_prob in zip(
-            decoding.request.tolist(), token_B.tolist(), log_prob_B.tolist(), strict=True
-        ):
-            if not running[index]:
-                continue
-            token_ids[index].append(token)
-            log_probs[index].append(log_prob)
-            if token in stops[index]:
-                finish_reasons[index], running[index] = "stop", False
-            elif len(token_ids[index]) == requests[index].params.max_tokens:
-                finish_reasons[index], running[index] = "length", False
-        running_B = running[decoding.request]
-        if not running_B.any() or aborted():
-            break
-        # Copying the cache costs about a step, so finished rows are dropped only when half are.
-        if running_B.sum() * 2 <= len(running_B):
-            rows = running_B.nonzero().squeeze(1)
-            decoding, token_B = decoding.select(rows), token_B[rows]
-        decoding, logits_BV = _decode(model, decoding, token_B)
-    return [Completion(*fields) for fields in zip(token_ids, log_probs, finish_reasons, strict=True)]
-
-
-def _stop_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-    return eos | frozenset(params.stop_token_ids)
+        token_B, log_prob_B = sample(
+            logits_BV.index_fill(1, never, -torch.inf),
+            [requests[row].params for row in rows],
+            [generators[row] for row in rows],
+            raw_log_probs=logprobs_mode == "raw_logprobs",
+        )
+        for row, token, log_prob in zip(rows, token_B.tolist(), log_prob_B.tolist(), strict=True):
+            if completions[row].finish_reason == "abort":
+                completions[row].append(token, log_prob, requests[row].params.max_tokens, stops[row])
+        running = [at for at, row in enumerate(rows) if completions[row].finish_reason == "abort"]
+        if not running or aborted():
+            return completions
+        if len(running) * 2 <= len(rows):  # copying the cache costs about a step
+            kept = torch.tensor(running)
+            cache.reorder_cache(kept)
+            rows = [rows[at] for at in running]
+            token_B, mask_BK, position_B = token_B[kept], mask_BK[kept], position_B[kept]
+        mask_BK = F.pad(mask_BK, (0, 1), value=1)
+        position_B1 = position_B.unsqueeze(1)
+        output = model(
+            input_ids=token_B.unsqueeze(1),
+            attention_mask=mask_BK,
+            position_ids=position_B1.expand(3, -1, -1) if mrope else position_B1,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits_BV, position_B = output.logits[:, -1], position_B + 1
 
 
 def _prefill(
-    model: PreTrainedModel, requests: Sequence[Request], sampler: BatchSampler
-) -> tuple[_Decoding, torch.Tensor]:
-    """Run the unique prompts, left-padded to one length, and give every request its prompt's cache rows."""
-    first_of = {request.prompt: request for request in reversed(requests)}
-    unique = {prompt: row for row, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
-    prompts = [first_of[prompt] for prompt in unique]
+    model: PreTrainedModel, requests: Sequence[Request]
+) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
+    """Run the unique prompts, padded on the left; logits (B, V), cache, mask (B, P) and next position (B,)."""
+    unique = {request.prompt: request for request in requests}
+    prompts = list(unique.values())
     P = max(len(prompt.prompt_ids) for prompt in prompts)
     # Any valid id fills the padding: the mask hides it.
     input_ids_UP = torch.tensor([[0] * (P - len(p.prompt_ids)) + list(p.prompt_ids) for p in prompts])
     length_U = torch.tensor([len(prompt.prompt_ids) for prompt in prompts])
-    attention_mask_UP = (torch.arange(P) >= (P - length_U).unsqueeze(1)).long()
-    position_ids, next_U = (attention_mask_UP.cumsum(-1) - 1).clamp_min(0), length_U
-    if reads_pictures(model.config):
-        spread = [rope_positions(model, prompt.prompt_ids, prompt.pictures) for prompt in prompts]
-        position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in spread], dim=1)  # (3, U, P)
+    mask_UP = (torch.arange(P) >= (P - length_U).unsqueeze(1)).long()
+    position_ids, next_U = (mask_UP.cumsum(-1) - 1).clamp_min(0), length_U
+    if reads_images(model.config):
+        by_prompt = [rope_positions(model, prompt.prompt_ids, prompt.images) for prompt in prompts]
+        position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in by_prompt], dim=1)  # (3, U, P)
         next_U = position_ids.amax(dim=(0, 2)) + 1
+    cache = DynamicCache(config=model.config)
     output = model(
         input_ids=input_ids_UP,
-        attention_mask=attention_mask_UP,
+        attention_mask=mask_UP,
         position_ids=position_ids,
-        past_key_values=DynamicCache(config=model.config),
+        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
-        **model_inputs([prompt.pictures for prompt in prompts], model.dtype),
+        **image_inputs([prompt.images for prompt in prompts], model.dtype),
     )
-    unique_B = torch.tensor([unique[request.prompt] for request in requests])
-    output.past_key_values.reorder_cache(unique_B)
-    decoding = _Decoding(
-        request=torch.arange(len(requests)),
-        cache=output.past_key_values,
-        attention_mask=attention_mask_UP[unique_B],
-        position=next_U[unique_B],
-        sampler=sampler,
-    )
-    return decoding, output.logits[unique_B, -1]
+    place = {prompt: at for at, prompt in enumerate(unique)}
+    unique_B = torch.tensor([place[request.prompt] for request in requests])
+    cache.reorder_cache(unique_B)
+    return output.logits[unique_B, -1], cache, mask_UP[unique_B], next_U[unique_B]
 
 
-def _decode(model: PreTrainedModel, decoding: _Decoding, token_B: torch.Tensor) -> tuple[_Decoding, torch.Tensor]:
-    """Append one token to every row and return the logits of the next."""
-    attention_mask_BK = F.pad(decoding.attention_mask, (0, 1), value=1)
-    position_B1 = decoding.position.unsqueeze(1)
-    output = model(
-        input_ids=token_B.unsqueeze(1),
-        attention_mask=attention_mask_BK,
-        position_ids=position_B1.expand(3, -1, -1) if reads_pictures(model.config) else position_B1,
-        past_key_values=decoding.cache,
-        use_cache=True,
-    )
-    moved = _Decoding(
-        decoding.request,
-        output.past_key_values,
-        attention_mask_BK,
-        decoding.position + 1,
-        decoding.sampler,
-    )
-    return moved, output.logits[:, -1]
+def sample(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator],
+    raw_log_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row.
+
+    Returns:
+        ``token_B`` int64 and ``log_prob_B`` float32 (nats): under the distribution the token was drawn from, or under
+        that of the logits as they are.
+    """
+    logits_BV = logits_BV.float()
+    temperature_B1 = torch.tensor([p.temperature for p in params]).unsqueeze(1)
+    greedy_B1 = temperature_B1 == 0
+    scaled_BV = logits_BV / torch.where(greedy_B1, 1.0, temperature_B1)
+    log_probs_BV = _filter(scaled_BV, params).log_softmax(-1)
+    # Inverse transform: one uniform number a row, so a row's draw does not depend on its neighbours.
+    cumulative_BV = log_probs_BV.double().exp().cumsum(-1)
+    uniform_B1 = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+    drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)
+    token_B1 = torch.where(greedy_B1, log_probs_BV.argmax(-1, keepdim=True), drawn_B1)
+    reported_BV = logits_BV.log_softmax(-1) if raw_log_probs else log_probs_BV
+    return token_B1.squeeze(1), reported_BV.gather(1, token_B1).squeeze(1)
+
+
+def _filter(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Set logits outside a row's top-k, then outside its smallest set of mass ``top_p``, to ``-inf``."""
+    V = logits_BV.shape[1]
+    if all((p.top_k <= 0 or p.top_k >= V) and p.top_p >= 1 for p in params):
+        return logits_BV
+    top_k_B1 = torch.tensor([p.top_k if p.top_k > 0 else V for p in params]).unsqueeze(1)
+    top_p_B1 = torch.tensor([p.top_p for p in params]).unsqueeze(1)
+    sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
+    sorted_BV = sorted_BV.masked_fill(torch.arange(V) >= top_k_B1, -torch.inf)
+    probs_BV = sorted_BV.softmax(-1)
+    # The token that crosses top_p stays: only the mass *before* a token counts, so the first always stays.
+    outside_BV = (probs_BV.cumsum(-1) - probs_BV >= top_p_B1) & (top_p_B1 < 1)
+    sorted_BV = sorted_BV.masked_fill(outside_BV, -torch.inf)
+    return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)

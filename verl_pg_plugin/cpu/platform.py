@@ -7,45 +7,31 @@ Ray schedules the workers on its ``GPU`` resource, which is a bare counter when 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
-import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from verl_pg_plugin.cpu import device
 
-PLATFORM_NAME = "cpu"
-PLATFORM_VARIABLE = "VERL_PLATFORM"
-
 
 def selected() -> bool:
     """Whether the user asked for this platform in the environment."""
-    return os.environ.get(PLATFORM_VARIABLE, "").strip().lower() == PLATFORM_NAME
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 # Registered on import, not in a function: some of verl's modules ask for the platform while they are imported.
-@PlatformRegistry.register(platform=PLATFORM_NAME)
+@PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
-    """verl's ``PlatformBase`` on the host processor, with gloo for collectives."""
+    """verl's ``PlatformBase`` on the host processor, with gloo for collectives and no profiler."""
 
-    @property
-    def device_name(self) -> str:
-        return device.DEVICE
-
-    @property
-    def vendor_name(self) -> str:
-        return PLATFORM_NAME
-
-    @property
-    def device_module(self) -> ModuleType:
-        return device
+    device_name = vendor_name = "cpu"
+    device_module: ModuleType = device
 
     def is_available(self) -> bool:
-        return device.is_available()
+        return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         """True only on request: auto-detection must keep finding GPUs on machines that have them."""
@@ -58,25 +44,25 @@ class CPUPlatform(PlatformBase):
         return device.device_count()
 
     def set_device(self, device_index: int) -> None:
-        device.set_device(device_index)
+        """A process has one CPU device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
         device.synchronize()
 
     def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        device.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        device.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
         """Host memory has no allocator settings."""
 
     def empty_cache(self) -> None:
-        device.empty_cache()
+        """No cache to empty."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return device.get_device_capability(device_index)
+        return device.get_device_capability()
 
     def communication_backend_name(self) -> str:
         return "gloo"
@@ -84,9 +70,8 @@ class CPUPlatform(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
+    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def profiler_start(self) -> None:
         """No device profiler."""

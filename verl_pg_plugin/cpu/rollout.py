@@ -1,8 +1,7 @@
 """Rollout ``hf``: one :class:`HFServer` for each training worker, fed with the worker's weights.
 
-It speaks verl's server interface (``RolloutReplica`` and ``BaseRollout`` of verl 0.9), so agent loops, load
-balancing, partial rollouts and weight synchronisation are verl's own. It exists so that training can run, and
-be tested, where no inference engine can.
+Agent loops, load balancing, partial rollouts and weight synchronisation are verl's own. It exists so that training can
+run, and be tested, where no inference engine can.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import ray
 import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch.distributed.device_mesh import DeviceMesh
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
@@ -67,21 +65,10 @@ class HFReplica(RolloutReplica):
 
 
 class ServerAdapter(BaseRollout):
-    """A training worker's side of its server: sends weights, passes on sleep and wake-up.
-
-    Args:
-        config: verl's rollout config.
-        model_config: verl's model config.
-        device_mesh: unused; the server runs in one process.
-        replica_rank: index of the server, by default this worker's rank.
-    """
+    """A training worker's side of its server, by default the one of its rank: sends weights, passes on sleep."""
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        model_config: HFModelConfig,
-        device_mesh: DeviceMesh | None,
-        replica_rank: int = -1,
+        self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank

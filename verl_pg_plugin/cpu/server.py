@@ -1,46 +1,45 @@
-"""Generation server of the ``hf`` rollout: a transformers model behind the calls verl makes on a rollout server.
+"""Generation server of the rollout ``hf``: a transformers model behind the calls verl makes on a rollout server.
 
-Concurrent requests are answered in one batch. Weights only move between batches, and a closed gate (after
-:meth:`HFServer.abort_all_requests`) holds new requests until :meth:`HFServer.resume_generation`.
+Concurrent requests are answered in one batch, and weights only move between batches. After
+:meth:`HFServer.abort_all_requests` new requests wait until :meth:`HFServer.resume_generation`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_pg_plugin.architectures.skeleton import auto_class
-from verl_pg_plugin.cpu.generation import Completion, Request, generate
-from verl_pg_plugin.cpu.pictures import PromptPictures, reads_pictures
-from verl_pg_plugin.cpu.received_weights import copy_weights, received_parameters, received_weights
-from verl_pg_plugin.cpu.sampling import LOGPROBS_MODES, SamplingParams, derived_seed
-
-logger = logging.getLogger(__name__)
+from verl_pg_plugin.cpu.generation import LOGPROBS_MODES, Completion, Request, SamplingParams, derived_seed, generate
+from verl_pg_plugin.cpu.images import PromptImages, reads_images
 
 # How long to wait for one more request before a batch starts: agent loops send theirs a few ms apart.
 _ARRIVAL_GAP_S = 0.05
 
 
-@dataclass(frozen=True)
-class _Pending:
-    request: Request
-    completion: asyncio.Future[Completion]
-
-
 class HFServer:
     """Samples token ids and log-probs; every public method is called by verl through Ray.
+
+    A request without a seed gets one that follows from the run's seed, the training step, its prompt and how many
+    requests of the step had that prompt before it. So with one server two runs with one seed and equal weights draw the
+    same responses to each prompt, whatever else they answer at the time.
 
     Args:
         config: verl's rollout config; read are ``dtype``, ``seed``, ``max_num_seqs``, ``max_model_len``,
@@ -63,18 +62,22 @@ class HFServer:
         self.model = _build_model(self.model_config, config)
         self.eos_token_ids = _eos_token_ids(self.model_config)
         self.global_steps: int | None = None
-        self._generator = torch.Generator().manual_seed(config.seed + replica_rank)
+        self._seed = config.seed + replica_rank
+        self._asked: Counter[Any] = Counter()  # requests of this step by prompt
+        # verl sends each expert's matrices by themselves: slices of the model's own, which this copies none of.
+        model_type = self.model.config.model_type
+        self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), model_type))
+        sent = {name for name, _ in unfuse_moe_params(self.model.named_parameters(), model_type)}
         # With load_format=dummy the weights are noise until the trainer has sent its own.
-        self._weights = received_weights(self.model)
-        self._missing_weights = received_parameters(self.model) if config.load_format == "dummy" else set()
+        self._missing_weights = sent if config.load_format == "dummy" else set()
+        self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._unanswered = 0
-        self._pending: list[_Pending] = []
+        self._batching: asyncio.Task[None] | None = None
         self._model_lock = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
         self._reject_request = False
         self._abort = threading.Event()
-        self._batching: asyncio.Task[None] | None = None
 
     async def generate(
         self,
@@ -88,7 +91,7 @@ class HFServer:
 
         Args:
             prompt_ids: token ids of the prompt.
-            sampling_params: vLLM's names; see :class:`verl_pg_plugin.cpu.sampling.SamplingParams`.
+            sampling_params: vLLM's names; see :class:`verl_pg_plugin.cpu.generation.SamplingParams`.
             request_id: unused, requests are told apart by their futures.
             image_data: PIL images of the prompt, in the order of their placeholders.
             multi_modal: must all be ``None``: the rollout shows images alone.
@@ -104,22 +107,18 @@ class HFServer:
         given = sorted(name for name, value in multi_modal.items() if value)
         if given:
             raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
-        params = self._sampling_params(sampling_params, len(prompt_ids))
-        if params.seed is not None:
-            # An agent loop sends one seed for all turns; with it alone every turn would meet the same random numbers.
-            params = replace(params, seed=derived_seed(params.seed, tuple(prompt_ids)))
-        request = Request(tuple(prompt_ids), params, self._pictures(image_data))
+        request = self._request(tuple(prompt_ids), sampling_params, image_data)
         while not self._gate.is_set():
             if self._reject_request:
-                return self._token_output(Completion([], [], "abort"))
+                return self._token_output(Completion())
             await self._gate.wait()
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Pending(request, future))
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending.append((request, answer))
         if self._batching is None or self._batching.done():
             self._batching = asyncio.create_task(self._answer_pending())
         self._unanswered += 1
         try:
-            return self._token_output(await future)
+            return self._token_output(await answer)
         finally:
             self._unanswered -= 1
 
@@ -136,12 +135,18 @@ class HFServer:
                 "actor_rollout_ref.model.lora.merge=True"
             )
         async with self._model_lock:
-            copy_weights(self._weights, named_tensors)
+            for name, tensor in named_tensors.items():
+                weight = self._weights[name]
+                if tensor.shape != weight.shape:
+                    raise RuntimeError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(weight.shape)}")
+                with torch.no_grad():
+                    weight.copy_(tensor)
         self._missing_weights -= named_tensors.keys()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Tag later responses with the training step of their weights."""
         self.global_steps = global_steps
+        self._asked.clear()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Stop every response where it stands and close the gate.
@@ -154,7 +159,7 @@ class HFServer:
         self._gate.clear()
         self._abort.set()
         unanswered = self._unanswered
-        await self.wait_for_requests_to_drain()
+        await self.sleep()
         self._abort.clear()
         return {"aborted_count": unanswered}
 
@@ -163,76 +168,68 @@ class HFServer:
         self._reject_request = False
         self._gate.set()
 
-    async def wait_for_requests_to_drain(self) -> None:
-        """Return once no request is pending."""
+    async def sleep(self) -> None:
+        """Return once no request is pending. Weights stay: host memory is not what training runs out of."""
         if self._batching is not None:
             await self._batching
 
-    async def sleep(self) -> None:
-        """Finish what is pending. Weights stay: host memory is not what training runs out of."""
-        await self.wait_for_requests_to_drain()
+    async def wake_up(self, tags: list[str] | None = None, **kwargs: Any) -> None:
+        """Nothing to restore: weights stay, a KV cache lives as long as its batch, and there is no profiler."""
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing to restore after :meth:`sleep`."""
+    clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = wake_up
 
-    async def clear_kv_cache(self) -> None:
-        """Nothing to clear: a KV cache lives as long as its batch."""
-
-    async def release_kv_cache(self) -> None:
-        """Nothing to release: a KV cache lives as long as its batch."""
-
-    async def resume_kv_cache(self) -> None:
-        """Nothing to restore: a KV cache lives as long as its batch."""
-
-    async def start_profile(self, **kwargs: Any) -> None:
-        """The server has no profiler of its own; verl's profilers of the training workers are unaffected."""
-        logger.info("rollout 'hf' is not profiled")
-
-    async def stop_profile(self) -> None:
-        """See :meth:`start_profile`."""
-
-    def _pictures(self, images: Sequence[Any] | None) -> PromptPictures | None:
-        if not images:
-            return None
-        if not reads_pictures(self.model.config):
-            raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
-        return PromptPictures.process(self.model_config.processor, images)
-
-    def _sampling_params(self, sampling_params: Mapping[str, Any], prompt_length: int) -> SamplingParams:
+    def _request(
+        self, prompt_ids: tuple[int, ...], sampling_params: Mapping[str, Any], images: Sequence[Any] | None
+    ) -> Request:
         config = self.config
         max_model_len = config.max_model_len or self.model.config.get_text_config().max_position_embeddings
-        room = max_model_len - prompt_length
-        if prompt_length < 1 or room < 1:
+        room = max_model_len - len(prompt_ids)
+        if not prompt_ids or room < 1:
             raise ValueError(
-                f"a prompt of {prompt_length} tokens leaves no room in a context of {max_model_len}; a prompt needs "
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {max_model_len}; a prompt needs "
                 "at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
-        default = min(config.response_length, config.prompt_length + config.response_length - prompt_length)
-        params = {"ignore_eos": config.ignore_eos, **sampling_params}
-        for name in {"max_tokens", "max_new_tokens"} & params.keys():
-            params[name] = max(1, min(params[name], room))
-        return SamplingParams.from_dict(params, default_max_tokens=max(1, min(default, room)))
+        shown = None
+        if images:
+            if not reads_images(self.model.config):
+                raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
+            shown = PromptImages.process(self.model_config.processor, images)
+        sent = {"ignore_eos": config.ignore_eos, **sampling_params}
+        for name in {"max_tokens", "max_new_tokens"} & sent.keys():
+            sent[name] = max(1, min(sent[name], room))
+        default = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
+        prompt = prompt_ids, shown and shown.digest
+        # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
+        seed = (
+            derived_seed(self._seed, self.global_steps, prompt, self._asked[prompt])
+            if sent.get("seed") is None
+            else derived_seed(sent["seed"], prompt)
+        )
+        sent["seed"] = seed
+        params = SamplingParams.from_dict(sent, max_tokens=max(1, min(default, room)))
+        self._asked[prompt] += 1
+        return Request(prompt_ids, params, shown)
 
     async def _answer_pending(self) -> None:
         """Answer pending requests batch by batch until none is left."""
+        size = self.config.max_num_seqs
         while self._pending:
             waiting = 0
-            while waiting < len(self._pending) < self.config.max_num_seqs and not self._abort.is_set():
+            while waiting < len(self._pending) < size and not self._abort.is_set():
                 waiting = len(self._pending)
                 await asyncio.sleep(_ARRIVAL_GAP_S)
-            size = self.config.max_num_seqs
             batch, self._pending = self._pending[:size], self._pending[size:]
             try:
-                completions = await self._generate([pending.request for pending in batch])
+                completions = await self._generate([request for request, _ in batch])
             except Exception as error:
                 # Every caller gets the error; the server stays able to answer the next request.
-                for pending in batch:
-                    if not pending.completion.done():
-                        pending.completion.set_exception(error)
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
                 continue
-            for pending, completion in zip(batch, completions, strict=True):
-                if not pending.completion.done():
-                    pending.completion.set_result(completion)
+            for (_, answer), completion in zip(batch, completions, strict=True):
+                if not answer.done():
+                    answer.set_result(completion)
 
     async def _generate(self, requests: list[Request]) -> list[Completion]:
         async with self._model_lock:
@@ -246,7 +243,6 @@ class HFServer:
                 self.model,
                 requests,
                 eos_token_ids=self.eos_token_ids,
-                generator=self._generator,
                 logprobs_mode=self.config.logprobs_mode,
                 aborted=self._abort.is_set,
             )
@@ -261,18 +257,18 @@ class HFServer:
 
 
 def _build_model(model_config: HFModelConfig, config: RolloutConfig) -> PreTrainedModel:
-    dtype = PrecisionType.to_dtype(config.dtype)
-    # SDPA whatever the trainer's attention is: the server has its own layout and its own cache.
+    hf_config = model_config.hf_config
+    with_encoder = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    alone = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForImageTextToText if with_encoder and not alone else AutoModelForCausalLM
     options = {
-        "attn_implementation": "sdpa",
-        "dtype": dtype,
+        "attn_implementation": "sdpa",  # whatever the trainer's is: the server has its own layout and its own cache
+        "dtype": PrecisionType.to_dtype(config.dtype),
         "trust_remote_code": model_config.trust_remote_code,
     }
     if config.load_format == "dummy":
-        model = auto_class(model_config.hf_config).from_config(deepcopy(model_config.hf_config), **options)
-    else:
-        model = auto_class(model_config.hf_config).from_pretrained(model_config.local_path, **options)
-    return model.eval()
+        return auto_class.from_config(deepcopy(hf_config), **options).eval()
+    return auto_class.from_pretrained(model_config.local_path, **options).eval()
 
 
 def _eos_token_ids(model_config: HFModelConfig) -> frozenset[int]:

@@ -1,19 +1,29 @@
-"""Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler."""
+"""Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler.
+
+In most models nothing in a layer reads what the second matrix of its MLP returns: the result goes into the sum that is
+the next layer's input. A checkpoint stops recomputing once it has what the backward needs, and so would stop in front
+of that product, a quarter of the FLOPs of a recomputed layer of Qwen3-4B. But a compiled graph runs as a whole. So the
+last product of a layer is left out of its graphs; it stays one matrix product of the same library, and nothing was
+fused with it.
+"""
+
+from __future__ import annotations
+
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler, OperatorIssue
 from torch.utils.checkpoint import CheckpointError
-
-from verl_pg_plugin.engine.last_product import last_product, leave_out
 
 DYNAMO_SETTINGS: dict[str, Any] = {
     # Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at
@@ -35,7 +45,8 @@ AUTOGRAD_SETTINGS: dict[str, Any] = {
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
 }
-"""Alike for layers that are kept and that are recomputed, whose graphs are the same, and so their gradients."""
+NORMS_BEHIND_THE_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""Of Gemma 2 and 3, OLMo 2, GLM 4 and their kin, whose backward wants the product."""
 
 COMPILING_OFF = "set ++prefix_grouper.compile_layers=False"
 OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -49,7 +60,7 @@ class LayerCompilerError(RuntimeError):
     """torch could not compile a decoder layer, or would not go on compiling it."""
 
 
-def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list[nn.Module]:
+def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
     """Compile every decoder layer in place, when it first runs.
 
     Layers are compiled one by one and not the model as a whole, so that FSDP can gather and free each one's weights
@@ -58,8 +69,7 @@ def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list
 
     Args:
         module: an unwrapped transformers model.
-        dynamic: the number of rows differs between micro-batches.
-        recomputed: layers are checkpointed, so their last product stays outside too (``engine.last_product``).
+        recomputed: layers are checkpointed, so their last product stays outside too.
 
     Returns:
         The layers.
@@ -76,27 +86,25 @@ def compile_layers(module: Any, dynamic: bool, recomputed: bool = False) -> list
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
             leave_out(product)
-        layer.forward = compile_part(layer.forward, dynamic)
+        layer.forward = compile_forward(layer.forward)
     return layers
 
 
-def compile_part(forward: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """A layer's ``forward``, compiled, or that of a part of it, which is then called from the graphs of the rest."""
-    return _of_plain_inputs(torch.compile(forward, dynamic=dynamic))
+def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's ``forward``, compiled for any number of tokens.
 
-
-def _of_plain_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled forward that gets the same kind of tensors from the recomputation of a checkpoint as from the forward.
-
+    It gets the same kind of tensors from the recomputation of a checkpoint as from the forward.
     FSDP2 hands a layer views of its inputs, and in the recomputation the inputs themselves. torch compiles a graph for
     each, the second one inside of the backward, where the checkpoint then finds operators that the forward never ran.
     Behind the hooks of a module, where FSDP2 has made its views, is its ``forward``.
     """
 
+    compiled = torch.compile(forward, dynamic=True)
+
     @wraps(forward)
     def of_plain_inputs(*args: Any, **kwargs: Any) -> Any:
         with _settings(), compiling(OF_A_CALL):
-            return forward(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+            return compiled(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
     return of_plain_inputs
 
@@ -172,5 +180,30 @@ def decoder_layers(module: Any) -> list[nn.Module]:
 
 
 def _text_part(module: Any) -> Any:
-    """All but the towers of a multimodal model, whose blocks see pictures of any size and are few beside the layers."""
+    """All but the encoders of a multimodal model, whose blocks see images of any size and are few beside the layers."""
     return module if module.config.get_text_config() is module.config else module.get_decoder()
+
+
+def last_product(layer: nn.Module) -> nn.Linear | None:
+    """The second matrix of a layer's MLP, by its name in transformers' models; None where a norm reads the product."""
+    if any(hasattr(layer, norm) for norm in NORMS_BEHIND_THE_MLP):
+        return None
+    product = getattr(getattr(layer, "mlp", None), "down_proj", None)
+    return product if type(product) is nn.Linear else None
+
+
+def leave_out(product: Any) -> None:
+    """Let a matrix stand between compiled graphs wherever gradients are wanted; call it before they are compiled.
+
+    One that is frozen stays inside, as under LoRA, whose own products come behind it.
+    """
+    product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
+
+
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled() and self.weight.requires_grad:
+        return _uncompiled(input, self.weight, self.bias)
+    return F.linear(input, self.weight, self.bias)
+
+
+_uncompiled = torch.compiler.disable(F.linear, reason="a checkpoint stops in front of it")

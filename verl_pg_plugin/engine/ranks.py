@@ -1,6 +1,12 @@
-"""Steps that succeed on every rank or fail on every rank."""
+"""What ranks tell each other; an error on one of them is raised on all.
 
-from collections.abc import Callable
+A mini-batch has one agreement, in front of its first forward. What fails later fails on its rank alone: the others wait
+for it in the collectives of the model, and torch or Ray ends the run.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,45 +18,52 @@ class RankError(RuntimeError):
     """Another rank could not go on; the message is that rank's."""
 
 
-def over_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """``value`` of every rank of the group, in rank order; this one's as it is where there is no other, or no group."""
-    if group is None or dist.get_world_size(group) == 1:
+def gather(value: T) -> list[T]:
+    """``value`` of every rank, in rank order; a collective of the host."""
+    if dist.get_world_size() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
-def on_every_rank(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run ``step`` here and on the other ranks of the group; if one fails, none goes on to wait for it.
+class Agreement:
+    """A block that every rank runs, at whose end each knows what the others have told.
+
+    ::
+
+        with Agreement() as ranks:
+            ranks.tell(what_may_fail())
+        first, *others = ranks.told
+
+    Attributes:
+        told: what every rank told, in rank order.
 
     Raises:
-        Exception: what ``step`` raised here.
-        RankError: ``step`` succeeded here and failed elsewhere.
+        Exception: what the block raised here.
+        RankError: it succeeded here and failed on another rank.
     """
-    result: list[T] = []
-    gather_on_every_rank(lambda: result.append(step()), group)  # the result itself need not travel
-    return result[0]
 
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self._mine: Any = None
 
-def gather_on_every_rank(step: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """``on_every_rank``, and what ``step`` returned on each rank, in rank order.
+    def tell(self, value: Any) -> None:
+        """Tell the other ranks something that can be pickled."""
+        self._mine = value
 
-    Raises:
-        Exception: what ``step`` raised here.
-        RankError: ``step`` succeeded here and failed elsewhere.
-    """
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = step()
-    except Exception as error:  # raised again below, once every rank knows
-        failure = error
-    message = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = over_ranks((message, result), group)
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]
-    if failed:
-        raise RankError("; ".join(failed))
-    return [result for _, result in outcomes]
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # a process that is told to stop
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        outcomes = gather((message, None if error is not None else self._mine))
+        if error is not None:
+            return  # raised on by itself
+        if failed := [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]:
+            raise RankError("; ".join(failed))
+        self.told = [value for _, value in outcomes]

@@ -1,15 +1,67 @@
-"""Put our engines in front of verl's FSDP engines; ``config.in_force`` notices when they are not.
+"""Put our engines in front of verl's FSDP engines; ``config.engine_config`` notices when they are not.
 
 verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") win over the stock ones
-without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry).
+without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry). verl
+instantiates what it finds, so an entry is a class that makes the engine which the engine config asks for.
 """
 
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
+from verl_pg_plugin import upstream
+from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead, PrefixGrouperFSDPEngineWithValueHead
+from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
+from verl_pg_plugin.engine.prepare import load_value_model
 
-_ENGINES: dict[str, type[BaseEngine]] = {
+logger = logging.getLogger(__name__)
+
+
+class StockValueModelOnCPU(FSDPEngineWithValueHead):
+    """verl's value model where there is no flash-attn, for which verl loads it."""
+
+    def _build_module(self) -> nn.Module:
+        with upstream.value_models_loaded_by(load_value_model):
+            return super()._build_module()
+
+
+class PrefixGrouperFSDPEngineWithLMHead(BaseEngine):
+    """verl's language-model engine, or ours if the engine config has ``use_prefix_grouper=True``."""
+
+    def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(engine_config, "use_prefix_grouper", False):
+            return SharedPrefixLanguageModel(model_config, engine_config, *args, **kwargs)
+        _warn_of_fault(model_config)
+        return FSDPEngineWithLMHead(model_config, engine_config, *args, **kwargs)
+
+
+class PrefixGrouperFSDPEngineWithValueHead(BaseEngine):
+    """verl's value-model engine, or ours if the engine config has ``use_prefix_grouper=True``."""
+
+    def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(engine_config, "use_prefix_grouper", False):
+            return SharedPrefixValueModel(model_config, engine_config, *args, **kwargs)
+        _warn_of_fault(model_config)
+        stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
+        return stock(model_config, engine_config, *args, **kwargs)
+
+
+def _warn_of_fault(model_config: Any) -> None:
+    """Say what stock verl is known to compute wrongly."""
+    fault = rmpad_fault(model_config.hf_config, get_device_name()) if model_config.use_remove_padding else None
+    if fault and dist.get_rank() == 0:
+        logger.warning("%s; %s", fault.why, fault.fix)
+
+
+_ENTRIES: dict[str, type[BaseEngine]] = {
     "language_model": PrefixGrouperFSDPEngineWithLMHead,
     "value_model": PrefixGrouperFSDPEngineWithValueHead,
 }
@@ -21,12 +73,12 @@ def register_engines() -> None:
     Raises:
         RuntimeError: another plugin holds one of the keys.
     """
-    for model_type, engine_cls in _ENGINES.items():
+    for model_type, entry in _ENTRIES.items():
         for strategy in FSDP_STRATEGIES:
             for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
                 key = (device, vendor) if vendor else device
                 holder = EngineRegistry._engines.get(model_type, {}).get(strategy, {}).get(key)
-                if holder is engine_cls:
+                if holder is entry:
                     continue
                 if holder is not None:
                     raise RuntimeError(
@@ -34,4 +86,4 @@ def register_engines() -> None:
                         f"engine for {key}, strategy {strategy}; only one plugin can hold it: uninstall the other, or "
                         "exclude it with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
                     )
-                EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(engine_cls)
+                EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(entry)

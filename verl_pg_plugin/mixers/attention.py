@@ -8,12 +8,10 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
-from verl_pg_plugin.attention.kernels.specs import AttentionNeeds
+from verl_pg_plugin.attention.kernels import AttentionNeeds
 from verl_pg_plugin.mixers.protocol import PairCost
-from verl_pg_plugin.reason import Reason
 
-# Learned sinks enter the softmax next to the keys; nothing in their config or class says so.
-SINK_MODEL_TYPES = frozenset({"gpt_oss"})
+# Learned sinks enter the softmax next to the keys; nothing in their config or class says so. gpt-oss's are computed.
 UNTRIED_SINK_MODEL_TYPES = frozenset({"deepseek_v4", "openai_privacy_filter"})
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -28,15 +26,15 @@ class Attention:
     carries: ClassVar[bool] = True
     mixes_padded_groups: ClassVar[bool] = True
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(self, config: PretrainedConfig) -> list[str]:
         reasons = []
         if config.model_type in UNTRIED_SINK_MODEL_TYPES:
-            reasons.append(Reason(f"{config.model_type} adds learned attention sinks to the softmax"))
+            reasons.append(f"{config.model_type} adds learned attention sinks to the softmax")
         if getattr(config, "index_topk", None):
-            reasons.append(Reason(f"{config.model_type} selects keys with a sparse-attention indexer"))
+            reasons.append(f"{config.model_type} selects keys with a sparse-attention indexer")
         return reasons
 
-    def machine_obstacles(self, device_name: str) -> list[Reason]:
+    def machine_obstacles(self, device_name: str) -> list[str]:
         """None here: which kernel runs is an option with rules of its own."""
         return []
 
@@ -83,7 +81,6 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     return AttentionNeeds(
         frozenset(widths),
         softcap=bool(getattr(config, "attn_logit_softcapping", None)),
-        sinks=getattr(config, "model_type", "") in SINK_MODEL_TYPES,
     )
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from verl_pg_plugin.reason import Reason
-
 
 @dataclass(frozen=True)
 class PairCost:
@@ -27,11 +25,11 @@ class PairCost:
 class Mixer(Protocol):
     """One way in which a layer lets tokens see earlier ones, over shared rows.
 
-    A layer that mixes tokens adds one to ``SharedRows.calls[name]`` in each of its forwards, and does so outside of
+    A layer that mixes tokens adds one to ``AttentionContext.calls[name]`` in each of its forwards, and does so outside of
     compiled code (``torch.compiler.disable``): index maps differ in every micro-batch.
 
     Attributes:
-        name: the key in ``MIXERS`` and in ``SharedRows.calls``.
+        name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
         spreads_over_ranks: whether it mixes rows of a Ulysses group.
@@ -47,10 +45,10 @@ class Mixer(Protocol):
     carries: ClassVar[bool]
     mixes_padded_groups: ClassVar[bool]
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(self, config: PretrainedConfig) -> list[str]:
         """Why its layers in a model with this text config cannot share rows; empty if they can."""
 
-    def machine_obstacles(self, device_name: str) -> list[Reason]:
+    def machine_obstacles(self, device_name: str) -> list[str]:
         """What this machine lacks to run its layers on such a device, and the command that installs it."""
 
     def prepare(self, config: PretrainedConfig) -> None:

@@ -1,21 +1,37 @@
-"""Kinds of content, one file or folder each; a new one is that and its line in ``MODALITIES``."""
+"""Kinds of content, one file each; a new one is that and its line in ``MODALITIES``."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.modalities.pictures.modality import Pictures
-from verl_pg_plugin.modalities.protocol import Content, ContentInputs, Modality
-from verl_pg_plugin.modalities.text import Text
-from verl_pg_plugin.reason import Reason
+from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
+from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, Images
+from verl_pg_plugin.modalities.text import TEXT, Text
 
-__all__ = ["MODALITIES", "Content", "ContentInputs", "Modality", "modality_obstacles", "modality_of"]
+__all__ = [
+    "IMAGE_MODEL_TYPES",
+    "MODALITIES",
+    "SHARING_OFF",
+    "TEXT",
+    "BatchError",
+    "Content",
+    "ContentInputs",
+    "Images",
+    "Modality",
+    "Text",
+    "modality_obstacles",
+    "modality_of",
+]
 
-MODALITIES: dict[str, type[Modality]] = {modality.name: modality for modality in (Text, Pictures)}
+Modality: TypeAlias = Text | Images
+
+MODALITIES: dict[str, type[Modality]] = {modality.name: modality for modality in (Text, Images)}
 """Every modality by name; a model has the first that it has no obstacle to."""
 
 
-def modality_obstacles(config: PretrainedConfig) -> list[Reason]:
+def modality_obstacles(config: PretrainedConfig) -> list[str]:
     """Why no modality fits a model, in the words of the first; empty if one does."""
     obstacles = [modality.obstacles(config) for modality in MODALITIES.values()]
     return obstacles[0] if all(obstacles) else []
@@ -30,4 +46,4 @@ def modality_of(config: PretrainedConfig) -> Modality:
     for modality in MODALITIES.values():
         if not modality.obstacles(config):
             return modality.of(config)
-    raise ValueError("; ".join(reason.why for reason in modality_obstacles(config)))
+    raise ValueError("; ".join(modality_obstacles(config)))

@@ -12,9 +12,7 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import Layout
 from verl_pg_plugin.layout.prefix_order import IntArray
-from verl_pg_plugin.modalities.batch_error import SHARING_OFF, BatchError
-from verl_pg_plugin.modalities.protocol import Content, ContentInputs
-from verl_pg_plugin.reason import Reason
+from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
 TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
@@ -23,48 +21,76 @@ TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 
 @dataclass(frozen=True)
 class Text:
-    """Language models, those with other inputs where a batch has none."""
+    """Language models, those with other inputs where a batch has none.
+
+    Attributes:
+        name: the key in ``MODALITIES``.
+        in_padded_groups: whether PrefixGrouper's padded groups hold it, and not packed mode only.
+        replaced_by_verl: whether verl puts forwards of its own into the classes of models that read it.
+        num_reserved_tokens: padding tokens that ``inputs`` may ask for.
+        encoders: sub-configs of the parts that compute what it puts in place of tokens.
+    """
 
     name: ClassVar[str] = "text"
     in_padded_groups: ClassVar[bool] = True
     replaced_by_verl: ClassVar[bool] = False
-    num_reserved_rows: ClassVar[int] = 0
-    towers: ClassVar[tuple[str, ...]] = ()
+    num_reserved_tokens: ClassVar[int] = 0
+    encoders: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def obstacles(cls, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(cls, config: PretrainedConfig) -> list[str]:
+        """Why a model with this config does not take this content, or not with shared prefixes; empty if it does."""
         if config.model_type in TEXT_ALONE:
             return []
         found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
         if found:
-            return [Reason(f"{config.model_type} is multimodal ({found[0]}); only text models are supported")]
+            return [f"{config.model_type} is multimodal ({found[0]}); only text models are supported"]
         rope: Any = getattr(config, "rope_parameters", None) or {}
         if "mrope_section" in rope:
-            return [Reason(f"{config.model_type} uses three-dimensional position ids (mrope)")]
+            return [f"{config.model_type} uses three-dimensional position ids (mrope)"]
         return []
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Text:
+        """What a model with this config reads."""
         return cls()
 
     def install(self, module: Any) -> None:
-        """Nothing to do."""
+        """Make an unwrapped transformers model read it over tokens that may be spread over ranks."""
 
     def read(self, data: TensorDict) -> Content:
+        """The content of a batch in verl's no-padding format.
+
+        Raises:
+            BatchError: it holds something else.
+        """
         tokens, offsets = read_tokens(data)
-        if any(multi_modal_rows(data)):
+        if any(multi_modal_inputs(data)):
             raise BatchError(f"packed mode reads text only, and the batch has multi_modal_inputs; {SHARING_OFF}")
-        _check_positions(data, offsets)
+        # Sharing compares tokens only, so positions must count in each of their dimensions.
+        positions, expected = read_positions(data), counted(offsets)
+        if positions is not None and (positions.shape[-1] != len(expected) or not (positions == expected).all()):
+            raise BatchError(
+                f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {SHARING_OFF}"
+            )
         return Content(tokens=tokens, keys=tokens, offsets=offsets)
 
-    def num_padding_rows(self, layout: Layout, runs_tower: bool) -> int:
+    def num_padding_tokens(self, layout: Layout, runs_encoder: bool) -> int:
+        """Padding tokens that ``inputs`` needs behind those of the layout."""
         return 0
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
+        """Patches of each image that the encoder computes for a layout, and of each that its sequences show."""
         none = np.zeros(0, dtype=np.int64)
         return none, none
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_tower: bool) -> ContentInputs | None:
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs | None:
+        """What the model reads beside the tokens of a layout; None where tokens are all.
+
+        Args:
+            layout: of ``micro_batch``, or of some of its sequences that come first.
+            runs_encoder: whether the vision encoder must run even if the tokens have nothing for it.
+        """
         return None
 
 
@@ -100,7 +126,7 @@ def read_positions(data: TensorDict) -> IntArray | None:
     return position_ids.values().detach().cpu().numpy()
 
 
-def multi_modal_rows(data: TensorDict) -> list[dict[str, Any]]:
+def multi_modal_inputs(data: TensorDict) -> list[dict[str, Any]]:
     """What verl's processor made of each sequence beside its tokens, empty where that is nothing."""
     rows = data.get("multi_modal_inputs", None)
     return [] if rows is None else [dict(getattr(row, "data", row) or {}) for row in rows]
@@ -109,15 +135,3 @@ def multi_modal_rows(data: TensorDict) -> list[dict[str, Any]]:
 def counted(offsets: IntArray) -> IntArray:
     """Positions (N,) that count 0, 1, 2, ... in every sequence."""
     return np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-
-
-def _check_positions(data: TensorDict, offsets: IntArray) -> None:
-    """Positions must count in each of their dimensions: sharing compares tokens only."""
-    positions = read_positions(data)
-    if positions is None:
-        return
-    expected = counted(offsets)
-    if positions.shape[-1] != len(expected) or not (positions == expected).all():
-        raise BatchError(
-            f"position_ids do not count 0, 1, 2, ... in every sequence, which packed mode needs; {SHARING_OFF}"
-        )

@@ -20,12 +20,9 @@ from verl.utils.ulysses import (
     ulysses_pad_and_slice_inputs,
 )
 
+from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
 from verl_pg_plugin.attention.interface import ATTENTION_NAME
-from verl_pg_plugin.attention.kernels.selection import VarlenKernel, select_kernel
-from verl_pg_plugin.attention.packed_rows import PackedRows
-from verl_pg_plugin.attention.padded_groups import PaddedGroups
-from verl_pg_plugin.attention.shared_rows import SharedRows
-from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -61,7 +58,7 @@ class TrunkInputs:
     input_ids: torch.Tensor | None
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | dict | None = None
-    prefix_grouper: SharedRows | None = None
+    prefix_grouper: AttentionContext | None = None
     padded_rows: torch.Tensor | None = None
     padded_shape: tuple[int, int] = (0, 0)
     num_sp_padding: int | None = None
@@ -118,7 +115,7 @@ def pack_padded(
     rows, indices, cu_seqlens, max_seqlen, *_ = unpad_input(input_ids.unsqueeze(-1), mask)
     positions = index_first_axis(position_ids.expand_as(input_ids).reshape(-1, 1), indices)
     cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a row of padding is no segment
-    segments = PackedRows.unshared(kernel_of(config, input_ids.device), cu_seqlens, int(max_seqlen), len(rows))
+    segments = PackedAttention.unshared(kernel_of(config, input_ids.device), cu_seqlens, int(max_seqlen), len(rows))
     batch_size, seqlen = input_ids.shape
     return _over_ranks(rows.T, positions.T, segments, indices, (batch_size, seqlen))
 
@@ -136,7 +133,7 @@ def use_layout(
             raise ValueError(f"prefix_grouper lays out {layout.num_rows} rows, but {name} is {tuple(rows.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    packed = PackedRows.from_layout(layout, kernel_of(config, input_ids.device), input_ids.device)
+    packed = PackedAttention(layout, kernel_of(config, input_ids.device), input_ids.device)
     return _over_ranks(input_ids, position_ids, packed)
 
 
@@ -170,11 +167,11 @@ def use_padded_groups(
             "a PrefixGrouper's padded groups cannot be spread over a Ulysses group; pass a PackedLayout "
             "(use_remove_padding=True) or set ulysses_sequence_parallel_size=1"
         )
-    groups = PaddedGroups(grouper, kernel_of(config, input_ids.device))
+    groups = PaddedGroupsAttention(grouper, kernel_of(config, input_ids.device))
     return TrunkInputs(input_ids, position_ids, NO_MASK, groups)
 
 
-def kernel_of(config: PretrainedConfig, device: torch.device) -> VarlenKernel:
+def kernel_of(config: PretrainedConfig, device: torch.device) -> Kernel:
     """The varlen kernel that belongs to the model's attention implementation.
 
     Raises:
@@ -190,7 +187,7 @@ def kernel_of(config: PretrainedConfig, device: torch.device) -> VarlenKernel:
 
 
 @cache
-def _selected(name: str, device_type: str) -> VarlenKernel:
+def _selected(name: str, device_type: str) -> Kernel:
     """Once, and not in every forward: selecting reads the metadata of packages."""
     return select_kernel(name, device_type)
 
@@ -198,14 +195,14 @@ def _selected(name: str, device_type: str) -> VarlenKernel:
 def _over_ranks(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    over_all_rows: SharedRows,
+    inner: AttentionContext,
     padded_rows: torch.Tensor | None = None,
     padded_shape: tuple[int, int] = (0, 0),
 ) -> TrunkInputs:
     """Pad (1, T) rows to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
     sp_size = get_ulysses_sequence_parallel_world_size()
     if sp_size == 1:
-        return TrunkInputs(input_ids, position_ids, NO_MASK, over_all_rows, padded_rows, padded_shape)
-    shared = UlyssesRows(over_all_rows, input_ids.shape[1], get_ulysses_sequence_parallel_group())
+        return TrunkInputs(input_ids, position_ids, NO_MASK, inner, padded_rows, padded_shape)
+    shared = UlyssesAttention(inner, input_ids.shape[1], get_ulysses_sequence_parallel_group())
     input_ids, position_ids, num_sp_padding = ulysses_pad_and_slice_inputs(input_ids, position_ids, sp_size)
     return TrunkInputs(input_ids, position_ids, NO_MASK, shared, padded_rows, padded_shape, num_sp_padding)

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from verl_pg_plugin.attention.shared_rows import SharedRows
+from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.models.packed_inputs import NO_MASK, TrunkInputs, pack_padded, use_layout, use_padded_groups
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from prefix_grouper import PrefixGrouper
 
-    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | SharedRows
+    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | AttentionContext
 
 
 class PackedInputsMixin:
@@ -60,7 +60,7 @@ class PackedInputsMixin:
             use_cache: None asks for no cache when the batch is packed.
             logits_to_keep: as in transformers: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
-                groups. ``PackedLayout``: packed rows. ``SharedRows``: rows (or this rank's slice of them) that the
+                groups. ``PackedLayout``: packed rows. ``AttentionContext``: rows (or this rank's slice of them) that the
                 caller prepared; they are run as they are.
 
         Returns:
@@ -118,7 +118,7 @@ class PackedInputsMixin:
         position_ids: torch.Tensor | None,
         prefix_grouper: PrefixGrouperLike,
     ) -> TrunkInputs:
-        prepared = isinstance(prefix_grouper, SharedRows)
+        prepared = isinstance(prefix_grouper, AttentionContext)
         if (prepared or isinstance(prefix_grouper, PackedLayout)) and attention_mask is not None:
             raise ValueError("this prefix_grouper says which rows exist: pass attention_mask=None with it")
         if isinstance(prefix_grouper, PackedLayout):
@@ -131,7 +131,7 @@ class PackedInputsMixin:
 
         if not isinstance(prefix_grouper, PrefixGrouper):
             raise TypeError(
-                "prefix_grouper must be a PrefixGrouper, PackedLayout or SharedRows, not "
+                "prefix_grouper must be a PrefixGrouper, PackedLayout or AttentionContext, not "
                 f"{type(prefix_grouper).__qualname__}"
             )
         return use_padded_groups(self.config, input_ids, attention_mask, position_ids, prefix_grouper)

@@ -2,7 +2,7 @@
 
 Where the plugin is in force and a run shares prefixes, this happens by itself: V1 looks its trainer up by name and gets
 the class registered under that name through ``keep_groups``, whoever registered it; V0's trainers, and those of
-recipes derived from them, deal groups out at the end of verl's own ``_balance_batch`` (``upstream/``). A trainer that
+recipes derived from them, assign groups at the end of verl's own ``_balance_batch`` (``upstream/``). A trainer that
 neither way reaches is wrapped where it is made::
 
     from verl_pg_plugin.trainer import keep_groups
@@ -14,18 +14,58 @@ neither way reaches is wrapped where it is made::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import sys
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from verl_pg_plugin.trainer.any_trainer import keep_groups
+from verl_pg_plugin.trainer.groups import KeepsGroups, NumMiniBatches, mini_batches_of_config
+from verl_pg_plugin.trainer.v0 import KeepsGroupsV0
+from verl_pg_plugin.trainer.v1 import KeepsGroupsV1
 
 __all__ = ["keep_groups"]
 
+TrainerT = TypeVar("TrainerT")
 
-def __getattr__(name: str) -> Any:
-    """Every process of a run imports this package for a name, and one needs the trainers behind it."""
-    if name != "keep_groups":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl_pg_plugin.trainer.any_trainer import keep_groups
+KINDS: tuple[tuple[str, str, type[KeepsGroups]], ...] = (
+    ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", KeepsGroupsV1),
+    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", KeepsGroupsV0),
+)
+"""Module and name of verl's two base classes, and what goes in front of a class derived from them."""
 
-    return keep_groups
+
+def keep_groups(
+    trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches = mini_batches_of_config
+) -> type[TrainerT]:
+    """A subclass whose ranks get whole groups, in runs that share prefixes; in others it does what its base does.
+
+    The base's own ``_balance_batch`` runs first and may pad, filter or replace the batch; the order of what it leaves
+    is ours. All else about the trainer stays, ``fit`` and ``step`` too: they get whole groups where they call the
+    balance, and a trainer that updates its actor without it is warned about once.
+
+    Args:
+        trainer_cls: derived from verl's V1 ``PPOTrainer`` or V0 ``RayPPOTrainer``; one that keeps groups already is
+            returned as it is.
+        num_mini_batches: for a trainer that does not divide batches by ``actor.ppo_mini_batch_size``.
+
+    Raises:
+        TypeError: the class is derived from neither.
+    """
+    if issubclass(trainer_cls, KeepsGroups):
+        return trainer_cls
+    return _wrapped(trainer_cls, num_mini_batches)  # type: ignore[arg-type]  # mypy finds no __hash__ in a type
+
+
+@functools.cache
+def _wrapped(trainer_cls: Any, num_mini_batches: NumMiniBatches) -> Any:
+    for module, name, mixin in KINDS:
+        # Whoever derives from a class has imported it; a version of verl need not have both.
+        base = getattr(sys.modules.get(module), name, None)
+        if base is not None and issubclass(trainer_cls, base):
+            members = {
+                "__doc__": trainer_cls.__doc__,
+                "__module__": trainer_cls.__module__,
+                "num_mini_batches": staticmethod(num_mini_batches),
+            }
+            return type(trainer_cls)(f"Group{trainer_cls.__name__}", (mixin, trainer_cls), members)
+    bases = " nor ".join(f"{module}.{name}" for module, name, _ in KINDS)
+    raise TypeError(f"{trainer_cls.__module__}.{trainer_cls.__qualname__} is derived from neither {bases}")

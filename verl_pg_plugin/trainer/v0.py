@@ -8,16 +8,15 @@ import numpy as np
 import torch
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
-from verl_pg_plugin.trainer.keeps_groups import KeepsGroups, NumMiniBatches
-from verl_pg_plugin.trainer.whole_groups import (
+from verl_pg_plugin.planning.sessions import common_prefix
+from verl_pg_plugin.trainer.groups import (
+    KeepsGroups,
+    NumMiniBatches,
+    Samples,
     actor_flops,
-    balance_metrics,
-    deal_groups,
+    group_order,
     mini_batches_of_config,
-    num_ranks_of,
     some_prompts,
-    write_rollout_lengths,
 )
 
 __all__ = ["KeepsGroupsV0", "regroup"]
@@ -50,9 +49,10 @@ def regroup(
     """Reorder a V0 trainer's batch so that ranks and mini-batches hold whole groups and finish together.
 
     Args:
-        trainer: derived from verl's ``RayPPOTrainer``; remembers as ``model_flops`` what its actor's rows cost.
+        trainer: derived from verl's ``RayPPOTrainer``; remembers as ``model_flops`` what its actor's tokens cost.
         batch: ``DataProto`` of B sequences with ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid`` (B,).
         metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours.
+        logging_prefix: of verl's figures.
         num_mini_batches: optimizer steps that the trainer divides the batch into.
 
     Raises:
@@ -63,16 +63,13 @@ def regroup(
     prompts = batch.batch["prompts"]
     mask, width = batch.batch["attention_mask"].long(), prompts.shape[1]
     uids = batch.non_tensor_batch["uid"].tolist()
-    rows = BatchRows(
+    samples = Samples(
         uids=uids,
-        sessions=np.arange(len(uids)),  # V0 has one row a session
+        sessions=np.arange(len(uids)),  # V0 has one sequence a session
         places=np.zeros(len(uids), dtype=np.int64),
         prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
         response_lengths=mask[:, width:].sum(dim=1).numpy(),
         common_tokens=common_prefix([prompts[row, mask[row, :width] > 0].numpy() for row in some_prompts(uids)]),
     )
-    num_ranks = num_ranks_of(trainer.actor_rollout_wg)
-    balance = deal_groups(rows, trainer.model_flops, num_ranks, num_mini_batches(trainer, len(rows.uids)))
-    batch.reorder(torch.from_numpy(balance.order))
-    write_rollout_lengths(trainer, rows.select(balance.order))
-    metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
+    order = group_order(trainer, samples, metrics, logging_prefix, num_mini_batches)
+    batch.reorder(torch.from_numpy(order))

@@ -7,18 +7,10 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from verl_pg_plugin.batching.session_order import BatchRows, common_prefix
-from verl_pg_plugin.trainer.console import console
-from verl_pg_plugin.trainer.keeps_groups import KeepsGroups
-from verl_pg_plugin.trainer.modes import PREFIX
-from verl_pg_plugin.trainer.whole_groups import (
-    ESTIMATED_ROWS,
-    balance_metrics,
-    deal_groups,
-    num_ranks_of,
-    some_prompts,
-    write_rollout_lengths,
-)
+from verl_pg_plugin.config.keys import TRAINER_PREFIX
+from verl_pg_plugin.planning.sessions import common_prefix
+from verl_pg_plugin.trainer.gain import log_gain
+from verl_pg_plugin.trainer.groups import ESTIMATED_TOKENS, KeepsGroups, Samples, group_order, some_prompts
 
 __all__ = ["KeepsGroupsV1"]
 
@@ -28,15 +20,8 @@ class KeepsGroupsV1(KeepsGroups):
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         # verl compares the mode with "sync" to choose the replay buffer and how checkpoints are taken.
-        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(TRAINER_PREFIX)
         super().__init__(config, *args, **kwargs)
-
-    def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, with a line for each step on the console and the gain at the end; see ``prefix_grouper.console``."""
-        if self.model_flops is None:
-            return super().fit(*args, **kwargs)  # type: ignore[misc]
-        with console(self.config, getattr(self, "total_training_steps", None)):
-            super().fit(*args, **kwargs)  # type: ignore[misc]
 
     def _balance_batch(
         self, batch: Any, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
@@ -46,20 +31,17 @@ class KeepsGroupsV1(KeepsGroups):
         if self.model_flops is None:
             return batch
         keys = [key.rsplit("_", 2) for key in batch.keys]
-        rows = BatchRows(
-            uids=[uid for uid, _, _ in keys],
+        uids = [uid for uid, _, _ in keys]
+        samples = Samples(
+            uids=uids,
             sessions=np.array([int(session) for _, session, _ in keys]),
             places=np.array([int(place) for _, _, place in keys]),
             prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
             response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
-            common_tokens=self._common_tokens(batch, [uid for uid, _, _ in keys]),
+            common_tokens=self._common_tokens(batch, uids),
         )
-        num_ranks = num_ranks_of(self.actor_rollout_wg)
-        balance = deal_groups(rows, self.model_flops, num_ranks, type(self).num_mini_batches(self, len(rows.uids)))
-        rollouts = [row for row in balance.order if not batch.tags[row].get("is_padding")]
-        write_rollout_lengths(self, rows.select(rollouts))
-        batch.reorder(balance.order.tolist())
-        metrics.update(balance_metrics(balance, rows.lengths, num_ranks, logging_prefix))
+        order = group_order(self, samples, metrics, logging_prefix, type(self).num_mini_batches)
+        batch.reorder(order.tolist())
         self._is_balanced = True
         return batch
 
@@ -76,10 +58,11 @@ class KeepsGroupsV1(KeepsGroups):
         return common_prefix([prompt.numpy() for prompt in prompts.unbind()])
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Hold the rows that the balance expected against those that the engine has computed."""
+        """Hold the tokens that the balance expected against those that the engine has computed, and log the gain."""
         batch = super()._update_actor(batch, metrics)
         engine = "actor/prefix_grouper/"
-        if ESTIMATED_ROWS in metrics and f"{engine}physical_tokens" in metrics:
-            real = float(metrics[f"{engine}physical_tokens"] - metrics[f"{engine}padding_tokens"])
-            metrics["prefix_grouper/balance/estimated_over_real_rows"] = metrics[ESTIMATED_ROWS] / real
+        if ESTIMATED_TOKENS in metrics and f"{engine}physical_tokens" in metrics:
+            computed = float(metrics[f"{engine}physical_tokens"] - metrics[f"{engine}padding_tokens"])
+            metrics["prefix_grouper/balance/estimated_over_real_rows"] = metrics[ESTIMATED_TOKENS] / computed
+        log_gain(self, metrics)
         return batch

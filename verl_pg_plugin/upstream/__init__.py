@@ -25,11 +25,8 @@ from verl_pg_plugin.upstream.engines import (
 from verl_pg_plugin.upstream.entry_points import (
     call_before_run,
     call_before_validation,
-    show_config_by,
-    steps_shown_by,
 )
 from verl_pg_plugin.upstream.trainers import (
-    fit_v0_within,
     look_up_group_trainers,
     regroup_after_v0_balance,
     verls_groups_off,
@@ -40,15 +37,12 @@ __all__ = [
     "call_before_run",
     "call_before_validation",
     "drop_unreduced_gradients",
-    "fit_v0_within",
     "forget_failed_pass",
     "forget_offloaded_activations",
     "forwards_left_alone",
     "look_up_group_trainers",
     "micro_batches_cut_by",
     "regroup_after_v0_balance",
-    "show_config_by",
-    "steps_shown_by",
     "use_single_gloo_backend",
     "use_unpinned_offload",
     "value_models_loaded_by",

@@ -1,14 +1,12 @@
-"""Where a run starts: verl's entry points, what they print, and the loggers of its V1 trainer."""
+"""Where a run starts: verl's entry points."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from verl_pg_plugin.upstream.changed import UpstreamChangedError, check_parameters, names_of_verl
+from verl_pg_plugin.upstream.changed import check_parameters, names_of_verl
 
 
 def call_before_validation(action: Callable[[Any], None]) -> None:
@@ -71,66 +69,3 @@ def call_before_run(action: Callable[[Any], None]) -> None:
 
     act_then_run.calls_before = True  # type: ignore[attr-defined]
     patched.run_ppo = act_then_run
-
-
-def show_config_by(show: Callable[[Any], None]) -> None:
-    """Let verl's task runners hand the config to ``show`` where they would print it.
-
-    What: ``pprint`` as ``verl.trainer.main_ppo`` sees it, and ``__main__`` where that is the running entry point. Ray
-    copies task runners with the names that they see, so it counts in the process that starts them. Left there.
-    Why: each run begins with 1,000 lines of config, and there is no setting for it. Hydra keeps the same in a file.
-    Versions: verl 0.9.0 and 0.9.1.
-    Remove when: verl leaves the config out of the log, or asks a setting.
-
-    Args:
-        show: a function of a module, which Ray can send by name; takes what verl would have printed.
-
-    Raises:
-        UpstreamChangedError: the entry point no longer prints the config by that name.
-    """
-    from verl.trainer import main_ppo
-
-    main = sys.modules["__main__"]
-    running = getattr(getattr(main, "__spec__", None), "name", "") == "verl.trainer.main_ppo"
-    for module in (main_ppo, *([main] if running else [])):
-        if not hasattr(module, "pprint"):
-            raise UpstreamChangedError(
-                "verl.trainer.main_ppo no longer prints the config with pprint; set ++prefix_grouper.console=full"
-            )
-        module.pprint = show
-
-
-@contextmanager
-def steps_shown_by(console: Any, v0: bool = False) -> Iterator[None]:
-    """Within the block, verl's trainer of this process shows steps on ``console`` and no progress bar beside it.
-
-    What: ``verl.utils.logger.LocalLogger``, which ``verl.utils.tracking.Tracking`` imports when it is built with the
-    logger ``console``, and ``tqdm`` as ``verl.trainer.ppo.v1.trainer_base`` sees it, for V0
-    ``verl.trainer.ppo.ray_trainer``; put back at the end of the block.
-    Why: a step is one line of a hundred metrics, and loggers of other plugins cannot be registered.
-    Versions: verl 0.9.0 and 0.9.1.
-    Remove when: ``Tracking`` takes loggers of other packages.
-
-    Args:
-        console: has ``log(data, step)`` and ``flush()``.
-        v0: whether the trainer is one of V0.
-
-    Raises:
-        UpstreamChangedError: one of the two is gone.
-    """
-    from verl.utils import logger as loggers
-
-    if v0:
-        from verl.trainer.ppo import ray_trainer as trainers
-    else:
-        from verl.trainer.ppo.v1 import trainer_base as trainers
-
-    if not (hasattr(loggers, "LocalLogger") and hasattr(trainers, "tqdm")):
-        raise UpstreamChangedError("verl's console logger or progress bar has moved; set ++prefix_grouper.console=full")
-    local_logger, tqdm = loggers.LocalLogger, trainers.tqdm
-    loggers.LocalLogger = lambda print_to_console=True: console
-    trainers.tqdm = functools.partial(tqdm, disable=True)
-    try:
-        yield
-    finally:
-        loggers.LocalLogger, trainers.tqdm = local_logger, tqdm

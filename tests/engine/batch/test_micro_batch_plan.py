@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from tests.engine.threads import EVERYONE, on_threads
 from tests.support import PACKED_MODE, group
-from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.batch.layout_field import export_of, runs_tower
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches

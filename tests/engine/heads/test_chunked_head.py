@@ -21,7 +21,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures import skeleton
 from verl_pg_plugin.engine.heads import chunked_head
 from verl_pg_plugin.engine.heads.chunked_head import ChunkedHead
 from verl_pg_plugin.engine.heads.lm_head import HeadJob

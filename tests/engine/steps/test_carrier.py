@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.support import group
-from verl_pg_plugin.attention.carry_stack import CarryBlock
+from verl_pg_plugin.attention.cache import CachedTokens
 from verl_pg_plugin.engine.batch.layout_field import set_export, set_layout
 from verl_pg_plugin.engine.steps.carry import Carrier
 from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout, idle_export
@@ -33,7 +33,7 @@ def micro_batch_with(layout: CarriedLayout) -> TensorDict:
 def carrier() -> Carrier:
     """With two rows on its stack."""
     carrier = Carrier(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)))
-    carrier.stack.push(CarryBlock(0, 2, {(0, 0): torch.ones(2)}, {(0, 0): torch.ones(2)}, torch.ones(2, 1)))
+    carrier.stack.push(CachedTokens(0, 2, {(0, 0): torch.ones(2)}, {(0, 0): torch.ones(2)}, torch.ones(2, 1)))
     return carrier
 
 
@@ -87,6 +87,6 @@ def test_an_export_runs_in_evaluation_and_leaves_each_module_as_it_was() -> None
     batch = micro_batch_with(layout)
     set_export(batch, idle_export(TOKENS, OFFSETS))
     carrier = Carrier(module)
-    carrier.stack.push(CarryBlock(0, 2))
+    carrier.stack.push(CachedTokens(0, 2))
     carrier.forward_step(step, step, batch, None, False)
     assert seen == [([False] * 3, False), ([True, True, False], True)]

@@ -21,8 +21,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention.carried_rows import CarriedRows, Carrying
-from verl_pg_plugin.attention.carry_stack import CarryBlock, CarryStack
+from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.steps.carry import Carrier
@@ -117,27 +116,22 @@ def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> No
     assert rows["never"] > rows["auto"] + 19
 
 
-@pytest.mark.parametrize("owed", ["key_value_sums", "column_sums"])
+@pytest.mark.parametrize("outputs", [False, True])
 def test_a_gradient_that_is_not_handed_back_is_noticed_here(
-    qwen3: str, engine: Any, owed: str, monkeypatch: pytest.MonkeyPatch
+    qwen3: str, engine: Any, outputs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: without the sums the case above is far off."""
-    stack = "verl_pg_plugin.attention.carry_stack.CarryStack.pop"
-    from verl_pg_plugin.attention.carry_stack import CarryStack
+    """Negative control: without pending gradients the case above is far off."""
+    pop = PrefixCache.pop
 
-    pop = CarryStack.pop
-
-    def forgetful(self: CarryStack, keep: int) -> list:
+    def forgetful(self: PrefixCache, keep: int) -> list:
         blocks = pop(self, keep)
         for block in blocks:
-            if owed == "column_sums" and block.column_sums is not None:
-                block.column_sums.zero_()
-            elif owed == "key_value_sums":
-                for tensor in block.key_value_sums.values():
-                    tensor.zero_()
+            for place, pending in block.pending.items():
+                if (place == OUTPUTS) == outputs:
+                    pending.zero_()
         return blocks
 
-    monkeypatch.setattr(stack, forgetful)
+    monkeypatch.setattr(PrefixCache, "pop", forgetful)
     batch = batch_of("a_trie_of_three_levels")
     with pytest.raises(AssertionError, match="gradient of"):
         assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, actor_loss()))
@@ -158,14 +152,13 @@ def test_an_error_inside_a_chain_leaves_the_next_batch_clean(qwen3: str, engine:
             engine.forward_backward_batch(clone(batch), failing)
     del caught  # and with it the frames that the error came through
     gc.collect()
-    of_a_chain = (Carrier, CarryStack, CarryBlock, Carrying, CarriedRows)
+    of_a_chain = (Carrier, PrefixCache, CachedTokens, CacheAccess)
     assert not [held for held in gc.get_objects() if type(held) in of_a_chain], "a graph or a stack is still there"
     assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, loss))
 
 
 OPTIONS: dict[str, dict] = {
     "attention is recomputed": {"engine": {"recompute_attention": True}},
-    "layers keep their activations": {"engine": {"keep_activations": "all"}},
     "no checkpointing": {"model": {"enable_gradient_checkpointing": False}},
     "static rows and the head in chunks": {"engine": {"static_rows": True, "logits_chunk_size": 5}},
     "every micro-batch is reduced": {

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl_pg_plugin.attention.gather import GatherIndex, gather_rows, to_device
+from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
 from verl_pg_plugin.layout import PackedLayout
 
 Convolution = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +32,7 @@ class Windows:
         place: (F,) int64 where, in the windows one after the other.
     """
 
-    gather: GatherIndex
+    gather: Gather
     missing: torch.Tensor
     fixed: torch.Tensor
     place: torch.Tensor
@@ -48,7 +48,7 @@ class Windows:
         rows = layout.kv_rows[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
         segment, column = np.nonzero(~missing & (offset >= 0))
         return cls(
-            gather=GatherIndex.of_rows(rows.reshape(-1), layout.num_rows, device),
+            gather=Gather.of(to_device(rows.reshape(-1), torch.int32, device), layout.num_rows),
             missing=to_device(missing, torch.bool, device),
             fixed=to_device(rows[segment, column], torch.int64, device),
             place=to_device(segment * 2 * reach + column, torch.int64, device),
@@ -67,7 +67,7 @@ def convolve(x: torch.Tensor, windows: Windows, convolution: Convolution) -> tor
         (1, D, T).
     """
     plain = convolution(x)
-    gathered = gather_rows(x.squeeze(0).transpose(0, 1), windows.gather)
+    gathered = gather_tokens(x.squeeze(0).transpose(0, 1), windows.gather)
     window_SLD = gathered.view(*windows.missing.shape, -1).masked_fill(windows.missing.unsqueeze(-1), 0.0)
     edges_KD = convolution(window_SLD.transpose(1, 2)).transpose(1, 2).flatten(0, 1)
     return plain.index_copy(2, windows.fixed, edges_KD.index_select(0, windows.place).T.unsqueeze(0))

@@ -16,8 +16,6 @@ from importlib.util import find_spec
 import torch
 from packaging.version import Version
 
-from verl_pg_plugin.reason import Reason
-
 WRONG_ON_HOPPER = (Version("3.4"), Version("3.7.1"))
 """Triton from the first up to, and without, the second."""
 HOPPER = 9
@@ -25,7 +23,7 @@ INSTALL_FLA = "pip install fla-core"
 INSTALL_TRITON = "pip install --no-deps 'triton>=3.7.1', or pip install tilelang"
 
 
-def kernel_obstacles(device_name: str) -> list[Reason]:
+def kernel_obstacles(device_name: str) -> list[str]:
     """Why Gated DeltaNet cannot run on this machine, with the command that changes it; empty if it can.
 
     Args:
@@ -34,15 +32,13 @@ def kernel_obstacles(device_name: str) -> list[Reason]:
     if device_name != "cuda":
         return []
     if not has_fla():
-        return [
-            Reason("Gated DeltaNet needs the kernels of flash-linear-attention, which is not installed", INSTALL_FLA)
-        ]
+        return [f"Gated DeltaNet needs the kernels of flash-linear-attention, which is not installed: {INSTALL_FLA}"]
     triton = _installed("triton")
     first, fixed = WRONG_ON_HOPPER
     wrong = triton is not None and first <= triton < fixed and find_spec("tilelang") is None
     if wrong and HOPPER in gpu_generations():
         why = f"the backward of the gated delta rule is wrong on Hopper with Triton {first} to {fixed} (here {triton})"
-        return [Reason(why, INSTALL_TRITON)]
+        return [f"{why}: {INSTALL_TRITON}"]
     return []
 
 

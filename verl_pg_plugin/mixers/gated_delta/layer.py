@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl_pg_plugin.attention.shared_rows import SharedRows
+from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.mixers.gated_delta.convolution import Windows, convolve, plain_convolution
 from verl_pg_plugin.mixers.gated_delta.recurrence import Levels, delta_rule_over
 
 GATED_DELTA = "gated_delta"
-"""Under this name ``SharedRows.calls`` counts Gated DeltaNet layers."""
+"""Under this name ``AttentionContext.calls`` counts Gated DeltaNet layers."""
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"
 """Attributes of transformers' modules; all else in them looks at one row at a time."""
@@ -33,7 +33,7 @@ class SharedRowOps:
 
     def __init__(self, module: nn.Module) -> None:
         self.convolution, self.rule = getattr(module, CONVOLUTION), getattr(module, DELTA_RULE)
-        self.rows: SharedRows | None = None
+        self.rows: AttentionContext | None = None
         self.convolved = False
 
     @torch.compiler.disable
@@ -92,10 +92,9 @@ class SharedRowOps:
             tuple(x[0, :num_rows] for x in (query, key, value, g, beta)),
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         )
-        rows.calls[GATED_DELTA] += 1
-        return F.pad(rows.rounded(out), (0, 0, 0, 0, 0, query.shape[1] - num_rows)).unsqueeze(0), None
+        return F.pad(rows.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, query.shape[1] - num_rows)).unsqueeze(0), None
 
-    def _rows(self, kwargs: dict[str, Any]) -> tuple[SharedRows, int]:
+    def _rows(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
         unsupported = [name for name, setting in kwargs.items() if setting is not None and setting is not False]
         if unsupported:
             raise RuntimeError(

@@ -9,7 +9,6 @@ from transformers import PretrainedConfig
 from verl_pg_plugin.mixers.gated_delta.kernels import kernel_obstacles
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, install
 from verl_pg_plugin.mixers.protocol import PairCost
-from verl_pg_plugin.reason import Reason
 
 LINEAR = "linear_attention"
 TEXT_MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
@@ -26,13 +25,13 @@ class GatedDelta:
     carries: ClassVar[bool] = False
     mixes_padded_groups: ClassVar[bool] = False
 
-    def obstacles(self, config: PretrainedConfig) -> list[Reason]:
+    def obstacles(self, config: PretrainedConfig) -> list[str]:
         if config.model_type in TEXT_MODEL_TYPES:
             return []
         known = ", ".join(sorted(TEXT_MODEL_TYPES))
-        return [Reason(f"{config.model_type} has linear attention that is not known to be Gated DeltaNet, as {known}")]
+        return [f"{config.model_type} has linear attention that is not known to be Gated DeltaNet, as {known}"]
 
-    def machine_obstacles(self, device_name: str) -> list[Reason]:
+    def machine_obstacles(self, device_name: str) -> list[str]:
         return kernel_obstacles(device_name)
 
     def prepare(self, config: PretrainedConfig) -> None:

@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from verl_pg_plugin.attention.interface import shared_rows_attention
+from verl_pg_plugin.attention.interface import packed_attention
 from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
 
 __all__ = ["Qwen3ForCausalLM", "Qwen3ForValue"]
@@ -51,7 +51,7 @@ class Qwen3Attention(qwen3.Qwen3Attention):
             position_embeddings: cosines and sines, (B, T, head dim) each.
             attention_mask: for transformers' attention; None with a ``prefix_grouper``.
             past_key_values: None with a ``prefix_grouper``.
-            prefix_grouper: see ``shared_rows_attention``; None runs transformers' attention.
+            prefix_grouper: see ``packed_attention``; None runs transformers' attention.
 
         Returns:
             (B, T, hidden size), and the attention weights where transformers computes them.
@@ -63,7 +63,7 @@ class Qwen3Attention(qwen3.Qwen3Attention):
         key = self.k_norm(self.k_proj(hidden_states).view(by_head)).transpose(1, 2)
         value = self.v_proj(hidden_states).view(by_head).transpose(1, 2)
         query, key = qwen3.apply_rotary_pos_emb(query, key, *position_embeddings)
-        out, _ = shared_rows_attention(
+        out, _ = packed_attention(
             self,
             query,
             key,

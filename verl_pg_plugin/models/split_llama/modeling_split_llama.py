@@ -18,7 +18,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
-from verl_pg_plugin.attention.interface import shared_rows_attention
+from verl_pg_plugin.attention.interface import packed_attention
 from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
 
 __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]
@@ -91,7 +91,7 @@ class SplitLlamaAttention(llama.LlamaAttention):
             project(hidden_states).view(by_head).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        out, _ = shared_rows_attention(
+        out, _ = packed_attention(
             self,
             query,
             key,

@@ -1,0 +1,133 @@
+"""The prefix KV cache keeps the order of a path, frees what is taken off, and sums pending gradients in float32."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
+
+KEYS = (0, "k")
+
+
+def block(start: int, stop: int) -> CachedTokens:
+    """Tokens that hold their positions: four float32 each."""
+    tokens = torch.arange(start, stop, dtype=torch.float32)
+    places = (KEYS, OUTPUTS)
+    return CachedTokens(start, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
+
+
+def test_tokens_come_off_in_the_order_of_the_path_and_others_stay() -> None:
+    cache = PrefixCache()
+    for start, stop in ((0, 3), (3, 7), (7, 9)):
+        cache.push(block(start, stop))
+    popped = cache.pop(5)
+    assert [(part.start, part.stop) for part in popped] == [(5, 7), (7, 9)]
+    for part in [*popped, *cache]:
+        tokens = torch.arange(part.start, part.stop).float()
+        assert all(torch.equal(value, tokens) for value in part.values.values())
+        assert all(torch.equal(pending, -tokens) for pending in part.pending.values())
+    assert cache.num_tokens == 5
+    assert cache.pop(5) == []
+
+
+@pytest.mark.parametrize(("start", "stop"), [(5, 6), (2, 6)], ids=["a gap", "an overlap"])
+def test_tokens_that_do_not_continue_the_path_are_an_error(start: int, stop: int) -> None:
+    cache = PrefixCache()
+    cache.push(block(0, 3))
+    with pytest.raises(RuntimeError, match=f"tokens {start} .. 6 do not continue 3 cached tokens"):
+        cache.push(block(start, stop))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 50, 97])
+def test_tokens_that_were_taken_hold_no_memory(keep: int) -> None:
+    """A view of the first four tokens of a prompt would hold the whole prompt to the end of the group."""
+    cache = PrefixCache()
+    cache.push(block(0, 100))
+    cache.pop(keep)
+    assert 16 * keep <= sum(part.num_bytes for part in cache) <= 2 * 16 * keep
+
+
+def test_many_shallow_cuts_do_not_hold_the_first_block_and_the_peak_is_the_most_there_ever_was() -> None:
+    """Growing turns: every owner takes a little, and the first cut of each keeps more than half of the one before."""
+    cache = PrefixCache()
+    cache.push(block(0, 100))
+    for keep in range(90, 0, -10):
+        cache.pop(keep)
+        assert sum(part.num_bytes for part in cache) <= 2 * 16 * keep
+    cache.push(block(10, 20))
+    assert cache.peak_bytes == 16 * 100
+
+
+def chunk(num_responses: int, first_head: int = 2, **place: int) -> CarriedLayout:
+    """Responses of one token to the prompt 1 2 3; by default a last chunk, which reads the prompt's first two."""
+    tokens = np.array([token for i in range(num_responses) for token in (1, 2, 3, 10 + i)])
+    part = ChainPart(**{"num_chain": num_responses, "num_carried": 2, **place})
+    rows = tokens, np.arange(0, len(tokens) + 1, 4), np.full(num_responses, 3)
+    return build_carried_layout(*rows, part=part, first_head=first_head, forward_only=True)
+
+
+def publishes(**options: int) -> CarriedLayout:
+    return chunk(2, num_carried=0, read_next=2, **options)
+
+
+def cached(dtype: torch.dtype, pending: float = 0.0) -> CachedTokens:
+    found = CachedTokens(0, 2)
+    for name in "kv":
+        found.put((0, name), torch.zeros(2, 1, 1, dtype=dtype), has_gradient=True)
+        found.pending[0, name] += pending
+    found.put(OUTPUTS, torch.zeros(2, 1), has_gradient=True)
+    return found
+
+
+def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks() -> None:
+    tokens = cached(torch.bfloat16)
+    access = CacheAccess(chunk(3), read=[tokens])
+    for total in (1.0, 2.0):  # chunks that ran before are not forgotten
+        gradients = torch.tensor([1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None]
+        own = access.settle_layer(0, gradients, torch.zeros_like(gradients))
+        assert tokens.pending[KEYS].flatten().tolist() == [total / 512, total]
+        assert own[0].flatten().tolist() == [5.0] * 3
+    assert not tokens.pending[0, "v"].any()
+
+
+def test_the_owner_adds_pending_gradients_before_it_rounds() -> None:
+    tokens = cached(torch.bfloat16, pending=1.0)
+    access = CacheAccess(publishes(), read=[], consumed=[tokens])
+    gradients = torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None]
+    own, _ = access.settle_layer(0, gradients, torch.zeros_like(gradients))
+    assert own.flatten().tolist() == [258.0, 2.0, 0.0, 0.0]
+    assert tokens.pending.keys() == {OUTPUTS}, "taken out, so that a graph that lives on does not hold it"
+
+
+def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_number_are_an_error() -> None:
+    publish = CachedTokens(0, 2)
+    access = CacheAccess(publishes(), read=[], publish=publish, prefill=True)
+    own = torch.ones(4, 1, 1, dtype=torch.bfloat16)
+    access.publish_layer(0, own, own)
+    assert {values.dtype for values in publish.values.values()} == {torch.bfloat16}
+    assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
+    with pytest.raises(RuntimeError, match=r"two attention layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
+        access.publish_layer(0, own, own)
+
+
+def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> None:
+    layout, tokens = publishes(first_head=0), cached(torch.float32)
+    tokens.pending[OUTPUTS].fill_(5.0)
+    own = torch.zeros(len(layout.head_rows), 1, requires_grad=True)
+    joined = CacheAccess(layout, read=[], consumed=[tokens]).join_outputs(own)
+    grad = torch.ones_like(joined)
+    joined.backward(grad)
+    assert own.grad is not None
+    assert own.grad.sum() == len(own) + 2 * 5.0
+    assert (grad == 1).all()
+
+
+def test_chunks_add_to_the_gradients_of_cached_head_outputs() -> None:
+    tokens, layout = cached(torch.float32), chunk(2, first_head=0)
+    layout = CarriedLayout(**{**vars(layout), "carried_heads": np.array([0, 1])})
+    own = torch.zeros(len(layout.head_rows), 1, requires_grad=True)
+    joined = CacheAccess(layout, read=[tokens]).join_outputs(own)
+    for total in (1.0, 2.0):
+        joined.backward(torch.ones_like(joined), retain_graph=True)
+        assert tokens.pending[OUTPUTS].flatten().tolist() == [total, total]

@@ -1,0 +1,258 @@
+"""Kernels on a GPU: packed attention in bf16 is as close to float32 as the kernel on every sequence alone is."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.dense import Outcome, Tensors, assert_equal, dense_outcome, packed_outcome, random_tensors
+from tests.attention.test_gather import BigGroup, gather_of
+from tests.layout.tries import Batch, batch_of, sequence_rows
+from verl_pg_plugin.attention import tree
+from verl_pg_plugin.attention.gather import gather_tokens
+from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions, attend
+from verl_pg_plugin.attention.passes import softcap_fault
+from verl_pg_plugin.attention.tree import Tree
+from verl_pg_plugin.layout import PackedLayout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def gpu_kernels(*names: str) -> pytest.MarkDecorator:
+    """Parameter ``name``; a kernel that cannot run here is skipped with the reason."""
+    return pytest.mark.parametrize("name", [gpu_case(name) for name in names])
+
+
+def gpu_case(name: str, *values: Any, slow: bool = False) -> Any:
+    obstacle = kernel_obstacle(name, "cuda")
+    marks = [pytest.mark.skipif(bool(obstacle), reason=f"{name} {obstacle}")]
+    return pytest.param(name, *values, marks=[*marks, pytest.mark.slow] if slow else marks)
+
+
+NAMES = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen")
+SHAPES = ((128, (16, 4)), (128, (8, 8)), (64, (16, 4)), (64, (8, 8)))
+every_kernel = gpu_kernels(*NAMES)
+
+PROMPT = tuple(range(1000, 1700))
+TURN = (*PROMPT, *range(2000, 2150))
+BATCH = batch_of(
+    *[(PROMPT, range(3000 + 500 * i, 3000 + 500 * i + length)) for i, length in enumerate((300, 17, 120, 1))],
+    (TURN, range(6000, 6090)),
+    (TURN, range(6100, 6200)),
+    (range(7000, 7333), range(8000, 8050)),
+)
+
+
+TEMPLATE = (5, 6, 7, 8)
+SHORT = batch_of(
+    *[((*TEMPLATE, *PROMPT), range(3000 + 100 * i, 3040 + 101 * i)) for i in range(24)],
+    *[((*TEMPLATE, *TURN[200:]), range(6000 + 100 * i, 6011 + 107 * i)) for i in range(20)],
+    ((*TEMPLATE, *TURN[200:]), (6000, *range(9000, 9040))),
+)
+"""Two trunks below what all begin with, one of them with branches that branch; they would be copied ten times."""
+
+
+def replicated_outcome(
+    tensors: Tensors, layout: PackedLayout, batch: Batch, window: int, kernel: Kernel, softcap: float = 0.0
+) -> Outcome:
+    """Every sequence with all of its rows through the same kernel, as remove-padding runs them.
+
+    The loss reads each shared row's output in the first sequence that has it, as in the packed run; the gradients
+    of copies are added in float32 and rounded once.
+    """
+    lengths = [len(tokens) - 1 for tokens in batch.sequences]
+    device = tensors.q.device
+    rows = torch.tensor([row for tokens in batch.sequences for row in sequence_rows(layout, tokens)], device=device)
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    first = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    first[first_places(rows.tolist())] = True
+
+    q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
+    alone = Tree.unshared(cu_seqlens, cu_seqlens, len(q), len(q), max(lengths), max(lengths))
+    out = attend(q, k, v, alone, kernel, AttentionOptions(q.shape[-1] ** -0.5, window, softcap))
+    out.backward(tensors.grad_out[rows] * first[:, None, None])
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(layout.num_rows, *grad.shape[1:], dtype=torch.float32, device=device)
+        return total.index_add_(0, rows, grad.float()).to(grad.dtype)
+
+    packed_out = torch.zeros_like(tensors.q).index_copy(0, rows[first], out.detach()[first])
+    return Outcome(packed_out, summed(q.grad), summed(k.grad), summed(v.grad))
+
+
+def first_places(rows: list[int]) -> list[int]:
+    places: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row, place)
+    return list(places.values())
+
+
+def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> None:
+    """Error norm at most 1.1x; the largest single error, one sample of a tail, at most 2x."""
+    for name in ("out", "dq", "dk", "dv"):
+        want = getattr(exact, name)
+        ours = (getattr(packed, name).float() - want).abs()
+        theirs = (getattr(replicated, name).float() - want).abs()
+        assert ours.norm() <= 1.1 * theirs.norm(), f"{name}: {ours.norm():.3g} against {theirs.norm():.3g}"
+        assert ours.max() <= 2 * theirs.max(), f"{name}: {ours.max():.3g} against {theirs.max():.3g} at worst"
+
+
+@pytest.mark.parametrize("window", [-1, 64, 800], ids=["full", "window in response", "window across fork"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads"),
+    # flash-attn 4 compiles for a minute or more for every shape that it has not seen.
+    [gpu_case(name, *shape, slow=name == "flash_attn_4" and shape != SHAPES[0]) for name in NAMES for shape in SHAPES],
+)
+def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
+    name: str, head_dim: int, heads: tuple[int, int], window: int
+) -> None:
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
+    packed = packed_outcome(tensors, layout, window, kernel)
+    assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
+
+
+CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["as they are", "heads first"])
+@pytest.mark.parametrize(("name", "head_dim", "heads"), [gpu_case(name, *SHAPES[0]) for name in NAMES])
+def test_gradients_are_as_exact_as_the_kernel_on_every_sequence_alone_however_problems_are_cut(
+    name: str, head_dim: int, heads: tuple[int, int], heads_first: bool, cuts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", cuts[0])
+    monkeypatch.setattr(tree, "SAVED_PER_TOKEN", cuts[1])
+    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)
+    packed = packed_outcome(tensors, layout, kernel=replace(kernel, heads_first=heads_first))
+    assert_as_close(packed, replicated_outcome(tensors, layout, SHORT, -1, kernel), exact)
+    assert all(x.transpose(0, 1).is_contiguous() == heads_first for x in (packed.dq, packed.dk, packed.dv))
+
+
+@every_kernel
+@pytest.mark.parametrize("window", [-1, 800])
+def test_learned_sinks_are_as_exact_as_attention_without(name: str, window: int) -> None:
+    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, 0, torch.bfloat16, "cuda", sinks=True)
+    exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences, window)
+    packed = packed_outcome(tensors, layout, window, kernel)
+    for part in ("out", "dq", "dk", "dv", "dsinks"):
+        got, want = getattr(packed, part).float(), getattr(exact, part)
+        assert (got - want).norm() < 0.01 * want.norm(), part
+
+
+@every_kernel
+def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    if name == "torch_varlen":
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (packed_outcome(tensors, layout, kernel=kernel) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_equal(first, second, tolerance=0.0)
+
+
+@every_kernel
+def test_values_narrower_than_keys_are_as_exact(name: str) -> None:
+    """As in multi-head latent attention."""
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 8, 8, 128, 0, torch.bfloat16, "cuda", value_dim=96)
+    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
+    packed = packed_outcome(tensors, layout, kernel=kernel)
+    for part in ("out", "dq", "dk", "dv"):
+        got, want = getattr(packed, part).float(), getattr(exact, part)
+        assert (got - want).norm() < 0.01 * want.norm(), part
+
+
+@gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")
+@pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
+def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
+    layout = BATCH.layout()
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
+    stock = replicated_outcome(tensors, layout, BATCH, -1, select_kernel("flash_attn_2", "cuda"))
+    assert_as_close(packed_outcome(tensors, layout, kernel=select_kernel(name, "cuda")), stock, exact)
+
+
+def test_auto_takes_the_first_kernel_that_runs_here() -> None:
+    assert select_kernel("auto", "cuda").name == next(name for name in NAMES if not kernel_obstacle(name, "cuda"))
+
+
+@gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
+@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
+def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
+    if fault := softcap_fault(*load_passes(name), 128, "cuda"):
+        pytest.skip(f"{name} {fault}")
+    layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, softcap=softcap)
+    packed = packed_outcome(tensors, layout, kernel=kernel, softcap=softcap)
+    assert_as_close(packed, replicated_outcome(tensors, layout, batch, -1, kernel, softcap), exact)
+
+
+def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
+    layout = BATCH.layout()
+    tensors = random_tensors(layout.num_rows, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
+    expected = dense_outcome(tensors, layout, BATCH.sequences, 64)
+    assert_equal(packed_outcome(tensors, layout, 64), expected, tolerance=1e-5)
+
+
+@every_kernel
+def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
+    before = packed_outcome(tensors, layout, kernel=kernel).out
+    changed = sequence_rows(layout, BATCH.sequences[0])[len(PROMPT) - 1 :]
+    for tensor in (tensors.q, tensors.k, tensors.v):
+        tensor[changed] += 1.0
+    after = packed_outcome(tensors, layout, kernel=kernel).out
+    others = [row for row in range(layout.num_rows) if row not in set(changed)]
+    assert torch.equal(after[others], before[others])
+    assert not torch.equal(after[changed], before[changed])
+
+
+@every_kernel
+def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(name: str) -> None:
+    """Norms kept in float32 hand float32 to a kernel that has none."""
+    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
+    expected = packed_outcome(tensors, layout, kernel=kernel)
+    wide = Tensors(tensors.q.float(), tensors.k.float(), tensors.v.float(), tensors.grad_out)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        actual = packed_outcome(wide, layout, kernel=kernel)
+    assert torch.equal(actual.out, expected.out)
+    torch.testing.assert_close(actual.dv.to(torch.bfloat16), expected.dv, rtol=0.02, atol=0.02)
+
+
+def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_index_select_rounds_at_every_addition() -> None:
+    group = BigGroup.on("cuda")
+    assert torch.equal(group.gradient(lambda x: gather_tokens(x, group.index)), group.exact)
+    assert not torch.equal(group.gradient(lambda x: x.index_select(0, group.index.tokens)), group.exact)
+
+
+def test_gradients_of_copies_are_added_up_however_they_lie_and_alike_in_every_run() -> None:
+    layout = SHORT.layout()
+    gather, on_cpu = gather_of(layout, "cuda"), gather_of(layout, "cpu")
+    grad = torch.randn(len(gather.tokens), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    expected = on_cpu.sum(grad.cpu(), torch.empty(layout.num_rows, 3, 24))
+    for given in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1)):
+        total = torch.empty(3, layout.num_rows, 24, device="cuda").transpose(0, 1)
+        assert gather.sum(given, total) is total
+        torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(gather.sum(given, torch.empty_like(total)), total)
+        twice = gather.sum(given, total.clone(), add=True)
+        torch.testing.assert_close(twice, 2 * total, rtol=1e-6, atol=1e-6)
+    one = torch.empty(layout.num_rows, device="cuda")
+    assert torch.equal(gather.sum(grad[:, 0, 0], one), total[:, 0, 0])

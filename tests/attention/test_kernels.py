@@ -1,0 +1,364 @@
+"""The kernel of a process: chosen by name or by device, with a reason, and never replaced behind the user's back."""
+
+import re
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from verl_pg_plugin.attention import kernels, passes
+from verl_pg_plugin.attention.kernels import KERNELS, AttentionNeeds, KernelSpec, model_misfit, select_kernel
+from verl_pg_plugin.attention.passes import Varlen, softcap_fault
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the packages that the metadata lists in this test; empty at first."""
+    packages: set[str] = set()
+
+    def version(package: str) -> str:
+        if package not in packages:
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(kernels, "version", version)
+    return packages
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_auto_on_a_cpu_is_sdpa_and_says_why() -> None:
+    kernel = select_kernel("auto", "cpu")
+    assert kernel.name == "sdpa"
+    assert kernel.reason == "prefix_grouper.attention_kernel=auto on device cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_kernel_asked_for_by_name_is_the_one_that_runs(device: str) -> None:
+    kernel = select_kernel("sdpa", device)
+    assert kernel.name == "sdpa"
+    assert kernel.reason == "prefix_grouper.attention_kernel=sdpa"
+
+
+def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
+    with pytest.raises(ValueError, match=f"unknown attention kernel 'fa9'; choose one of auto, {', '.join(KERNELS)}"):
+        select_kernel("fa9", "cpu")
+
+
+@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"])
+def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"{name} needs a cuda device, this is cpu: \+\+prefix_grouper\.attention_kernel=auto"
+    ):
+        select_kernel(name, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("flash_attn_4", "pip install --pre flash-attn-4"),
+        ("flash_attn_2", "pip install --no-build-isolation flash-attn"),
+    ],
+)
+def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
+    name: str, command: str, installed: set[str]
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        select_kernel(name, "cuda")
+    assert "not installed" in str(caught.value)
+    assert command in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "chosen", "because"),
+    [
+        (
+            (9, 0),
+            set(),
+            "torch_varlen",
+            "flash_attn_2 needs flash-attn, which is not installed: pip install --no-build-isolation flash-attn",
+        ),
+        ((8, 0), {"flash-attn-4"}, "torch_varlen", "flash_attn_4 needs compute capability (9, 0), this GPU has (8, 0)"),
+    ],
+)
+def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
+    capability: tuple[int, int],
+    packages: set[str],
+    chosen: str,
+    because: str,
+    installed: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    installed |= packages
+    kernel = select_kernel("auto", "cuda")
+    assert kernel.name == chosen
+    assert because in kernel.reason
+
+
+@pytest.mark.parametrize(
+    ("packages", "chosen"),
+    [
+        ({"flash-attn-4", "flash-attn-3", "flash-attn"}, "flash_attn_4"),
+        ({"flash-attn-3", "flash-attn"}, "flash_attn_3"),
+        ({"flash-attn"}, "flash_attn_2"),
+    ],
+)
+def test_auto_on_hopper_takes_the_latest_that_is_installed(packages, chosen, installed, monkeypatch) -> None:
+    pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(kernels, "load_passes", lambda name: passes.sdpa())
+    installed |= packages
+    assert select_kernel("auto", "cuda").name == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "because"),
+    [((8, 0), "needs compute capability (9, 0)"), ((10, 0), "runs up to compute capability (9, 0)")],
+)
+def test_a_kernel_for_hopper_is_refused_on_other_gpus(capability, because, installed, monkeypatch) -> None:
+    pretend_gpu(monkeypatch, capability)
+    installed.add("flash-attn-3")
+    with pytest.raises(RuntimeError, match=re.escape(f"flash_attn_3 {because}, this GPU has {capability}")):
+        select_kernel("flash_attn_3", "cuda")
+
+
+def test_auto_never_takes_the_slow_kernel_on_an_old_gpu_but_names_it(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, (7, 0))
+    with pytest.raises(RuntimeError, match=r"no attention kernel .*\+prefix_grouper\.attention_kernel=sdpa \(slow\)"):
+        select_kernel("auto", "cuda")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_cuda_without_a_gpu_names_the_platform_that_needs_none() -> None:
+    with pytest.raises(RuntimeError, match="VERL_PLATFORM=cpu"):
+        select_kernel("torch_varlen", "cuda")
+
+
+@pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
+def test_a_broken_install_is_an_error_and_no_fallback(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
+
+    def broken() -> Any:
+        raise error
+
+    pretend_gpu(monkeypatch, (9, 0))
+    installed |= {"flash-attn-4", "flash-attn"}
+    monkeypatch.setattr(passes, "flash_attn_4", broken)
+    with pytest.raises(
+        RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall it"
+    ):
+        select_kernel("auto", "cuda")
+
+
+def test_choosing_one_kernel_imports_no_other() -> None:
+    before = set(sys.modules)
+    select_kernel("sdpa", "cuda")
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("flash_attn", "cutlass")}
+
+
+def test_a_gpu_of_exactly_the_lowest_capability_runs_a_kernel(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, (8, 0))
+    assert select_kernel("auto", "cuda").name == "torch_varlen"
+
+
+@pytest.mark.parametrize(
+    ("dims", "misfit"),
+    [
+        ((256, 256), ""),
+        ((264, 128), "takes heads of up to 256 numbers, the model's have 264"),
+        ((128, 100), ""),
+        ((100, 96), "takes heads of a multiple of 8 numbers, the model's have 100"),
+    ],
+)
+def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], misfit: str) -> None:
+    needs = AttentionNeeds(head_dims=frozenset({dims}))
+    assert KERNELS["flash_attn_2"].misfit(needs) == misfit
+    assert model_misfit("auto", "cpu", needs) == ""
+
+
+def problem(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Varlen:
+    bounds = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k))
+    return Varlen(*bounds, max(lengths_q), max(lengths_k), 0.5, **options)
+
+
+def outcome(pair: passes.Passes, tensors: list[torch.Tensor], p: Varlen) -> list[torch.Tensor]:
+    forward, backward = pair
+    q, k, v, dout = tensors
+    out, lse = forward(q, k, v, p)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    backward(dout, q, k, v, out, lse, *gradients, p)
+    return [out, lse, *gradients]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_kernel_for_cpus_computes_what_is_written_out(
+    options: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of a query alone, a square one, more keys than queries; where not causal also one of each alone."""
+    lengths = ([5, 1, 3, 2, 0], [5, 4, 9, 0, 2]) if options == {"causal": False} else ([5, 1, 3], [5, 4, 9])
+    p, generator = problem(*lengths, **options), torch.Generator().manual_seed(0)
+    sizes = [(sum(lengths[0]), 4), (sum(lengths[1]), 2), (sum(lengths[1]), 2), (sum(lengths[0]), 4)]
+    tensors = [torch.randn(*size, 8, generator=generator).to(dtype) for size in sizes]
+    found = outcome(passes.sdpa(), tensors, p)
+    monkeypatch.setattr(passes, "_has_flash", lambda q, p: False)
+    monkeypatch.setattr(passes, "QUERY_CHUNK", 2)
+    rtol = 1e-12 if dtype == torch.float64 else 0.02
+    for got, want in zip(found, outcome(passes.sdpa(), tensors, p), strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
+
+
+def stand_in(window_apart: bool, calls: list[dict[str, Any]]) -> ModuleType:
+    """flash-attn 3 with the signatures of upstream's passes (commit 01afd16, and earlier ones), computing with sdpa."""
+    forward, backward = passes.sdpa()
+
+    def varlen(given: dict[str, Any], causal: bool) -> Varlen:
+        calls.append(given)
+        left, right = (given["window_size_left"], given["window_size_right"]) if window_apart else given["window_size"]
+        assert right == (0 if left >= 0 else -1), "a causal window ends at the query"
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
+        return Varlen(*(given[name] for name in names), causal, left, given["softcap"])
+
+    def later_forward(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+        causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    ):  # fmt: skip
+        return (*forward(q, k, v, varlen(dict(locals()), causal)), None, None)
+
+    def earlier_forward(
+        q, k, v, k_new, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        window_size=(-1, -1), softcap=0.0,
+    ):  # fmt: skip
+        assert (k_new, qv) == (None, None)
+        return (*forward(q, k, v, varlen(dict(locals()), causal)), None, None)
+
+    def later_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
+        dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, sm_margin=0,
+    ):  # fmt: skip
+        backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, varlen(dict(locals()), is_causal))
+
+    def earlier_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
+        dq, dk, dv, softmax_scale, causal, window_size, softcap, deterministic, sm_margin=0,
+    ):  # fmt: skip
+        backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, varlen(dict(locals()), causal))
+
+    module: Any = ModuleType("flash_attn_interface")
+    module._flash_attn_forward = later_forward if window_apart else earlier_forward
+    module._flash_attn_backward = later_backward if window_apart else earlier_backward
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("window_apart", [True, False], ids=["later", "earlier"])
+def test_flash_attn_3_is_called_as_its_builds_define_it(
+    window_apart: bool, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in(window_apart, calls))
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    p = problem([5, 1, 3], [5, 4, 9], **options)
+    tensors = [torch.randn(n, h, 8) for n, h in ((9, 4), (18, 2), (18, 2), (9, 4))]
+    for got, want in zip(outcome(passes.flash_attn_3(), tensors, p), outcome(passes.sdpa(), tensors, p), strict=True):
+        assert torch.equal(got, want)
+    assert calls[1]["deterministic"]
+
+
+def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
+    forward, _ = passes.torch_varlen()
+    q = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"no softcap; .*\+\+prefix_grouper\.attention_kernel=flash_attn_2"):
+        forward(q, q, q, problem([2], [2], softcap=30.0))
+
+
+def without_caps(*tensors: Any) -> Any:
+    *tensors, p = tensors
+    return passes.sdpa()[len(tensors) > 3](*tensors, p._replace(softcap=0.0))
+
+
+def scores_times_cap(*tensors: Any) -> Any:
+    """As flash-attn 2.8.3 does, built without capped scores."""
+    *tensors, p = tensors
+    return without_caps(*tensors, p._replace(softmax_scale=p.softmax_scale * p.softcap))
+
+
+def no_numbers(*tensors: Any) -> Any:
+    out, lse = passes.sdpa()[0](*tensors)
+    return out * torch.nan, lse
+
+
+def in_bf16(*tensors: Any) -> Any:
+    *tensors, p = tensors
+    out, lse = passes.sdpa()[0](*(x.bfloat16() for x in tensors), p)
+    return out.float(), lse
+
+
+FORWARD, BACKWARD = passes.sdpa()
+
+
+@pytest.mark.parametrize("head_dim", [8, 256])
+@pytest.mark.parametrize(
+    ("pair", "wrong"),
+    [
+        ((FORWARD, BACKWARD), []),
+        ((in_bf16, BACKWARD), []),
+        ((without_caps, without_caps), ["out", "dq", "dk"]),
+        ((scores_times_cap, scores_times_cap), ["out", "dq", "dk"]),
+        ((FORWARD, without_caps), ["dq", "dk"]),
+        ((no_numbers, BACKWARD), ["out"]),
+    ],
+)
+def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(
+    pair: passes.Passes, wrong: list[str], head_dim: int
+) -> None:
+    with torch.inference_mode():
+        fault = softcap_fault(*pair, head_dim, "cpu")
+    assert bool(fault) == bool(wrong)
+    assert all(f"{name} is off by" in fault for name in wrong)
+
+
+def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that raises is passed over by auto, and named; the widest heads are tried."""
+    needs, widths = AttentionNeeds(head_dims=frozenset({(64, 32), (96, 128)}), softcap=True), []
+
+    def raises(q: torch.Tensor, *others: Any) -> Any:
+        widths.append(q.shape[-1])
+        raise AssertionError("this build does not support softcap")
+
+    pairs = {"raises": (raises, BACKWARD), "uncapped": (without_caps, without_caps), "sdpa": passes.sdpa()}
+    for name in ("raises", "uncapped"):
+        monkeypatch.setitem(KERNELS, name, KernelSpec(package="torch", install="pip install it"))
+    monkeypatch.setattr(kernels, "load_passes", pairs.__getitem__)
+    monkeypatch.setattr(kernels, "candidates", lambda name, device: tuple(pairs) if name == "auto" else (name,))
+    monkeypatch.setattr(kernels, "ATTENTION_KERNELS", ("auto", *pairs))
+    chosen = select_kernel("auto", "cpu", needs)
+    assert chosen.name == "sdpa"
+    assert "raises does not take capped scores (softcap): AssertionError: this build does not" in chosen.reason
+    assert "uncapped does not cap scores (softcap) as it is built" in chosen.reason
+    assert widths == [128]
+    with pytest.raises(RuntimeError, match=r"uncapped does not cap scores.*: pip install it"):
+        select_kernel("uncapped", "cpu", needs)
+    assert select_kernel("uncapped", "cpu").name == "uncapped"
+
+
+def test_memory_that_ends_while_looking_is_no_fault_of_the_kernel() -> None:
+    def out_of_memory(*tensors: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        softcap_fault(out_of_memory, BACKWARD, 64, "cpu")

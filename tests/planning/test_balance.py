@@ -1,0 +1,253 @@
+"""Ranks and mini-batches: equal in number, nearly equal in cost, and no group torn apart that fits."""
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
+from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
+from verl_pg_plugin.planning.sessions import order_by_sessions
+
+# Half the layers of a 7B model with a window, half without; the head.
+FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(2.6e5), PairCost(2.6e5, window=4096)))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """B sequences in groups, and the cells (rank x mini-batch) they are dealt to."""
+
+    group: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    num_ranks: int
+    num_mini_batches: int
+
+    def solve(self, may_cut: bool = True) -> Balance:
+        rows = np.arange(len(self.group))
+        order = order_by_sessions(self.group, rows, np.zeros_like(rows), self.prompt_lengths, self.response_lengths)
+        return balance_groups(
+            order,
+            self.group,
+            self.response_lengths,
+            FLOPS.segments,
+            self.num_ranks,
+            self.num_mini_batches,
+            may_cut,
+        )
+
+    def cells(self, order: np.ndarray) -> list[np.ndarray]:
+        return np.split(order, self.num_ranks * self.num_mini_batches)
+
+    def cost(self, cell: np.ndarray) -> float:
+        """Forward FLOPs of a packed layout: prompts once and one token shorter than they are."""
+        prompts = {int(self.group[s]): int(self.prompt_lengths[s]) for s in cell}
+        segments = [
+            *((0, p - 1, 0) for p in prompts.values()),
+            *((self.prompt_lengths[s] - 1, self.response_lengths[s], self.response_lengths[s]) for s in cell),
+        ]
+        return float(FLOPS.segments(*np.array(segments).T).sum())
+
+    def rank_costs(self, order: np.ndarray) -> list[float]:
+        return [sum(map(self.cost, np.split(rank, self.num_mini_batches))) for rank in np.split(order, self.num_ranks)]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Uneven groups, shuffled."""
+    num_ranks, num_mini_batches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    size = num_ranks * num_mini_batches * draw(st.integers(1, 6))
+    group = np.array(draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)))
+    prompt_of = np.array(draw(st.lists(st.integers(1, 9000), min_size=6, max_size=6)))
+    responses = np.array(draw(st.lists(st.integers(1, 30000), min_size=size, max_size=size)))
+    return Problem(group, prompt_of[group], responses, num_ranks, num_mini_batches)
+
+
+def grpo(num_groups: int, n: int, num_ranks: int, num_mini_batches: int = 1, seed: int = 0) -> Problem:
+    """Groups of n with long-tailed lengths, samples shuffled."""
+    generator = np.random.default_rng(seed)
+    group = generator.permutation(np.repeat(np.arange(num_groups), n))
+    prompts = generator.integers(200, 4000, num_groups)[group]
+    responses = np.minimum(generator.lognormal(6.5, 1.0, len(group)).astype(np.int64) + 1, 8192)
+    return Problem(group, prompts, responses, num_ranks, num_mini_batches)
+
+
+@given(problems())
+def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(problem: Problem) -> None:
+    balance = problem.solve()
+    assert sorted(balance.order.tolist()) == list(range(len(problem.group)))
+    costs = problem.rank_costs(balance.order)
+    assert balance.cost.sum(axis=1).tolist() == pytest.approx(costs)
+    waits = balance.cost.max(axis=0).sum() * problem.num_ranks
+    assert balance.slowest_over_mean == pytest.approx(waits / sum(costs))
+    bins = problem.cells(balance.order)
+    bins_of = [sum(bool((problem.group[cell] == g).any()) for cell in bins) for g in np.unique(problem.group)]
+    assert sum(number > 1 for number in bins_of) == balance.num_cut_groups
+    by_mini_batch = [bins[j :: problem.num_mini_batches] for j in range(problem.num_mini_batches)]
+    firsts = [min(int(cell.min()) for cell in mini_batch) for mini_batch in by_mini_batch]
+    assert firsts == sorted(firsts), "no mini-batch is put off for being long"
+
+
+@given(problems())
+def test_every_rank_computes_the_same_balance_whatever_numbers_groups_have(problem: Problem) -> None:
+    assert np.array_equal(problem.solve().order, replace(problem, group=problem.group * 7 + 3).solve().order)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 1), (8, 4), (4, 8), (64, 1)])
+def test_even_groups_that_fit_a_mini_batch_are_cut_only_where_that_saves_time(
+    num_ranks: int, num_mini_batches: int
+) -> None:
+    problem = grpo(64, 8, num_ranks, num_mini_batches)
+    whole, cut = problem.solve(may_cut=False), problem.solve()
+    assert whole.num_cut_groups == 0
+    assert (cut.num_cut_groups > 0) == (cut.time < whole.time), "a cut has to pay"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_finish_together(seed: int) -> None:
+    problem = grpo(128, 8, num_ranks=8, seed=seed)
+    as_drawn = problem.rank_costs(np.argsort(problem.group, kind="stable"))
+    balance = problem.solve()
+    assert balance.slowest_over_mean < 1.001
+    assert balance.cost.sum(axis=1).max() < max(as_drawn)
+
+
+def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be() -> None:
+    group = np.array([0] * 6 + [1, 2])
+    problem = Problem(group, np.full(8, 10), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    balance = problem.solve()
+    assert balance.num_cut_groups == 1
+    assert sorted(np.bincount(group[cell], minlength=3).tolist() for cell in problem.cells(balance.order)) in (
+        [[2, 1, 1], [4, 0, 0]],
+        [[3, 0, 1], [3, 1, 0]],
+    )
+
+
+def test_groups_change_places_where_dealing_each_once_leaves_a_rank_behind() -> None:
+    """Dealt dearest first to the cheaper rank with room they are 9000 6800 100 and 7000 6900 4000."""
+    prompts, responses = np.ones(6, dtype=np.int64), np.array([9000, 7000, 6900, 6800, 4000, 100])
+    balance = Problem(np.arange(6), prompts, responses, num_ranks=2, num_mini_batches=1).solve()
+    ranks = {frozenset(responses[rank].tolist()) for rank in np.split(balance.order, 2)}
+    assert ranks == {frozenset({9000, 7000, 100}), frozenset({6900, 6800, 4000})}
+
+
+@pytest.mark.parametrize(("num_ranks", "n"), [(8, 1), (2, 1), (8, 8)])
+def test_a_large_batch_is_balanced_in_seconds(num_ranks: int, n: int) -> None:
+    """Trying all pairs of groups for an exchange takes minutes."""
+    problem = grpo(8192 // n, n, num_ranks)
+    start = time.process_time()
+    balance = problem.solve()
+    assert time.process_time() - start < 2
+    assert balance.slowest_over_mean < 1.0001
+
+
+def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the_prompt_costs() -> None:
+    """One group of 64 long-tailed responses a rank: whole groups leave the slowest rank far above the mean."""
+    problem = grpo(64, 64, num_ranks=64)
+    whole, cut = problem.solve(may_cut=False), problem.solve()
+    ideal = whole.cost.mean()
+    assert whole.time > 1.3 * ideal
+    assert cut.slowest_over_mean < 1.05
+    assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
+    assert max(problem.rank_costs(cut.order)) == pytest.approx(cut.time)
+    assert sorted(cut.order.tolist()) == list(range(64 * 64))
+
+
+def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
+    group = np.repeat(np.arange(4), 4)
+    responses = np.repeat([100, 120, 140, 160], 4)
+    problem = Problem(group, np.full(16, 8000), responses, num_ranks=4, num_mini_batches=1)
+    assert problem.solve().num_cut_groups == 0
+
+
+def test_rows_that_the_ranks_will_compute_are_counted() -> None:
+    problem = Problem(np.repeat([0, 1], 4), np.full(8, 100), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    assert problem.solve().num_tokens == 2 * (99 + 4 * 10)
+    one = Problem(np.zeros(8, dtype=np.int64), np.full(8, 100), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    assert one.solve().num_tokens == 2 * (99 + 4 * 10), "each of the two ranks computes the prompt"
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
+    ones = np.ones(7, dtype=np.int64)
+    with pytest.raises(ValueError, match=r"7 sequences do not divide into 2 ranks x 2 mini-batches"):
+        Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()
+
+
+def singles(*responses: int, num_ranks: int) -> Problem:
+    """Sequences that share nothing, of so many tokens."""
+    ones = np.ones(len(responses), dtype=np.int64)
+    return Problem(np.arange(len(responses)), ones, np.array(responses), num_ranks, num_mini_batches=1)
+
+
+def loads(problem: Problem, balance: Balance) -> list[int]:
+    return sorted(int(problem.response_lengths[cell].sum()) for cell in problem.cells(balance.order))
+
+
+def test_an_exchange_never_makes_the_cheap_rank_the_slowest() -> None:
+    problem = singles(6000, 3000, 4000, 1000, 1000, 1000, 2000, 9000, 8000, num_ranks=3)
+    assert loads(problem, problem.solve(may_cut=False)) == [11000, 12000, 12000]
+
+
+def test_the_exchange_that_leaves_both_ranks_most_level_is_made() -> None:
+    group = np.array([0, 0, 1, 1, 2, 3, 3, 4, 4, 5, 6, 6, 7, 7, 8, 9, 10, 11])
+    responses = np.array([3, 3, 9, 11, 6, 4, 1, 5, 8, 11, 3, 10, 11, 2, 1, 9, 10, 6]) * 1000
+    problem = Problem(group, np.ones(18, dtype=np.int64), responses, num_ranks=3, num_mini_batches=1)
+    assert max(loads(problem, problem.solve(may_cut=False))) == 38000
+
+
+def test_large_groups_are_dealt_while_there_is_room_for_them() -> None:
+    """Behind the four small ones, two a rank, it would have to be cut."""
+    group = np.array([0, 1, 2, 3, *[4] * 4])
+    problem = Problem(group, np.full(8, 10), np.full(8, 10), num_ranks=2, num_mini_batches=1)
+    assert problem.solve(may_cut=False).num_cut_groups == 0
+
+
+@given(problems())
+def test_ranks_wait_least_for_each_other_since_bins_of_like_cost_make_a_mini_batch(problem: Problem) -> None:
+    balance = problem.solve(may_cut=False)
+    most_expensive_first = np.sort(balance.cost, axis=None)[::-1]
+    assert balance.time == pytest.approx(most_expensive_first[:: problem.num_ranks].sum(), rel=1e-12)
+
+
+def test_no_rank_gets_the_most_expensive_bin_of_every_mini_batch() -> None:
+    """Passes without gradient wait at the end of the batch: 10 and 8 beside 9 and 7, and not 10 and 9 or 10 and 7."""
+    problem = Problem(np.arange(4), np.ones(4, dtype=np.int64), np.array([10, 9, 8, 7]) * 1000, 2, 2)
+    balance = problem.solve()
+    totals = [int(problem.response_lengths[rank].sum()) for rank in np.split(balance.order, 2)]
+    assert sorted(totals) == [17000, 17000]
+
+
+# What sequences cost together ------------------------------------------------------------------------------------
+
+
+def price(start: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return 3.0 * tokens + 0.01 * ((start + tokens) ** 2 - start**2) + 50.0 * labels
+
+
+def order_of(sequences: list[list[int]]) -> PrefixOrder:
+    return build_prefix_order(np.concatenate(sequences), np.append(0, np.cumsum([len(s) for s in sequences])))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=8), min_size=2, max_size=8), st.data())
+def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(sequences: list, data: st.DataObject) -> None:
+    order, ones = order_of(sequences), np.ones(len(sequences), dtype=np.int64)
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(sequences) - 1), min_size=1)))
+    alone = order_of([sequences[order.sequences[place]] for place in chosen])
+    labels = np.minimum(1, alone.num_new)
+    cost, tokens = cost_together(order, ones, price, np.array(chosen))
+    assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
+    assert tokens == alone.num_new.sum()
+
+
+def test_a_group_that_fits_nowhere_is_cut_where_least_is_computed_again() -> None:
+    """Two sessions of three turns that continue each other: the fork between them is the prompt's end."""
+    prompt, one, two = [9] * 10, [1] * 20, [2] * 20
+    sequences = [prompt + one[:k] for k in (5, 12, 20)] + [prompt + two[:k] for k in (5, 12, 20)]
+    balance = balance_groups(order_of(sequences), np.zeros(6, dtype=np.int64), np.full(6, 5), price, num_ranks=2)
+    assert sorted(map(sorted, np.split(balance.order, 2))) == [[0, 1, 2], [3, 4, 5]]

@@ -1,0 +1,130 @@
+"""Sessions, places and lengths tell a driver what they share, without a token."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
+from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.planning.balance import cost_together
+from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
+
+FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(5.2e5),))
+
+
+class Rollouts:
+    """Rows of sessions with the tokens that the driver does not see."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.columns: list[tuple[int, int, int, int, int]] = []
+        self.tokens: list[np.ndarray] = []
+
+    def draw(self, length: int) -> np.ndarray:
+        return self.rng.integers(1_000_000, size=length)
+
+    def session(self, group: int, session: int, prompt: np.ndarray, turns: Sequence[tuple[int, int]]) -> None:
+        """One row per turn, of (reply, tool output) tokens."""
+        context = prompt
+        for place, (reply, tool) in enumerate(turns):
+            self.row(group, session, place, context, self.draw(reply))
+            context = np.concatenate([self.tokens[-1], self.draw(tool)])
+
+    def row(self, group: int, session: int, place: int, prompt: np.ndarray, response: np.ndarray) -> None:
+        self.columns.append((group, session, place, len(prompt), len(response)))
+        self.tokens.append(np.concatenate([prompt, response]))
+
+    def estimated(self) -> PrefixOrder:
+        return order_by_sessions(*np.array(self.columns).T)
+
+    def real(self) -> PrefixOrder:
+        offsets = np.append(0, np.cumsum([len(tokens) for tokens in self.tokens]))
+        return build_prefix_order(np.concatenate(self.tokens), offsets, classes=np.array(self.columns)[:, 0])
+
+    def price(self, order: PrefixOrder) -> float:
+        responses = np.array(self.columns)[:, 4]
+        return cost_together(order, responses, FLOPS.segments, np.arange(len(self.tokens)))[0]
+
+
+def test_a_chain_of_ten_turns_is_priced_as_its_tree_and_not_as_a_prompt_and_ten_responses() -> None:
+    """2,000 prompt, 200 reply and 800 tool tokens a turn: 67,000 logical tokens, 11,200 in the tree."""
+    rollouts = Rollouts()
+    rollouts.session(0, 0, rollouts.draw(2000), [(200, 800)] * 10)
+    assert sum(map(len, rollouts.tokens)) == 67_000
+    assert rollouts.real().num_new.sum() == 11_200 - 1
+    assert rollouts.price(rollouts.estimated()) == pytest.approx(rollouts.price(rollouts.real()), rel=0.02)
+    assert rollouts.estimated().num_new.sum() == rollouts.real().num_new.sum()
+
+
+def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_share() -> None:
+    rollouts = Rollouts()
+    for group in (3, 1):
+        prompt = rollouts.draw(300)
+        for session in range(4):
+            rollouts.session(group, session, prompt, [(20, 50)] * (1 + session))
+    estimated, real = rollouts.estimated(), rollouts.real()
+    assert estimated.num_new.sum() == real.num_new.sum()
+    assert rollouts.price(estimated) == pytest.approx(rollouts.price(real), rel=1e-3)
+    groups = np.array(rollouts.columns)[estimated.sequences, 0]
+    assert groups.tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
+
+
+def test_rows_may_come_in_any_order() -> None:
+    rollouts = Rollouts()
+    rollouts.session(0, 0, rollouts.draw(300), [(20, 50)] * 5)
+    columns = np.array(rollouts.columns)
+    shuffled = order_by_sessions(*columns[::-1].T)
+    assert shuffled.num_shared.tolist() == rollouts.estimated().num_shared.tolist()
+
+
+def test_an_edited_context_shares_what_the_sessions_share() -> None:
+    rollouts = Rollouts()
+    prompt = rollouts.draw(300)
+    rollouts.session(0, 0, prompt, [(20, 500), (20, 500)])
+    rollouts.row(0, 0, 2, np.concatenate([prompt, rollouts.draw(100)]), rollouts.draw(20))
+    rollouts.row(0, 0, 3, np.concatenate([rollouts.tokens[-1], rollouts.draw(500)]), rollouts.draw(20))
+    estimated = rollouts.estimated()
+    assert estimated.num_new.sum() == rollouts.real().num_new.sum()
+    assert estimated.num_shared.tolist() == [0, 319, 299, 419]
+
+
+def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
+    """verl fills mini-batches with copies of one sequence of 127 + 1 tokens, each a session of its own."""
+    filler = order_by_sessions(
+        np.zeros(50, dtype=np.int64), np.arange(50), np.zeros(50, dtype=np.int64), np.full(50, 127), np.ones(50, int)
+    )
+    assert filler.num_new.sum() == 127 + 49
+
+
+def test_single_rows_and_sequences_that_are_all_prompt_stay_within_their_lengths() -> None:
+    order = order_by_sessions(*(np.array(values) for values in ([0, 0], [0, 1], [0, 0], [2, 2], [0, 5])))
+    assert (order.num_new + order.num_shared).tolist() == [6, 1]
+    assert order.num_shared.tolist() == [0, 1]
+
+
+def test_a_system_prompt_is_shared_by_the_groups_behind_the_first() -> None:
+    rollouts = Rollouts()
+    system = rollouts.draw(150)
+    prompts = [np.concatenate([system, rollouts.draw(100)]) for _ in range(3)]
+    for group, prompt in enumerate(prompts):
+        for session in range(2):
+            rollouts.session(group, session, prompt, [(20, 50)] * 3)
+    estimated = order_by_sessions(*np.array(rollouts.columns).T, common_tokens=common_prefix(prompts))
+    offsets = np.append(0, np.cumsum([len(tokens) for tokens in rollouts.tokens]))
+    real = build_prefix_order(np.concatenate(rollouts.tokens), offsets)
+    assert estimated.num_new.sum() == real.num_new.sum()
+
+
+def test_prompts_begin_alike_up_to_their_first_difference() -> None:
+    assert common_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5]), np.array([1, 2])]) == 2
+    assert common_prefix([np.array([1, 2]), np.array([2, 2])]) == 0
+    assert common_prefix([np.array([1, 2])]) == common_prefix([]) == 0
+
+
+def test_a_turn_that_follows_at_once_continues_its_session() -> None:
+    """No tool output in between: the prompt is exactly all of the row before."""
+    rollouts = Rollouts()
+    rollouts.session(0, 0, rollouts.draw(300), [(20, 0)] * 3)
+    assert rollouts.estimated().num_shared.tolist() == rollouts.real().num_shared.tolist() == [0, 319, 339]

@@ -1,0 +1,63 @@
+"""The installed verl, transformers and torch are what our code overrides and patches, and a change is told by name."""
+
+import inspect
+import pkgutil
+
+import pytest
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from verl.workers.engine import EngineRegistry
+
+from verl_pg_plugin import compat
+from verl_pg_plugin.plugin import register
+
+register()
+
+
+def test_installed_versions_are_what_our_code_was_written_for() -> None:
+    assert compat.problems() == []
+
+
+def _renamed(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs): ...
+
+
+def _as_functions_of_the_module(self, config, layer_idx): ...
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "new", "told"),
+    [
+        (modeling_qwen3.Qwen3Attention, "forward", _renamed, "without past_key_values"),
+        (
+            modeling_qwen3_5.Qwen3_5GatedDeltaNet,
+            "__init__",
+            _as_functions_of_the_module,
+            "does not set causal_conv1d_fn, chunk_gated_delta_rule",
+        ),
+        (GradientCheckpointingLayer, "__call__", None, "is not its own"),
+    ],
+    ids=["transformers 5.24", "transformers 5.17", "transformers 5.23"],
+)
+def test_what_newer_transformers_change_is_told(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, new: object, told: str
+) -> None:
+    if new is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, new)
+    (problem,) = compat.problems()
+    assert told in problem
+    assert owner.__name__ in problem
+    assert "pip install 'transformers" in problem
+
+
+def test_every_method_that_our_engines_override_is_looked_at() -> None:
+    looked_at = {pkgutil.resolve_name(path) for path in compat._FUNCTIONS}
+    for model_type in ("language_model", "value_model"):
+        bases = EngineRegistry.get_engine_cls(model_type, "fsdp2").__mro__
+        ours = {name for cls in bases if cls.__module__.startswith("verl_pg_plugin") for name in vars(cls)}
+        verls = [cls for cls in reversed(bases) if cls.__module__.startswith("verl.")]
+        replaced = {name: vars(cls)[name] for cls in verls for name in ours & vars(cls).keys()}
+        methods = {name for name, there in replaced.items() if inspect.isfunction(there) and there not in looked_at}
+        assert methods <= {"train_batch", "infer_batch"}, "verl's workers call these two alike in all versions"

@@ -1,0 +1,60 @@
+"""What a balance is told about a batch, whatever container the trainer keeps it in."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import DictConfig
+from transformers import AutoConfig
+
+from tests.trainer.workers import Workers
+from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.trainer.groups import Samples, actor_flops, mini_batches_of_config, num_ranks_of, some_prompts
+
+
+def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
+    make_config: Callable[..., DictConfig],
+) -> None:
+    config = make_config()
+    hf_config = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    assert actor_flops(config) == ModelFlops.of_config(hf_config)
+    config.actor_rollout_ref.model.override_config = {"intermediate_size": 48}
+    hf_config.intermediate_size = 48
+    assert actor_flops(config) == ModelFlops.of_config(hf_config)
+
+
+def test_two_runs_whose_uids_are_drawn_anew_assign_alike(make_config: Callable[..., DictConfig]) -> None:
+    """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
+    flops = actor_flops(make_config())
+    lengths = np.full(12, 7)
+    orders = []
+    for uids in ("abcdef", "fbdace"):
+        samples = Samples([uid for uid in uids for _ in range(2)], np.arange(12), lengths * 0, lengths, lengths)
+        orders.append(samples.balance(flops, num_ranks=2, num_mini_batches=3).order.tolist())
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])
+def test_mini_batches_are_those_of_the_actor_where_it_trains(
+    make_config: Callable[..., DictConfig], batch_size: int, expected: int
+) -> None:
+    assert mini_batches_of_config(SimpleNamespace(config=make_config()), batch_size) == expected
+
+
+def test_workers_that_nobody_asked_yet_are_asked_how_many_ranks_they_are() -> None:
+    workers = Workers()
+    assert num_ranks_of(workers) == num_ranks_of(workers) == 2
+    assert workers._dispatch_info == {"actor": [0, 0, 1, 1]}
+
+
+def test_prompts_that_are_compared_are_spread_over_the_batch() -> None:
+    """The first few may be of one data source, and begin alike."""
+    uids = [f"{row % 64}" for row in range(256)]
+    assert some_prompts(uids) == list(range(0, 64, 4))
+    assert some_prompts(["b", "a", "b", "c"]) == [0, 1, 3]
+    assert some_prompts([]) == []
+    for num_prompts in range(17, 64):
+        rows = some_prompts([str(row) for row in range(num_prompts)])
+        assert len(set(rows)) == 16
+        assert rows[-1] >= num_prompts - -(-num_prompts // 16)

@@ -1,0 +1,385 @@
+"""Which transformers architectures can share prefixes, which of them run compiled, and what stock verl gets wrong.
+
+Asked by preflight before Ray starts and by the engines when they have built a model. A skeleton is a model without
+storage, for what only a built model tells.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from verl_pg_plugin.attention.kernels import kernel_obstacle, model_obstacle
+from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
+from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.mixers.gated_delta import GATED_DELTA, MULTIMODAL_MODEL_TYPES, has_fla
+from verl_pg_plugin.modalities import modality_obstacles
+
+__all__ = [
+    "FLOAT32_ANGLE_TYPES",
+    "REFUSED_TYPES",
+    "UNCOMPILED",
+    "WRONG_COMPILED",
+    "architecture_issues",
+    "auto_class",
+    "class_issues",
+    "config_issues",
+    "fsdp2_recomputes_as_it_ran",
+    "fused_obstacle",
+    "head_obstacle",
+    "language_model_class",
+    "lm_head_issues",
+    "rmpad_fault",
+    "skeleton",
+    "text_skeleton",
+]
+
+OVERRIDE = "actor_rollout_ref.model.override_config"
+
+# --- What is known of a type by its name alone -----------------------------------------------------------------------
+
+REFUSED_TYPES: dict[str, str] = {
+    "aria_text": "multiplies its experts' weights one by one outside of a module, where FSDP2 has not gathered them",
+    "doge": "computes a mask of its own from the values, which attention over shared prefixes does not take",
+    "emu3": "is multimodal (vq_config); only text models are supported",
+    "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",
+}
+"""Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
+
+WRONG_COMPILED: dict[str, str] = {
+    "apertus": "are 1e-4 off in a log-prob and 1e-5 in a gradient (torch 2.13 on a CPU)",
+}
+"""Types whose layers are wrong under ``torch.compile``: refused with ``compile_layers=True``."""
+
+UNCOMPILED: dict[str, str] = {
+    "gemma2": "cap their scores, and have run compiled on a CPU only (torch 2.13)",
+    "granitemoe": "have experts of their own, and have run compiled on a CPU only (torch 2.13)",
+    "starcoder2": "are up to 1.19 times as far from float32 as stock rmpad (bf16, torch 2.11 on an H200)",
+    **dict.fromkeys(
+        ("ernie4_5", "ernie4_5_moe", "olmo2"),
+        "take rotary angles in float32, and have run compiled on a CPU only (torch 2.13)",
+    ),
+    **dict.fromkeys(
+        ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        "have run compiled in one small model on a GPU, where no speed was measured (torch 2.11)",
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        "hold a recurrence of fla's, which has not run compiled on a GPU (fla 0.4)",
+    ),
+    **dict.fromkeys(
+        (
+            *("code_llama", "dots1", "exaone_moe", "flex_olmo", "fuyu", "gemma3n_text", "gemma4_unified_text"),
+            *("gpt_neox", "gpt_oss", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_moe", "hy_v3"),
+            *("hyperclovax", "jais2", "jetmoe", "laguna", "longcat_flash", "mellum", "minimax_m2"),
+            *("modernbert-decoder", "nanochat", "olmo", "opt", "persimmon", "solar_open", "vaultgemma", "youtu"),
+        ),
+        "have not run compiled (transformers 5.5.3 to 5.10.4)",
+    ),
+}
+"""Types whose layers ``compile_layers=auto`` leaves as they are, and True compiles. Every other type is compiled:
+``tests/architectures/test_compiled_layers.py`` holds those of transformers 5.10.4 to the exactness of the rest."""
+
+FLOAT32_ANGLE_TYPES: frozenset[str] = frozenset({"ernie4_5", "ernie4_5_moe", "flex_olmo", "olmo", "olmo2"})
+"""Types whose layers are handed rotary angles in float32; most round the angles themselves.
+
+FSDP2 casts what a layer is given to the dtype of its parameters. In the recomputation of a checkpointed layer torch
+2.11 and 2.12 leave that out (``FSDPState._pre_forward`` while it is ``PRE_BACKWARD``), so that angles are bf16 in the
+forward and float32 in the backward: torch raises ``CheckpointError`` in the first update, under stock verl as well.
+"""
+
+POSITIONS_KEPT: frozenset[str] = frozenset({"ministral3", "persimmon"})
+"""Types of text models whose attention does not hand ``position_ids`` to the function that attends (transformers 5.5.3
+to 5.10.4; Fuyu's text is Persimmon's). flash-attn learns from nothing else where a sequence begins; torch's own
+attention has a mask."""
+
+
+def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
+    """Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
+    return Version(torch_version).release >= (2, 13)
+
+
+# --- Can it share prefixes? ------------------------------------------------------------------------------------------
+
+
+def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, value_model: bool = False) -> list[Issue]:
+    """Every reason why a checkpoint cannot run with shared prefixes, empty when it can.
+
+    Args:
+        hf_config: config of the checkpoint with the user's overrides applied.
+        trust_remote_code: the user's own flag; a model class that the checkpoint brings along is not looked at here,
+            the engine examines it when it is built.
+        value_model: the checkpoint is loaded as a token classifier, not as a causal language model.
+    """
+    issues = config_issues(hf_config)
+    auto_name = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
+    brings_own_class = trust_remote_code and auto_name in (getattr(hf_config, "auto_map", None) or {})
+    if not brings_own_class and all(issue.fix for issue in issues):
+        issues += _value_model_issues(hf_config) if value_model else _causal_lm_issues(hf_config)
+    return _final_or_all(issues)
+
+
+def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
+    """What the config alone says against sharing prefixes."""
+    text, kind = hf_config.get_text_config(), hf_config.model_type
+    found = []
+    if getattr(hf_config, "is_encoder_decoder", False):
+        found.append(f"{kind} is an encoder-decoder; only decoders share causal prefixes")
+    elif type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING:
+        found.append(f"{kind} is an encoder, whose tokens see later ones")
+    if kind in REFUSED_TYPES:
+        found.append(f"{kind} {REFUSED_TYPES[kind]}")
+    found += modality_obstacles(hf_config)
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            found.append(
+                f"rope_type={part['rope_type']} takes its frequencies from the longest sequence of a micro-batch, so a "
+                "sequence's log-probs would depend on its neighbours"
+            )
+    if other := unknown_layer_types(text):
+        found.append(f"{kind} has layers other than causal attention: {', '.join(other)}")
+    found += [obstacle for name in count_layers(text) for obstacle in MIXERS[name].obstacles(text)]
+    return _final_or_all([*(Issue("", why) for why in found), *_random_fields(text)])
+
+
+def class_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
+    """What a model class says against it: recurrent state, or attention that cannot be replaced."""
+    if getattr(model_class.config_class, "model_type", "") in stateful_model_types():
+        return []  # the state is a mixer's; that every layer went through one is counted in each forward
+    if getattr(model_class, "_is_stateful", False):
+        return [Issue("", f"{model_class.__name__} carries recurrent state across tokens")]
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return [Issue("", f"{model_class.__name__} does not go through transformers' attention interface")]
+    return []
+
+
+def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
+    """What the class of a causal language model says against running its head on some tokens only."""
+    if "logits_to_keep" in inspect.signature(model_class.forward).parameters:
+        return []
+    return [Issue("", f"{model_class.__name__} cannot run its LM head on response tokens only (logits_to_keep)")]
+
+
+def language_model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """transformers' class for a config, as verl chooses it; None if there is none."""
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(hf_config) in mapping:
+            found = mapping[type(hf_config)]
+            return found[0] if isinstance(found, (tuple, list)) else found
+    return None
+
+
+def _final_or_all(issues: list[Issue]) -> list[Issue]:
+    """Those that no override lifts; where there is none, all. Each once."""
+    return list(dict.fromkeys([issue for issue in issues if not issue.fix] or issues))
+
+
+def _random_fields(text: PretrainedConfig) -> list[Issue]:
+    """Fields of a text config that ask for dropout or a router's jitter.
+
+    Dropout that is a module would be found in the built model; functional dropout (``residual_dropout`` of Starcoder2,
+    ``dropout`` of OPT) is told by the config alone. verl sets the fields of a value model's head to 0.
+    """
+    return [
+        Issue(
+            f"{OVERRIDE}.{name}={value}",
+            f"the model's config says {name}={value}: a shared prefix would draw its random numbers once for all "
+            "responses",
+            f"++{OVERRIDE}.{name}=0.0",
+        )
+        for name, value in text.to_dict().items()
+        if re.search("drop|jitter", name) and not re.match("(classifier|summary|encoder)_", name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    ]
+
+
+def _causal_lm_issues(hf_config: PretrainedConfig) -> list[Issue]:
+    model_class = language_model_class(hf_config)
+    if model_class is None:
+        return [Issue("", f"transformers has no causal language model for {hf_config.model_type!r}")]
+    if found := class_issues(model_class) or lm_head_issues(model_class):
+        return found
+    # verl builds the bare decoder unless ``architectures`` of the checkpoint says ForCausalLM.
+    name = (getattr(hf_config, "architectures", None) or [model_class.__name__])[0]
+    if "ForCausalLM" not in name and type(hf_config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        why = f"verl builds {hf_config.model_type} without its LM head: {name} is not called ...ForCausalLM"
+        return [Issue("", why)]
+    return _key_value_heads(hf_config)
+
+
+def _value_model_issues(hf_config: PretrainedConfig) -> list[Issue]:
+    kind = hf_config.model_type
+    if type(hf_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        return [Issue("", f"transformers has no token classifier for {kind!r}, which a critic needs")]
+    if kind in stateful_model_types():
+        return [Issue("", f"critics of {kind} have not been verified with shared prefixes")]
+    if isinstance(getattr(hf_config, "hidden_dropout", None), float):
+        # ``hidden_dropout = "0"`` in verl's engine; configs of transformers 5 check the types of their fields.
+        return [Issue("", f"verl writes text into hidden_dropout, which a config of {kind} refuses")]
+    return class_issues(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(hf_config)]) or _key_value_heads(hf_config)
+
+
+def _key_value_heads(hf_config: PretrainedConfig) -> list[Issue]:
+    text = hf_config.get_text_config()
+    if hasattr(text, "num_key_value_heads"):
+        return []
+    number = getattr(text, "num_attention_heads", "<attention heads>")
+    why = f"verl reads num_key_value_heads, which {hf_config.model_type} does not have"
+    return [Issue("", why, f"++{OVERRIDE}.num_key_value_heads={number}")]
+
+
+# --- What only a built model tells -----------------------------------------------------------------------------------
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class that builds a language model from a config, with its vision encoder if it needs one."""
+    needs_encoder = (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
+
+
+def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
+    """The model of a config without storage: no weight is read, none takes memory.
+
+    Args:
+        config: of the checkpoint, overrides applied; it is left as it is.
+        trust_remote_code: the user's own flag, for a class that the checkpoint brings along.
+
+    Raises:
+        ValueError: transformers has no causal language model for it.
+    """
+    with torch.device("meta"):
+        # Which attention runs changes no weight, and the default may be one that is not installed here.
+        return auto_class(config).from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
+        )
+
+
+def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
+    """The same of the text model in a config, or of the whole where transformers has no such model alone."""
+    text = config.get_text_config()
+    brings_its_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(text, "auto_map", None) or {})
+    alone = text is config or brings_its_class or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return skeleton(text if alone else config, trust_remote_code)
+
+
+def head_obstacle(module: Any) -> str:
+    """Why the output of a causal language model may differ from that of its head; empty where it is the same.
+
+    Its own ``forward`` runs around a decoder and a head that only pretend: what comes out as logits must be the very
+    tensor that the head returned, unchanged. That needs no weights, and holds for any class.
+
+    Args:
+        module: an unwrapped causal LM of transformers, on any device, after adapters were put into it.
+    """
+    head = module.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__module__}.{type(head).__qualname__}"
+    tokens = torch.arange(2, device=module.device)
+    hidden = torch.zeros(1, len(tokens), head.in_features, device=module.device, dtype=module.dtype)
+    logits = torch.ones(1, len(tokens), head.out_features)
+    name = type(module).__name__
+    try:
+        with torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(_returning(head, logits))
+            for decoder in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
+                stack.enter_context(_returning(decoder, _DecoderOutput(last_hidden_state=hidden)))
+            found = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
+    except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
+        return f"{name} does not run around another decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if found is not logits or not bool((logits == 1).all()):
+        return f"{name} changes what its head puts out (scaled or capped logits)"
+    return ""
+
+
+def fused_obstacle(module: Any) -> str:
+    """Why the head of ``module`` cannot run as verl's fused kernels, which multiply by its weight; empty if it can."""
+    obstacle = head_obstacle(module)
+    if not obstacle and module.get_output_embeddings().bias is not None:
+        return "the head has a bias, which the fused kernels leave out"
+    return obstacle
+
+
+class _DecoderOutput(MoeModelOutputWithPast):
+    """Hidden states alone; all else that a forward may read is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """``module`` returns ``output``, whatever it is given."""
+    own = module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+# --- What stock verl computes wrongly --------------------------------------------------------------------------------
+
+
+def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
+    """Why stock verl's rmpad mode computes a model wrongly, and what to do instead; None if nothing is known.
+
+    Three faults are known. Recurrent layers: verl 0.9.1 tells attention where each sequence begins, but not the
+    recurrence, which runs on from the sequence before; tiny models with random weights are off by 0.30 (Qwen3-Next),
+    0.35 (Qwen3.5, text) and 0.31 (Qwen3.5, multimodal) in a log-prob. verl's own forward of multimodal Qwen3.5 tells
+    fla's kernels, which transformers' fallback ignores (by its source; not run on a GPU). Unknown beginnings: see
+    ``POSITIONS_KEPT``; a tiny Ministral 3 on an H200 was off by 10%. Capped scores: a flash-attn 2 that was built
+    without them leaves them out, see ``attention.kernels``.
+
+    Args:
+        hf_config: of the checkpoint, with the ``attn_implementation`` that verl loads it with; without one it is
+            flash-attn, which is verl's default.
+        device_name: device type as verl names it.
+    """
+    text, kind = hf_config.get_text_config(), hf_config.model_type
+    implementation = (text._attn_implementation or "flash_attention_2") if device_name == "cuda" else ""
+    told = kind in MULTIMODAL_MODEL_TYPES and device_name == "cuda" and has_fla()
+    why, way_out = "", ""
+    if count_layers(text)[GATED_DELTA] and not MIXERS[GATED_DELTA].obstacles(text) and not told:
+        why = (
+            "its Gated DeltaNet layers carry the state of each sequence into the next, so log-probs and gradients "
+            "depend on what else a micro-batch holds"
+        )
+    elif text.model_type in POSITIONS_KEPT and "flash" in implementation:
+        why = "its attention does not tell flash-attn where a sequence begins, so tokens see sequences in front of them"
+        way_out = f"set {OVERRIDE}.attn_implementation=sdpa, or "
+    elif attention_needs(text).softcap and implementation == "flash_attention_2":
+        if kernel_obstacle("flash_attn_2", device_name):
+            return None
+        found = model_obstacle("flash_attn_2", device_name, attention_needs(text))
+        why = f"flash_attn_2 {found}" if found else ""
+    if not why:
+        return None
+    fix = "set actor_rollout_ref.actor.use_prefix_grouper=True, or actor_rollout_ref.model.use_remove_padding=False"
+    return Issue("", f"stock verl's rmpad mode computes {kind} wrongly: {why}", way_out + fix)

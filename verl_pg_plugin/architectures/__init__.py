@@ -1,1 +1,0 @@
-"""Which transformers architectures can share prefixes."""

@@ -1,0 +1,237 @@
+"""The tokens of one forward and how they attend: what a model's layers are handed as ``prefix_grouper``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from verl.utils.attention_utils import pad_input, unpad_input
+from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
+
+from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.attention.op import AttentionOptions, attend
+from verl_pg_plugin.attention.tree import Tree
+from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout
+
+if TYPE_CHECKING:
+    from prefix_grouper import PrefixGrouper
+
+T = TypeVar("T")
+
+
+class AttentionContext(ABC):
+    """Made by the engine for one forward, which a layer may run more than once (gradient checkpointing).
+
+    No dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
+    for every size of the tensors inside.
+
+    Attributes:
+        layout: what the tokens are; None where a model made them from a padded batch.
+        keep: checkpointed layers keep attention's output and log-sum-exp, see ``op.checkpoint_contexts``; not to be
+            changed between a forward and its backward.
+        perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
+        calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
+            so a layer that mixes tokens by other means is an error and not a wrong number.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        *,
+        keep: bool = True,
+        perturb: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.keep = keep
+        self.perturb = perturb
+        self.calls: Counter[str] = Counter()
+        self._indices: dict[tuple[Hashable, ...], Any] = {}
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Causal attention in which tokens see their own sequences only.
+
+        Args:
+            query: (B, H, T, D), rotary embedding applied.
+            key, value: (B, G, T, D) of the same tokens; values may be narrower.
+
+        Returns:
+            (B, T, H, D) in the dtype of ``query`` and the width of ``value``.
+        """
+
+    def mixed(self, mixer: str, out: torch.Tensor) -> torch.Tensor:
+        """Count a layer and return what it computed, which verify mode moves by rounding."""
+        self.calls[mixer] += 1
+        return out if self.perturb is None else self.perturb(out)
+
+    def index(self, make: Callable[..., T], *args: Hashable) -> T:
+        """What ``make`` derives from the layout, derived once per forward and not once per layer.
+
+        Args:
+            make: takes the layout, then ``args``.
+
+        Raises:
+            RuntimeError: the tokens have no layout.
+        """
+        if self.layout is None:
+            raise RuntimeError("tokens that a model packed by itself have no layout; only attention can mix them")
+        key = (make, *args)
+        if key not in self._indices:
+            self._indices[key] = make(self.layout, *args)
+        return self._indices[key]
+
+
+class PackedAttention(AttentionContext):
+    """T packed tokens on a device.
+
+    Attributes:
+        kernel: the kernel to call.
+        num_tokens: T; tokens after them are padding, which attends to nothing.
+        cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
+    """
+
+    def __init__(
+        self,
+        layout: PackedLayout | None,
+        kernel: Kernel,
+        device: torch.device | str,
+        cache: CacheAccess | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(layout, **options)
+        self.kernel, self.device, self.cache = kernel, device, cache
+        self.num_tokens = 0 if layout is None else layout.num_rows
+        self._unshared: Tree | None = None
+
+    @classmethod
+    def unshared(cls, kernel: Kernel, cu_seqlens: torch.Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
+        """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
+        context = cls(None, kernel, cu_seqlens.device)
+        context.num_tokens = num_tokens
+        context._unshared = Tree.unshared(cu_seqlens, cu_seqlens, num_tokens, num_tokens, max_seqlen, max_seqlen)
+        return context
+
+    def tree(self, window: int) -> Tree:
+        """The pieces of layers with that window."""
+        if self._unshared is not None:
+            return self._unshared
+        if window >= self.layout.max_seqlen_k - 1:
+            window = -1
+        return self.index(_tree_of, self.device, window)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return self.attend_packed(q_THD, k_TGD, v_TGD, options).unsqueeze(0)
+
+    def attend_packed(
+        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """(T, H, D) of (T, H, D) queries and (T, G, D) keys and values; zero at padding."""
+        num_padding = len(q_THD) - self.num_tokens
+        if num_padding:
+            q_THD, k_TGD, v_TGD = (x[: self.num_tokens] for x in (q_THD, k_TGD, v_TGD))
+        tree = self.tree(options.window_size)
+        out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache, self.keep)
+        return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
+
+
+def _tree_of(layout: PackedLayout, device: torch.device | str, window: int) -> Tree:
+    return Tree.of(layout, device, window)
+
+
+class UlyssesAttention(AttentionContext):
+    """An equal slice of the tokens on each rank of a group.
+
+    Each rank holds a slice of the tokens and all heads. Two all-to-alls around attention trade that for all tokens and
+    a slice of the heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so what attends in between is
+    what a single rank runs.
+
+    Attributes:
+        inner: the tokens as this rank would attend to them if it held all T; its ``keep`` counts.
+        num_tokens: tokens of all slices that come out of the all-to-all, padding at their end included or not.
+        group: the ranks that share the tokens, in the order of their slices.
+    """
+
+    def __init__(self, inner: AttentionContext, num_tokens: int, group: dist.ProcessGroup) -> None:
+        super().__init__(inner.layout, keep=inner.keep, perturb=inner.perturb)
+        self.inner, self.num_tokens, self.group = inner, num_tokens, group
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """A collective that every rank of the group must enter.
+
+        Args:
+            query: (1, H, L, D) this rank's L tokens; key, value: (1, G, L, D).
+
+        Returns:
+            (1, L, H, D), zero at padding.
+
+        Raises:
+            ValueError: the heads cannot be spread over the ranks.
+        """
+        sp_size, num_heads, num_kv_heads = dist.get_world_size(self.group), query.shape[1], key.shape[1]
+        if num_heads % sp_size or (num_kv_heads % sp_size and sp_size % num_kv_heads):
+            raise ValueError(
+                f"{num_heads} query and {num_kv_heads} key/value heads cannot be spread over {sp_size} ranks; "
+                "set ulysses_sequence_parallel_size to a divisor of both"
+            )
+        # A rank needs at least one key/value head of its own.
+        repeats = max(sp_size // num_kv_heads, 1)
+        local_query, local_key, local_value = (
+            gather_seq_scatter_heads(x, seq_dim=2, head_dim=1, unpadded_dim_size=self.num_tokens, group=self.group)
+            for x in (query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1))
+        )
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.tensor_split(sp_size)[dist.get_rank(self.group)])
+        out = self.inner.attend(local_query, local_key, local_value, options)
+        return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=self.group)
+
+
+class PaddedGroupsAttention(AttentionContext):
+    """Upstream's padded groups, one a line (https://github.com/johncaged/PrefixGrouper).
+
+    Attributes:
+        grouper: ``prefix_grouper.PrefixGrouper`` of lines ``[prompt | response 1 | response 2 | ... | padding]``.
+        kernel: what both of upstream's attention passes call.
+    """
+
+    def __init__(
+        self, grouper: PrefixGrouper, kernel: Kernel, layout: PaddedLayout | None = None, **options: Any
+    ) -> None:
+        super().__init__(layout, **options)
+        self.grouper, self.kernel = grouper, kernel
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Upstream's two passes: prefixes among themselves, then each response over its prefix and itself."""
+
+        def attend_padded(
+            q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_BK: torch.Tensor
+        ) -> torch.Tensor:
+            # Upstream puts the queries at the end of their keys.
+            batch_size, num_q = q_BHQD.shape[0], q_BHQD.shape[2]
+            q_THD, rows, cu_seqlens_q, max_seqlen_q, *_ = unpad_input(q_BHQD.transpose(1, 2), mask_BK[:, -num_q:])
+            k_TGD, _, cu_seqlens_k, max_seqlen_k, *_ = unpad_input(k_BGKD.transpose(1, 2), mask_BK)
+            v_TGD, *_ = unpad_input(v_BGKD.transpose(1, 2), mask_BK)
+            if not len(q_THD):  # no group of the batch has a prefix
+                return q_BHQD.transpose(1, 2)
+            # A group without a prefix is no segment; every suffix has tokens.
+            bounds = (torch.unique_consecutive(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
+            tree = Tree.unshared(*bounds, len(q_THD), len(k_TGD), max_seqlen_q, max_seqlen_k)
+            out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, keep=self.keep)
+            return pad_input(out_THD, rows, batch_size, num_q)
+
+        return self.grouper.forward(attend_padded, query, key, value)

@@ -1,0 +1,248 @@
+"""The attention kernels: what each needs, what it computes, and which one a process takes.
+
+A new kernel is its pair of passes in ``passes.py`` and its entry in ``KERNELS``. Importing this module imports neither
+a kernel nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.attention.passes import Backward, Forward
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_KERNEL = "prefix_grouper.attention_kernel"
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What the attention layers of a model ask of a kernel.
+
+    Attributes:
+        head_dims: (width of queries and keys, width of values) of every kind of layer.
+        softcap: scores are capped.
+    """
+
+    head_dims: frozenset[tuple[int, int]] = frozenset()
+    softcap: bool = False
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a kernel needs and computes.
+
+    Attributes:
+        device_type: the only device that runs it; None for every device.
+        min_capability: lowest compute capability of a CUDA device.
+        max_capability: the highest; None where later devices run it too.
+        package: distribution that must be installed; None where torch is enough.
+        install: command that installs the package.
+        head_dim_multiple: what divides every width of a head that it takes.
+        max_head_dim: the largest width that it takes; None for no largest.
+        softcap: whether it caps scores.
+    """
+
+    device_type: str | None = None
+    min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] | None = None
+    package: str | None = None
+    install: str = ""
+    head_dim_multiple: int = 1
+    max_head_dim: int | None = None
+    softcap: bool = True
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there.
+
+        Asks the package metadata: an import would load CUDA libraries, and both flash-attn 2 and flash-attn 4 bring a
+        folder ``flash_attn/cute``.
+        """
+        try:
+            return self.package is None or bool(version(self.package))
+        except PackageNotFoundError:
+            return False
+
+    def obstacle(self, device_type: str) -> str:
+        """Why this machine cannot run it on a type of device and what to do; empty if it can. Starts no CUDA context."""
+        if self.device_type not in (None, device_type):
+            return f"needs a {self.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
+        if not self.installed:
+            return f"needs {self.package}, which is not installed: {self.install}"
+        return ""
+
+    def misfit(self, needs: AttentionNeeds) -> str:
+        """What a model needs and this kernel does not compute; empty if nothing."""
+        if needs.softcap and not self.softcap:
+            return "does not cap scores (softcap)"
+        for width in sorted({max(dims) for dims in needs.head_dims}):
+            if width % self.head_dim_multiple:
+                return f"takes heads of a multiple of {self.head_dim_multiple} numbers, the model's have {width}"
+            if self.max_head_dim is not None and width > self.max_head_dim:
+                return f"takes heads of up to {self.max_head_dim} numbers, the model's have {width}"
+        return ""
+
+
+KERNELS: dict[str, KernelSpec] = {
+    "flash_attn_4": KernelSpec(
+        device_type="cuda",
+        min_capability=(9, 0),
+        package="flash-attn-4",
+        install="pip install --pre flash-attn-4",
+        head_dim_multiple=8,
+        max_head_dim=256,
+    ),
+    "flash_attn_3": KernelSpec(
+        device_type="cuda",
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        package="flash-attn-3",
+        install="pip install ./hopper in a checkout of https://github.com/Dao-AILab/flash-attention",
+        head_dim_multiple=8,
+        max_head_dim=256,
+    ),
+    "flash_attn_2": KernelSpec(
+        device_type="cuda",
+        min_capability=(8, 0),
+        package="flash-attn",
+        install="pip install --no-build-isolation flash-attn",
+        head_dim_multiple=8,
+        max_head_dim=256,
+    ),
+    "torch_varlen": KernelSpec(
+        device_type="cuda", min_capability=(8, 0), head_dim_multiple=8, max_head_dim=256, softcap=False
+    ),
+    "sdpa": KernelSpec(),
+}
+"""Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs there, needs one and fits the
+model; elsewhere sdpa."""
+
+ATTENTION_KERNELS = ("auto", *KERNELS)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and why it was chosen.
+
+    Attributes:
+        forward, backward: its passes, see ``passes.py``.
+        heads_first: gradients lie in memory as (H, T, D). The graphs of layers that are compiled for any number of
+            tokens ask for that, and would copy others (AOTAutograd's tangents of symbolic sizes are contiguous).
+    """
+
+    name: str
+    reason: str
+    forward: Forward
+    backward: Backward
+    heads_first: bool = False
+
+
+def candidates(name: str, device_type: str) -> tuple[str, ...]:
+    """Kernels that a setting stands for on a device, in the order in which they are tried."""
+    if name != "auto":
+        return (name,)
+    if device_type != "cuda":
+        return ("sdpa",)
+    return tuple(kernel for kernel, spec in KERNELS.items() if spec.device_type == device_type)
+
+
+def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
+    """Why no kernel that ``name`` stands for computes a model's attention; empty if one does.
+
+    Of those of "auto" one that is not installed is none. One that was asked for by name is ``KernelSpec.obstacle``'s.
+    """
+    found = {}
+    for kernel in candidates(name, device_type):
+        missing = KERNELS[kernel].obstacle(device_type) if name == "auto" else ""
+        found[kernel] = KERNELS[kernel].misfit(needs) or missing
+    return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""
+
+
+def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = None) -> Kernel:
+    """Choose the attention kernel of this process.
+
+    Args:
+        name: one of ``ATTENTION_KERNELS``. On a GPU auto takes the fastest that is installed and fits the model, in the
+            order of ``KERNELS``, and never the slow sdpa.
+        device_type: "cuda" or "cpu".
+        needs: of the model; None for any.
+
+    Raises:
+        ValueError: unknown name.
+        RuntimeError: the kernel is not installed, cannot run on the device or this model, or was built without capped
+            scores, which the model has; the message names the fix.
+    """
+    if name not in ATTENTION_KERNELS:
+        raise ValueError(f"unknown attention kernel {name!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
+    needs = needs or AttentionNeeds()
+    reasons = [f"{ATTENTION_KERNEL}={name}" + (f" on device {device_type}" if name == "auto" else "")]
+    for candidate in candidates(name, device_type):
+        obstacle = model_obstacle(candidate, device_type, needs)
+        if not obstacle:
+            return Kernel(candidate, "; ".join(reasons), *load_passes(candidate))
+        reasons.append(f"{candidate} {obstacle}")
+    if name != "auto":
+        raise RuntimeError(f"attention kernel {reasons[-1]}")
+    way_out = f"; or set ++{ATTENTION_KERNEL}=sdpa (slow)" if device_type == "cuda" else ""
+    raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
+
+
+def model_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
+    """Why a kernel cannot run a model here and what would change that; empty if it can.
+
+    For a model that caps scores the kernel is imported and tried, see ``passes.softcap_fault``.
+
+    Raises:
+        RuntimeError: then its package is installed but cannot be imported.
+    """
+    spec = KERNELS[name]
+    found = kernel_obstacle(name, device_type) or spec.misfit(needs)
+    if found or not needs.softcap or spec.package is None:
+        return found
+    from verl_pg_plugin.attention.passes import softcap_fault
+
+    logger.info("trying how %s caps scores, which some kernels compile code for", name)
+    fault = softcap_fault(*load_passes(name), max(map(max, needs.head_dims), default=64), device_type)
+    return f"{fault}; install one that does: {spec.install}" if fault else ""
+
+
+def kernel_obstacle(name: str, device_type: str) -> str:
+    """Why a kernel cannot run here and what would change that; empty if nothing is in the way. Imports no kernel."""
+    import torch
+
+    spec = KERNELS[name]
+    if found := spec.obstacle(device_type):
+        return found
+    if spec.device_type == "cuda":
+        if not torch.cuda.is_available():
+            return f"needs a GPU and torch {torch.__version__} sees none; VERL_PLATFORM=cpu runs without"
+        capability = torch.cuda.get_device_capability()
+        if capability < spec.min_capability:
+            return f"needs compute capability {spec.min_capability}, this GPU has {capability}"
+        if spec.max_capability is not None and capability > spec.max_capability:
+            return f"runs up to compute capability {spec.max_capability}, this GPU has {capability}"
+    return ""
+
+
+def load_passes(name: str) -> tuple[Forward, Backward]:
+    """Import a kernel.
+
+    Raises:
+        RuntimeError: its package is installed but cannot be imported.
+    """
+    from verl_pg_plugin.attention import passes
+
+    load: Callable[[], tuple[Forward, Backward]] = getattr(passes, name)
+    try:
+        return load()
+    except (ImportError, AttributeError) as error:  # the latter: two packages of different ages in one folder
+        raise RuntimeError(
+            f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it "
+            f"({KERNELS[name].install}) or set {ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
+        ) from error

@@ -1,0 +1,257 @@
+"""The attention op: one autograd function over the passes of any kernel and the pieces of a prefix tree.
+
+Gradients are summed in float32, in a fixed order, and rounded once. Where one piece covers all tokens its gradients are
+written once, and those through prefixes that are read in place are added to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.attention.passes import Varlen
+from verl_pg_plugin.attention.tree import Piece, Tree
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What one layer asks of attention.
+
+    Attributes:
+        softmax_scale: multiplies the scores.
+        window_size: keys a query sees besides itself, to the left; -1 for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 switches it off.
+        layer_idx: place of the layer in the model.
+        sinks: (H,) learned attention sinks of the heads of the queries, if the layer has any: one more score of every
+            query, whose value is zero.
+    """
+
+    softmax_scale: float
+    window_size: int = -1
+    softcap: float = 0.0
+    layer_idx: int = 0
+    sinks: torch.Tensor | None = None
+
+
+def attend(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    tree: Tree,
+    kernel: Kernel,
+    options: AttentionOptions,
+    cache: CacheAccess | None = None,
+    keep: bool = False,
+) -> torch.Tensor:
+    """Causal attention of T packed tokens in which siblings never see each other.
+
+    Args:
+        q_THD: queries.
+        k_TGD, v_TGD: keys and values of the same tokens; values may be narrower, as in multi-head latent attention.
+        tree: pieces of their layout, made for the window of ``options``.
+        cache: keys and values in front of the own ones, where the tokens are a chunk of a split group.
+        keep: a layer under ``checkpoint_contexts`` keeps the output and the log-sum-exp, and takes them when it is
+            computed again; gradients are the same to the bit.
+
+    Returns:
+        (T, H, width of ``v_TGD``), dtype of ``q_THD``; float32 under autocast gives autocast's dtype.
+    """
+    device = q_THD.device.type
+    if q_THD.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        q_THD = q_THD.to(torch.get_autocast_dtype(device))  # norms kept in float32, as transformers casts them
+    k_TGD, v_TGD = k_TGD.to(q_THD.dtype), v_TGD.to(q_THD.dtype)
+    width = v_TGD.shape[-1]
+    if width < k_TGD.shape[-1]:
+        v_TGD = F.pad(v_TGD, (0, k_TGD.shape[-1] - width))
+    if cache is not None:
+        cache.publish_layer(options.layer_idx, k_TGD, v_TGD)
+    tape = _Tape.running if keep else None
+    out_THD = _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache, tape)
+    return out_THD[..., :width]
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        tree: Tree,
+        kernel: Kernel,
+        options: AttentionOptions,
+        cache: CacheAccess | None,
+        tape: _Tape | None,
+    ) -> torch.Tensor:
+        out, lse = (None, None) if tape is None else tape.take()
+        if out is None:
+            out, lse = _forward(q, *_with_cached(k, v, options, cache), sinks, tree, kernel, options)
+            if tape is not None:
+                tape.keep(out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.tree, ctx.kernel, ctx.options, ctx.cache = tree, kernel, options, cache
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dout,) = grads
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        options, cache, kernel = ctx.options, ctx.cache, ctx.kernel
+        keys, values = _with_cached(k, v, options, cache)
+        dq, dk, dv = _backward(dout, q, keys, values, out, lse, ctx.tree.backward, kernel, options, cache is not None)
+        if cache is not None:
+            dk, dv = cache.settle_layer(options.layer_idx, dk, dv)
+        gradients = (_rounded(total, x, kernel) for total, x in ((dq, q), (dk, k), (dv, v)))
+        dsinks = None
+        if sinks is not None:
+            probability_HT = torch.exp(sinks[:, None].to(lse.dtype) - lse)
+            dsinks = -(probability_HT * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
+        return (*gradients, dsinks, None, None, None, None, None)
+
+
+def _with_cached(
+    k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, cache: CacheAccess | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[c cached | T own] keys and values."""
+    if cache is None or not cache.read:
+        return k, v
+    return cache.in_front((options.layer_idx, "k"), k), cache.in_front((options.layer_idx, "v"), v)
+
+
+def _problem(piece: Piece, options: AttentionOptions) -> Varlen:
+    window = options.window_size if piece.causal else -1
+    bounds = piece.cu_seqlens_q, piece.cu_seqlens_k, piece.max_seqlen_q, piece.max_seqlen_k
+    return Varlen(*bounds, options.softmax_scale, piece.causal, window, options.softcap)
+
+
+def _at(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Keys or values of a piece."""
+    return x[piece.keys] if isinstance(piece.keys, slice) else x.index_select(0, piece.keys.tokens)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    tree: Tree,
+    kernel: Kernel,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = [kernel.forward(q[p.rows], _at(k, p), _at(v, p), _problem(p, options)) for p in tree.forward]
+    outs, lses = zip(*found, strict=True)
+    out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
+    if sinks is not None:
+        with_sink = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+        out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
+    return out, lse
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    pieces: list[Piece],
+    kernel: Kernel,
+    options: AttentionOptions,
+    wide: bool,
+) -> list[torch.Tensor]:
+    """Gradients of q, k and v; float32 or wider if asked for, or if there are more than two terms to a sum."""
+    wide = wide or len(pieces) > 2 or pieces[0].rows != slice(0, len(q))
+    if wide:
+        totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
+    else:
+        totals = [_memory(x, kernel) for x in (q, k, v)]
+    for i, piece in enumerate(pieces):
+        first = i == 0 and not wide
+        places, given = (piece.rows, piece.keys, piece.keys), (q[piece.rows], _at(k, piece), _at(v, piece))
+        parts = [
+            total if first and isinstance(place, slice) else _memory(x, kernel)
+            for total, place, x in zip(totals, places, given, strict=True)
+        ]
+        rows = dout[piece.rows], *given, out[piece.rows], lse[:, piece.rows].contiguous()
+        kernel.backward(*rows, *parts, _problem(piece, options))
+        for total, place, part in zip(totals, places, parts, strict=True):
+            if not isinstance(place, slice):
+                place.sum(part, total, add=not first)
+            elif not first:
+                total[place] += part
+    return totals
+
+
+def _memory(x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    """For a gradient of ``x`` (T, heads, D)."""
+    if not kernel.heads_first:
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
+
+
+def _rounded(total: torch.Tensor, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    return total if total.dtype == x.dtype else _memory(x, kernel).copy_(total)
+
+
+class _Tape:
+    """(out, lse) of each attention call in one checkpointed layer, in their order.
+
+    Attributes:
+        running: of the layer that runs, forwards or once more in its backward.
+    """
+
+    running: ClassVar[_Tape | None] = None
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replay: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def keep(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        # Detached: what the autograd function returns becomes part of the graph, which holds the tape.
+        self._kept.append((out.detach(), lse))
+
+    def take(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the forward has kept of this call; None in the forward."""
+        if self._replay is None:
+            return None, None
+        out, lse = next(self._replay)
+        return out.detach(), lse
+
+    def start(self, replays: bool) -> None:
+        self._replay, _Tape.running = iter(self._kept) if replays else None, self
+
+    def stop(self) -> None:
+        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
+        if _Tape.running is self:
+            _Tape.running = None
+
+
+class _Pass(AbstractContextManager):
+    def __init__(self, tape: _Tape, replays: bool) -> None:
+        self._tape, self._replays = tape, replays
+
+    def __enter__(self) -> None:
+        self._tape.start(self._replays)
+
+    def __exit__(self, *_: object) -> None:
+        self._tape.stop()
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around a decoder layer.
+
+    The layer keeps what attention computed, where its context says so, and recomputes the rest. Attention is the one
+    part of a layer whose cost grows with the length of the sequences, and its output is small.
+    """
+    tape = _Tape()
+    return _Pass(tape, replays=False), _Pass(tape, replays=True)

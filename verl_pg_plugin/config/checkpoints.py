@@ -1,0 +1,127 @@
+"""Are the checkpoints there, and can their architectures share prefixes? Neither the hub nor code of a checkpoint's own
+is asked: what is not on this machine, the workers find out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, PretrainedConfig
+from verl.utils.model import update_model_config
+
+from verl_pg_plugin.architectures import OVERRIDE, architecture_issues
+from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.mode import mode_of
+from verl_pg_plugin.issue import Issue
+
+__all__ = ["checkpoint_issues", "local_checkpoint", "model_overrides", "optional_folder", "read_hf_config"]
+
+UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)
+"""What transformers raises for a config.json that it cannot read, or overrides that do not fit it."""
+
+
+def checkpoint_issues(config: DictConfig, section: str) -> Iterator[Issue]:
+    """Problems of the local or cached checkpoint that a model section names.
+
+    The architecture counts only in the modes that share prefixes.
+
+    Args:
+        config: the composed trainer config.
+        section: ``MODEL`` or ``CRITIC_MODEL``.
+    """
+    path = str(OmegaConf.select(config, f"{section}.path"))
+    if _is_local(path) and not Path(path).is_dir():
+        expanded = Path(path).expanduser()
+        there = path.startswith("~") and expanded.is_dir()
+        value = f"{expanded} (verl does not expand ~)" if there else "<folder written by save_pretrained, or a hub id>"
+        yield Issue(f"{section}.path={path}", "no such folder", f"{section}.path={value}")
+        return
+    key, source = optional_folder(config, section, "hf_config_path", path)
+    folder = local_checkpoint(source)
+    if folder is None:
+        return
+    if not Path(folder, "config.json").is_file():
+        fix = f"{section}.path=<folder written by save_pretrained>"
+        yield Issue(f"{key}={source}", "the folder has no config.json", fix)
+        return
+    if mode_of(config).shares_prefixes:
+        yield from _architecture(config, section, f"{key}={source}", folder)
+
+
+def _architecture(config: DictConfig, section: str, setting: str, folder: str) -> Iterator[Issue]:
+    trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
+    try:
+        hf_config = _read(config, section, folder)
+    except UNREADABLE as error:
+        if trusted or OmegaConf.select(config, f"{section}.external_lib"):
+            return  # code of the user's own may read it, in the workers
+        why = f"transformers cannot read its config.json: {str(error).strip().partition(chr(10))[0]}"
+        yield Issue(setting, why, f"repair {folder}/config.json, or {section}.trust_remote_code=True if you trust it")
+        return
+    if len(hf_config.architectures or ()) != 1:
+        why = f"verl wants exactly one entry under architectures, config.json has {hf_config.architectures}"
+        yield Issue(setting, why, f'write "architectures": ["<its model class>"] into {folder}/config.json')
+        return
+    for issue in architecture_issues(hf_config, trusted, value_model=section == CRITIC_MODEL):
+        own = f"{section}.override_config"
+        fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
+        yield Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix)
+
+
+def read_hf_config(config: DictConfig, section: str = MODEL) -> PretrainedConfig | None:
+    """Config of a checkpoint on this machine, overrides applied, without running code that it brings along.
+
+    Args:
+        config: the composed trainer config.
+        section: ``MODEL`` or ``CRITIC_MODEL``.
+
+    Returns:
+        None where there is none, or where it cannot be read so.
+    """
+    _, source = optional_folder(config, section, "hf_config_path", str(OmegaConf.select(config, f"{section}.path")))
+    folder = local_checkpoint(source)
+    if folder is None or not Path(folder, "config.json").is_file():
+        return None
+    try:
+        return _read(config, section, folder)
+    except UNREADABLE:  # ``checkpoint_issues`` says so where it matters
+        return None
+
+
+def _read(config: DictConfig, section: str, folder: str) -> PretrainedConfig:
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    update_model_config(hf_config, override_config_kwargs=model_overrides(config, section))
+    return hf_config
+
+
+def model_overrides(config: DictConfig, section: str) -> dict[str, Any]:
+    """``model.override_config`` as verl's HFModelConfig reads it."""
+    entry = OmegaConf.select(config, f"{section}.override_config")
+    overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
+    return overrides.get("model_config", overrides)
+
+
+def optional_folder(config: DictConfig, section: str, name: str, path: str) -> tuple[str, str]:
+    """Key and value of an optional path that defaults to the checkpoint's."""
+    own = OmegaConf.select(config, f"{section}.{name}")
+    return (f"{section}.{name}", str(own)) if own else (f"{section}.path", path)
+
+
+def local_checkpoint(path: str) -> str | None:
+    """Folder of a checkpoint on this machine: the path itself, or that of a hub id in the cache; else None."""
+    if _is_local(path):
+        return path
+    try:
+        config_json = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # hdfs://, s3://
+        return None
+    return str(Path(config_json).parent) if isinstance(config_json, str) else None
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path is one of this machine's, there or not, and no hub id."""
+    return path.startswith(("/", ".", "~")) or Path(path).is_dir()

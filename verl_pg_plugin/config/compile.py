@@ -1,0 +1,118 @@
+"""Whether decoder layers are compiled: one decision, for the engines, preflight and the doctor alike.
+
+``prefix_grouper.compile_layers=auto`` compiles them on a GPU unless something speaks against it. True compiles them
+unless they cannot work, and is refused then.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
+from verl_pg_plugin.config.keys import OPTIONS
+from verl_pg_plugin.config.mode import Engine, Mode
+
+__all__ = ["COMPILE_LAYERS", "compiler_obstacle", "compiles_layers", "decide", "layer_compilation", "layers_obstacle"]
+
+COMPILE_LAYERS = f"{OPTIONS}.compile_layers"
+
+
+def compiles_layers(engine_config: Any, model_config: Any) -> tuple[bool, str]:
+    """Whether an engine compiles its decoder layers, and why.
+
+    Args:
+        engine_config: a ``PrefixGrouperEngineConfig``.
+        model_config: verl's ``HFModelConfig``.
+    """
+    return layer_compilation(Engine.of(engine_config, model_config))
+
+
+def layer_compilation(engine: Engine) -> tuple[bool, str]:
+    """The same of an engine whose checkpoint's config has been read."""
+    asked, forbidden = engine.option("compile_layers"), layers_obstacle(engine) or compiler_obstacle(engine.device)
+    if asked != "auto" or forbidden:
+        return asked is True, f"{COMPILE_LAYERS}={asked}" + (f": {forbidden}" if asked == "auto" else "")
+    unsafe = ""
+    if "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {}):
+        unsafe = "the checkpoint may bring a model class of its own" if engine.of_model("trust_remote_code") else ""
+    if engine.of_model("use_liger"):
+        unsafe = "compiled layers have not been tested with Liger kernels (use_liger)"
+    if engine.of_model("tiled_mlp.enabled"):
+        unsafe = "compiled layers have not been tested with a tiled MLP (tiled_mlp)"
+    return decide(asked, engine.hf_config.model_type, engine.device, str(engine.get("strategy")), unsafe)
+
+
+def decide(
+    asked: bool | str, model_type: str, device: str, strategy: str = "fsdp2", unsafe: str = ""
+) -> tuple[bool, str]:
+    """What ``prefix_grouper.compile_layers`` comes to in packed mode where a compiler works, and why.
+
+    Args:
+        asked: its value: auto, True or False.
+        model_type: of the checkpoint's config.
+        device: type of the device, as verl names it.
+        strategy: "fsdp" or "fsdp2".
+        unsafe: what else speaks against it, empty if nothing.
+    """
+    setting = f"{COMPILE_LAYERS}={asked}"
+    if asked != "auto":
+        return asked is True, setting
+    if model_type in WRONG_COMPILED:
+        return False, f"{setting}: compiled layers of {model_type} {WRONG_COMPILED[model_type]}"
+    if device != "cuda":
+        unsafe = f"compiling pays on a GPU, and this device is {device}"
+    elif model_type in UNCOMPILED:
+        unsafe = f"layers of {model_type} {UNCOMPILED[model_type]}"
+    elif strategy != "fsdp2":
+        unsafe = f"compiled layers have not been tested with strategy={strategy}"
+    if unsafe:
+        return False, f"{setting}: {unsafe}; ++{COMPILE_LAYERS}=True compiles them all the same"
+    return True, f"{setting}: nothing is known against it for {model_type} on {device}"
+
+
+def layers_obstacle(engine: Engine) -> str:
+    """Why an engine cannot run its layers compiled, whatever the machine; empty if it can."""
+    model_type = getattr(engine.hf_config, "model_type", "")
+    if engine.mode is not Mode.PACKED:
+        return "compiled layers have not been verified with padded groups"
+    if engine.get("strategy") == "fsdp" and not engine.get("use_orig_params"):
+        return "torch compiles no layer of flat parameters (FSDP1); strategy=fsdp2 has none"
+    return f"compiled layers of {model_type} {WRONG_COMPILED[model_type]}" if model_type in WRONG_COMPILED else ""
+
+
+def compiler_obstacle(device: str) -> str:
+    """Why torch compiles nothing here; empty if nothing is in the way. Compiles nothing to find out."""
+    from torch._dynamo import config  # seconds, which a run that does not ask is spared
+
+    if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "torch.compile is switched off; unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+    if config.suppress_errors:
+        return "torch would hide failures and run layers uncompiled; unset TORCHDYNAMO_SUPPRESS_ERRORS"
+    if device != "cuda":
+        why = _missing("CXX", "g++")  # all that torch looks for on Linux
+        return f"torch.compile needs a C++ compiler and {why}" if why else ""
+    if importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton, which is not installed: pip install triton"
+    if why := _missing("CC", "gcc", "clang"):
+        return f"Triton needs a C compiler and {why}"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python.h and finds none: install python3-dev"
+    return ""
+
+
+def _missing(variable: str, *usual: str) -> str:
+    """Why there is no compiler; empty if the one that ``variable`` names, or a usual one where it is unset, is there.
+
+    torch and Triton run what the variable holds as the name of one program, blanks and all.
+    """
+    named = os.environ.get(variable)
+    if named is None:
+        return "" if any(map(shutil.which, usual)) else f"finds none: install {usual[0]}, or name one in {variable}"
+    if shutil.which(named):
+        return ""
+    return f"does not find {variable}={named!r}: name one program without arguments, or unset it and install {usual[0]}"

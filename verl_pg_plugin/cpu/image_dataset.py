@@ -1,0 +1,28 @@
+"""verl's data set with images taken as they are.
+
+Plug it in through verl's own setting::
+
+    data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset
+    data.custom_cls.name=ImageDataset
+
+verl's own hands messages to qwen-vl-utils, which resizes images to the patches of real models and needs torchvision.
+Generated images have their size already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+
+class ImageDataset(RLHFDataset):
+    """Samples whose images are PIL images of whole patches."""
+
+    @classmethod
+    def _process_multi_modal_info(
+        cls, messages: list[dict[str, Any]], image_patch_size: int, config: Any
+    ) -> tuple[list[Any] | None, None, None]:
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        images = [part["image"].convert("RGB") for part in parts if part["type"] == "image"]
+        return images or None, None, None

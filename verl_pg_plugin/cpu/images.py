@@ -1,0 +1,87 @@
+"""Images of a prompt, as the rollout ``hf`` shows them to its model, and a processor that makes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Models that are shown images; their positions have three dimensions."""
+
+
+class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
+    """Images and text; of the same name as transformers', by which verl tells processors apart.
+
+    transformers' own has a part for videos, which torchvision computes. The CPU default has no torchvision: its
+    generated checkpoint names no processor class, and ``AutoProcessor`` finds this one by the type of the config.
+    """
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        # What a processor consists of, transformers reads off the parameters of this method.
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+
+def register_processor() -> None:
+    """Let ``AutoProcessor`` find it for checkpoints of Qwen3-VL that name no processor class."""
+    transformers.AutoProcessor.register(transformers.Qwen3VLConfig, Qwen3VLProcessor, exist_ok=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt, in the order of their placeholders.
+
+    Attributes:
+        pixel_values: (patches, numbers of a patch).
+        image_grid_thw: (images, 3).
+        digest: of both; prompts with equal tokens and digests are one prompt.
+    """
+
+    pixel_values: torch.Tensor
+    image_grid_thw: torch.Tensor
+    digest: bytes
+
+    @classmethod
+    def process(cls, processor: Any, images: Sequence[Any]) -> PromptImages:
+        """From PIL images, by the image part of a checkpoint's processor."""
+        made = processor.image_processor(images=list(images), return_tensors="pt")
+        pixels, grids = made["pixel_values"], made["image_grid_thw"]
+        digest = hashlib.blake2b(pixels.numpy().tobytes() + grids.numpy().tobytes()).digest()
+        return cls(pixels, grids, digest)
+
+
+def reads_images(config: Any) -> bool:
+    """Whether a model with this config takes images, and positions in three dimensions."""
+    return config.model_type in IMAGE_MODEL_TYPES
+
+
+def placeholders(config: Any) -> list[int]:
+    """Tokens that a model must not write: each stands for a part of an image that is not there."""
+    return [config.image_token_id, config.video_token_id] if reads_images(config) else []
+
+
+def image_inputs(images: Sequence[PromptImages | None], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Keywords of a forward over prompts with these images; none where no prompt has any."""
+    shown = [of_prompt for of_prompt in images if of_prompt is not None]
+    if not shown:
+        return {}
+    return {
+        "pixel_values": torch.cat([of_prompt.pixel_values for of_prompt in shown]).to(dtype),
+        "image_grid_thw": torch.cat([of_prompt.image_grid_thw for of_prompt in shown]),
+    }
+
+
+def rope_positions(model: Any, prompt_ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:
+    """(3, L) positions of time, height and width, by the model's own rule."""
+    ids = torch.tensor([prompt_ids])
+    positions, _ = model.model.get_rope_index(
+        ids,
+        mm_token_type_ids=(ids == model.config.image_token_id).int(),
+        image_grid_thw=None if images is None else images.image_grid_thw,
+        attention_mask=torch.ones_like(ids),
+    )
+    return positions[:, 0]

@@ -1,0 +1,308 @@
+"""A mini-batch of verl: checked, read as sequences, cut into micro-batches and sent to the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_pg_plugin.attention.gather import send
+from verl_pg_plugin.layout import (
+    Chunk,
+    IntArray,
+    Layout,
+    PackedLayout,
+    PrefixOrder,
+    build_chunk_layout,
+    build_packed_layout,
+    build_padded_layout,
+    build_prefix_order,
+    idle_prefill,
+)
+from verl_pg_plugin.modalities import SHARING_OFF, TEXT, BatchError, Content, Modality
+from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
+
+FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
+
+
+def check_batch(data: TensorDict, packed: bool, fused_head: bool = False) -> None:
+    """Refuse what a mini-batch asks for and the engines do not hand out.
+
+    Args:
+        data: the mini-batch.
+        packed: in packed mode, else in upstream's padded groups.
+        fused_head: log-probs come from verl's fused kernels.
+
+    Raises:
+        BatchError: distillation, no mask of what the loss counts, or settings that the mode or the head refuses.
+    """
+    if "loss_mask" not in data:
+        raise BatchError("the batch has no loss_mask, whose ones verl sums over ranks; add it, as verl's trainers do")
+    for name in ("distillation_use_topk", "distillation_only"):
+        if tu.get_non_tensor_data(data, name, default=False):
+            raise BatchError(f"{name}: shared prefixes do not support distillation; set distillation.enabled=False")
+    if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+        raise BatchError(
+            "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
+            "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False"
+        )
+    if fused_head and isinstance(data["temperature"], torch.Tensor):
+        raise BatchError(f"use_fused_kernels=True takes one temperature for all samples; {FUSED_OFF}")
+    if fused_head and tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
+        raise BatchError(
+            "use_fused_kernels=True never has the probabilities that calculate_sum_pi_squared=True sums; set it to "
+            f"False, or {FUSED_OFF}"
+        )
+
+
+def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
+    """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``.
+
+    Raises:
+        BatchError: it is not set.
+    """
+    by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
+    name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
+    limit = tu.get_non_tensor_data(data, name, default=None)
+    if limit is None:
+        raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
+    return MicroBatchLimits(max_tokens=int(limit) * sp_size) if by_tokens else MicroBatchLimits(max_sequences=int(limit))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B sequences of prompt + response.
+
+    Attributes:
+        content: their tokens, and what else they hold.
+        prompt_lengths: (B,) leading tokens that are the prompt.
+        classes: (B,) or None; sequences of different class share nothing (they differ in temperature).
+    """
+
+    content: Content
+    prompt_lengths: IntArray
+    classes: IntArray | None
+
+    @property
+    def offsets(self) -> IntArray:
+        """(B+1,) bounds of the sequences in the tokens of all, one after the other."""
+        return self.content.offsets
+
+    def order(self) -> PrefixOrder:
+        """The sequences sorted, and what neighbours share."""
+        return build_prefix_order(self.content.keys, self.offsets, self.classes, self.content.inside)
+
+    def select(self, indices: list[int]) -> Sequences:
+        """Some of the sequences, in the order of ``indices``."""
+        return Sequences(
+            content=self.content.select(indices),
+            prompt_lengths=self.prompt_lengths[indices],
+            classes=None if self.classes is None else self.classes[indices],
+        )
+
+    def unshared(self) -> Sequences:
+        """The same sequences, none of which shares anything with another in packed mode."""
+        return replace(self, classes=np.arange(len(self.prompt_lengths)))
+
+    @cached_property
+    def prompt_groups(self) -> IntArray:
+        """(B,) number of the prompt; sequences whose prompts are equal, and of one class, have the same."""
+        classes = np.zeros(len(self.prompt_lengths), np.int64) if self.classes is None else self.classes
+        spans = zip(classes.tolist(), self.offsets.tolist(), self.prompt_lengths.tolist(), strict=False)
+        keys = [(group, self.content.keys[start : start + length].tobytes()) for group, start, length in spans]
+        numbers: dict[tuple[int, bytes], int] = {}
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+    def lay_out(self, packed: bool) -> Layout:
+        """The tokens of one forward: packed, or in upstream's padded groups."""
+        content = self.content
+        if not packed:
+            return build_padded_layout(content.tokens, content.offsets, self.prompt_lengths)
+        arrays = content.keys, content.offsets, self.prompt_lengths, self.classes, content.inside
+        return content.put_into(build_packed_layout(*arrays))
+
+    def lay_out_chunk(self, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
+        """The tokens of one chunk of a split group, see ``build_chunk_layout``."""
+        content = self.content
+        arrays = content.keys, content.offsets, self.prompt_lengths, self.classes, content.inside
+        layout = build_chunk_layout(*arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
+        prefill = layout.prefill and content.put_into(layout.prefill)
+        return replace(content.put_into(layout), prefill=prefill)
+
+    def lay_out_idle_prefill(self) -> PackedLayout:
+        """The shortest forward there is, see ``idle_prefill``."""
+        content = self.content
+        return content.put_into(idle_prefill(content.keys, content.offsets, content.inside))
+
+
+def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
+    """Collect what the layout needs from a batch in verl's no-padding format.
+
+    Args:
+        data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an
+            ``attention_mask`` (legacy left-right padding); ``position_ids`` jagged or absent; ``temperature``.
+        modality: of the model.
+
+    Raises:
+        BatchError: no sequences, or a field is missing, of the wrong type, or a prompt or response is empty.
+    """
+    if not len(data):
+        raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
+    missing = [name for name in ("input_ids", "prompts", "responses") if name not in data.keys()]  # noqa: SIM118
+    if missing:
+        raise BatchError(
+            f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
+            f"pass batches as verl's trainers make them, or {SHARING_OFF}"
+        )
+    content = modality.read(data)
+    prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
+    for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
+        if (lengths < 1).any():
+            fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the row"
+            raise BatchError(f"row {int(np.argmax(lengths < 1))} has an empty {name}; {fix} before training")
+    lengths, both = np.diff(content.offsets), prompt_lengths + response_lengths
+    if (wrong := both != lengths).any():
+        row = int(np.argmax(wrong))
+        raise BatchError(
+            f"row {row}: input_ids has {int(lengths[row])} tokens, prompts and responses together {int(both[row])}; "
+            "they must be the same sequence"
+        )
+    # Not get(), which hands a tensor out in the wrapper of what is no field.
+    temperature = data["temperature"] if "temperature" in data.keys() else None  # noqa: SIM118
+    classes = None
+    if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
+        classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
+    return Sequences(content=content, prompt_lengths=prompt_lengths, classes=classes)
+
+
+def _numpy(tensor: torch.Tensor) -> IntArray:
+    return tensor.detach().cpu().numpy()
+
+
+def _lengths(data: TensorDict, name: str) -> IntArray:
+    """Tokens (B,) of ``prompts`` or ``responses``, jagged or padded."""
+    field = data[name]
+    if field.is_nested:
+        return _numpy(field.offsets().diff()).astype(np.int64)
+    if "attention_mask" not in data.keys():  # noqa: SIM118
+        raise BatchError(f"{name} is padded but the batch has no attention_mask that says which tokens are real")
+    mask, prompt_width = data["attention_mask"], data["prompts"].shape[1]
+    part = mask[:, :prompt_width] if name == "prompts" else mask[:, prompt_width:]
+    return _numpy(part.sum(dim=1)).astype(np.int64)
+
+
+class SequenceSelector:
+    """Selects sequences like ``tu.index_select_tensor_dict``, but reads every jagged field of the batch once.
+
+    verl's function unbinds all sequences of a field at every call, which for a thousand sequences in a hundred
+    micro-batches takes longer than planning them. Sequences that lie side by side are copied in one piece.
+
+    Args:
+        data: any batch; jagged fields are ragged in their second dimension or passed to verl's function.
+    """
+
+    def __init__(self, data: TensorDict) -> None:
+        self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
+        for name, field in data.items():
+            if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1:
+                self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
+        self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
+
+    def select(self, indices: list[int]) -> TensorDict:
+        """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
+        selected = tu.index_select_tensor_dict(self._rest, indices)
+        for bounds, fields in self._jagged.items():
+            pieces: list[tuple[int, int]] = []
+            for i in indices:
+                begin, end = bounds[i], bounds[i + 1]
+                if pieces and pieces[-1][1] == begin:
+                    begin, _ = pieces.pop()
+                pieces.append((begin, end))
+            lengths = [bounds[i + 1] - bounds[i] for i in indices]
+            offsets = send(torch.tensor([0, *lengths]).cumsum(0), next(iter(fields.values())).device)
+            for name, values in fields.items():
+                selected[name] = torch.nested.nested_tensor_from_jagged(
+                    torch.cat([values[begin:end] for begin, end in pieces]),
+                    offsets,
+                    min_seqlen=min(lengths),
+                    max_seqlen=max(lengths),
+                )
+        return selected
+
+
+def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
+    """The same micro-batch, on ``device`` as soon as the work before it is done there.
+
+    verl moves a micro-batch with ``micro_batch.to(device)``, for which torch copies the offsets of every jagged field
+    from pageable memory: each of these copies waits for the backward of the micro-batch before, and the device then for
+    the host, which only now begins to launch the forward. What is on the device already stays as it is.
+
+    Args:
+        micro_batch: on the host. Jagged fields with gaps, or ragged in another than their second dimension, and what is
+            no tensor, go the way they would in verl.
+        device: of this process.
+    """
+    sent: dict[str, torch.Tensor] = {}
+    # Fields with the same offsets have one raggedness, and keep it.
+    bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
+    for name, field in micro_batch.items():
+        if not isinstance(field, torch.Tensor):
+            continue
+        if not field.is_nested:
+            sent[name] = send(field, device)
+        elif field.layout == torch.jagged and field.lengths() is None and getattr(field, "_ragged_idx", 1) == 1:
+            offsets = field.offsets()
+            if id(offsets) not in bounds:
+                lengths = offsets.diff()
+                bounds[id(offsets)] = send(offsets, device), int(lengths.min()), int(lengths.max())
+            there, shortest, longest = bounds[id(offsets)]
+            sent[name] = torch.nested.nested_tensor_from_jagged(
+                send(field.values(), device), there, min_seqlen=shortest, max_seqlen=longest
+            )
+    moved = micro_batch.exclude(*sent).to(device)
+    for name, field in sent.items():
+        moved[name] = field
+    return moved
+
+
+def regular(data: TensorDict) -> TensorDict:
+    """The same batch, stored as verl's losses and everything here read it; itself where it already is."""
+    return _without_gaps(_with_ragged_tokens(data))
+
+
+def _without_gaps(data: TensorDict) -> TensorDict:
+    """No jagged field skips some of its values, as those of ``torch.nested.narrow`` do."""
+    narrowed = {
+        name: torch.nested.as_nested_tensor(list(field.unbind()), layout=torch.jagged)
+        for name, field in data.items()
+        if isinstance(field, torch.Tensor) and field.layout == torch.jagged and field.lengths() is not None
+    }
+    if not narrowed:
+        return data
+    compact = data.copy()
+    for name, field in narrowed.items():
+        compact[name] = field
+    return compact
+
+
+def _with_ragged_tokens(data: TensorDict) -> TensorDict:
+    """``position_ids`` of several dimensions are stored as (dimensions, tokens of all sequences).
+
+    Where all B sequences have one length L, torch takes the dimensions for the ragged axis when verl's transfer queue
+    puts the sequences together, and stores (B * dimensions, L). ``maybe_fix_3d_position_ids`` of verl 0.9.1 then calls
+    the last axis ragged without moving a number, and nothing can unbind the sequences any more.
+    """
+    position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)
+    if position_ids is None or not (position_ids.is_nested and position_ids.dim() == 3 and input_ids.is_nested):
+        return data
+    values, lengths = position_ids.values(), set(input_ids.offsets().diff().tolist())
+    if lengths != {values.shape[-1]} or len(data) == 1:
+        return data
+    repaired = data.copy()
+    of_sequences = list(values.unflatten(0, (len(data), -1)).unbind())
+    repaired["position_ids"] = tu.nested_tensor_from_tensor_list(of_sequences, ragged_idx=2)
+    return repaired

@@ -1,1 +1,0 @@
-"""From a verl batch to micro-batches with a layout each."""

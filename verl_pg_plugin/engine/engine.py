@@ -1,0 +1,403 @@
+"""verl's FSDP engines with shared prefixes: every prefix of a mini-batch is stored and computed once.
+
+A mini-batch is followed from ``SharedPrefixEngine.forward_backward_batch``:
+
+1. ``plan.plan_mini_batch`` reads it, cuts it into micro-batches, lays each one out and agrees with the other ranks;
+2. for each micro-batch its sequences are selected on the host and sent to the device, behind the launch of the backward
+   before; ``inputs`` makes the model's keywords of the layout, and the model runs (``compute``);
+3. verl's loss and backward follow, as in verl's own loop;
+4. ``metrics`` adds up what it cost.
+
+Of ``verl.workers.engine.fsdp.transformer_impl.FSDPEngine`` this overrides how the model is built and the loop over
+micro-batches. Sharding, optimizer, checkpoints and losses are verl's.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.engine.utils import postprocess_batch_func
+
+from verl_pg_plugin import upstream
+from verl_pg_plugin.architectures import lm_head_issues
+from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
+from verl_pg_plugin.config.engine_config import assert_in_force
+from verl_pg_plugin.config.rules import check_engine
+from verl_pg_plugin.engine import chunks
+from verl_pg_plugin.engine.batch import on_device
+from verl_pg_plugin.engine.compiled_layers import compiling
+from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head, install_fused_head
+from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, packed_inputs, padded_inputs
+from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
+from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
+from verl_pg_plugin.engine.prepare import (
+    check_no_dropout,
+    choose_alike,
+    kernel_for_compiled_layers,
+    load_value_model,
+    prepare_config,
+    prepare_model,
+    refuse,
+)
+from verl_pg_plugin.engine.ranks import gather
+from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounded_otherwise
+from verl_pg_plugin.layout import Layout, PaddedLayout
+from verl_pg_plugin.modalities import modality_of
+from verl_pg_plugin.planning.memory import TokenMemory
+from verl_pg_plugin.planning.micro_batches import CacheWeights
+
+logger = logging.getLogger(__name__)
+
+
+class SharedPrefixEngine(FSDPEngine):
+    """What the two engines have in common.
+
+    Prefixes are shared in packed mode if the model config has ``use_remove_padding=True``, else in upstream's padded
+    groups.
+
+    Attributes:
+        packed: packed mode.
+        modality: what the model reads.
+        kernel: of attention.
+        compiles: decoder layers are compiled.
+        shared_model: what is known of the model, once it is built.
+        verifier: checks live micro-batches.
+        log_prob_head: computes log-probs in place of logits; None where all logits are held at once.
+
+    Raises:
+        ValueError: an option that the mode does not support, or a model it cannot run.
+        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks would run
+            different ones or compile on some alone.
+    """
+
+    log_prob_head: LogProbHead | None = None
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_engine(engine_config, model_config)  # first: a setting is refused in our words and not in verl's
+        super().__init__(model_config, engine_config, *args, **kwargs)
+        assert_in_force(engine_config.strategy, model_config.model_type)
+        choices = choose_alike(engine_config, model_config)
+        self.packed = bool(model_config.use_remove_padding)
+        self.modality = modality_of(model_config.hf_config)
+        self.compiles = choices.compiles
+        self.kernel = kernel_for_compiled_layers(choices.kernel) if choices.compiles else choices.kernel
+        self.options = engine_config.prefix_grouper
+        if self.rank == 0:  # a warning, because verl's workers hide all below and this decides a run's speed
+            logger.warning("%s mode: %s", "packed" if self.packed else "prefix_grouper", choices.why)
+
+    def _build_module(self) -> nn.Module:
+        prepare_config(self.model_config.hf_config, self.modality)
+        with upstream.forwards_left_alone():  # verl's own forwards drop keywords, ours among them
+            module = super()._build_module()
+        self.shared_model = prepare_model(
+            module,
+            self.modality,
+            compiles=self.compiles,
+            keeps_attention=self.options.keeps_attention,
+            sp_size=self.ulysses_sequence_parallel_size,
+        )
+        return module
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        check_no_dropout(module)
+        module = super()._build_fsdp_module(module)
+        layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
+        self.verifier = Verifier(
+            self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype
+        )
+        return module
+
+    # ------------------------------------------------------------------------------------------- the loop
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Run a mini-batch, as verl's engine does.
+
+        Args:
+            data: mini-batch in verl's no-padding format; ``sp_size``, ``dp_size`` and ``batch_num_tokens`` are added.
+            loss_function: takes ``model_output``, ``data`` and ``dp_group``; returns the loss and metrics. May be None
+                if ``forward_only``.
+            forward_only: no backward.
+
+        Returns:
+            ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output`` asks),
+            ``loss`` of each micro-batch, and ``metrics``.
+
+        Raises:
+            BatchError, RankError: in front of the first forward, on every rank.
+            MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
+        """
+        sp_size = self.ulysses_sequence_parallel_size
+        plan = plan_mini_batch(
+            data,
+            self.modality,
+            self.shared_model.flops,
+            packed=self.packed,
+            weights=self._cache_weights(forward_only),
+            forward_only=forward_only,
+            fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
+            sp_size=sp_size,
+            dp_rank=self.get_data_parallel_rank(),
+        )
+        self._tell_loss(plan.data)
+        returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
+        cache, costs, results = PrefixCache(), MiniBatchCosts(), []
+        for index, planned in enumerate(plan.micro_batches):
+            is_last = index == len(plan.micro_batches) - 1
+            syncs = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
+            grads = torch.no_grad() if forward_only else nullcontext()
+            compiler = compiling() if self.compiles else nullcontext()
+            with grads, syncs, compiler, torch.profiler.record_function(f"micro_batch{index}"):
+                result = self._run(planned, plan, cache, costs, loss_function, forward_only)
+            if not returns_outputs:
+                del result["model_output"]
+            results.append(result)
+
+        chunks.check_all_consumed(cache)
+        costs.peak_cached_bytes = cache.peak_bytes
+        for result in results:
+            result["loss"] = result["loss"].item()
+        output = _in_order(results, plan)
+        figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
+        output["metrics"].update(mini_batch_metrics(figures, sp_size, self.kernel.name))
+        return output
+
+    def _run(
+        self,
+        planned: PlannedMicroBatch,
+        plan: Plan,
+        cache: PrefixCache,
+        costs: MiniBatchCosts,
+        loss_function: Callable | None,
+        forward_only: bool,
+    ) -> dict[str, Any]:
+        """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
+        kind, device = "forward-only" if forward_only else "update", torch.device(get_device_id())
+        host = plan.selector.select(planned.sequences)
+        micro_batch = on_device(host, device)
+
+        consumed = [] if forward_only else chunks.consume(cache, planned.layout)
+        if planned.prefill is not None:
+            self._prefill(planned, plan, cache, device)
+        check = self._compute_alone(planned, plan, device) if self.verifier.is_due(planned, kind) else None
+
+        access = chunks.chunk_access(cache, planned.layout, consumed, forward_only)
+        inputs = self._inputs(
+            planned.layout, host, device, plan.runs_encoder, cache=access, keep=planned.keeps_attention
+        )
+        with self._autocast():
+            outputs = self.compute(inputs, micro_batch)
+            loss, metrics = self._loss(loss_function, outputs, micro_batch)
+        if forward_only:
+            chunks.keep_published(cache, access)
+        else:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+        outputs = {name: values.detach() for name, values in outputs.items()}
+        if check is not None:
+            samples, alone, tolerances = check
+            got = read_responses(outputs, samples, plan.sequences.prompt_lengths[planned.sequences])
+            self.verifier.check(got, alone, tolerances, planned, samples, host, kind)
+        costs.num_padding += inputs.num_padding
+        costs.patches.append(self.modality.patches(planned.layout, host))
+        return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
+
+    def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+        """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them.
+
+        Args:
+            inputs: of the model, on the device.
+            micro_batch: the sequences, on the device.
+        """
+        names, columns_NC = self._columns(inputs, micro_batch)
+        self.shared_model.check_every_layer_mixed(inputs.context)
+        columns_AC, offsets = inputs.of_all_ranks(columns_NC), micro_batch["input_ids"].offsets()
+        return {name: inputs.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}
+
+    @abstractmethod
+    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
+        """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
+
+    def _loss(
+        self, loss_function: Callable | None, outputs: dict[str, torch.Tensor], micro_batch: TensorDict
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        if loss_function is None:
+            return torch.tensor(1.0, device=get_device_name()), {}
+        return loss_function(model_output=outputs, data=micro_batch, dp_group=self.get_data_parallel_group())
+
+    def _prefill(self, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache, device: torch.device) -> None:
+        """Compute without gradient what a chunk reads and no earlier one has published."""
+        assert planned.prefill is not None
+        first = plan.selector.select(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
+        access = chunks.prefill_access(cache, planned.prefill)
+        inputs = self._inputs(planned.prefill, first, device, plan.runs_encoder, cache=access)
+        with torch.no_grad(), chunks.evaluating(self.module), self._autocast():
+            self.compute(inputs, on_device(first, device))
+        chunks.keep_published(cache, access)
+
+    def _compute_alone(
+        self, planned: PlannedMicroBatch, plan: Plan, device: torch.device
+    ) -> tuple[list[int], Responses, dict[str, Any]]:
+        """Some samples of a micro-batch with nothing shared, and how exactly they can be told.
+
+        In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
+        """
+        samples = self.verifier.choose(plan.sequences.select(planned.sequences))
+        chosen = [planned.sequences[sample] for sample in samples]
+        host, sequences = plan.selector.select(chosen), plan.sequences.select(chosen)
+        micro_batch, layout = on_device(host, device), sequences.unshared().lay_out(self.packed)
+
+        def responses(perturb: Perturb | None = None) -> Responses:
+            inputs = self._inputs(layout, host, device, plan.runs_encoder, perturb=perturb)
+            with torch.no_grad(), self._autocast():
+                outputs = self.compute(inputs, micro_batch)
+            return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
+
+        alone = responses()
+        perturbed = alone if self.options.verify_tolerance is not None else responses(rounded_otherwise)
+        return samples, alone, self.verifier.tolerances(alone, perturbed)
+
+    # ------------------------------------------------------------------------------------ what it is given
+
+    def _inputs(
+        self,
+        layout: Layout,
+        micro_batch: TensorDict,
+        device: torch.device,
+        runs_encoder: bool,
+        cache: CacheAccess | None = None,
+        keep: bool = True,
+        perturb: Perturb | None = None,
+    ) -> ModelInputs:
+        keep = keep and self.options.keeps_attention
+        if isinstance(layout, PaddedLayout):
+            return padded_inputs(layout, self.kernel, device, keep, perturb)
+        return packed_inputs(
+            layout,
+            micro_batch,
+            self.kernel,
+            self.modality,
+            device,
+            runs_encoder=runs_encoder,
+            token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
+            sp_group=self.ulysses_parallel_group,
+            cache=cache,
+            keep=keep,
+            perturb=perturb,
+        )
+
+    def _cache_weights(self, forward_only: bool) -> CacheWeights | None:
+        """What cached tokens take of the budget; None where no group is carried from one micro-batch to the next."""
+        if self.options.carry == "never" or not (self.packed and self.shared_model.prefix_cache):
+            return None
+        memory = TokenMemory.of(
+            self.model_config.hf_config.get_text_config(),
+            self._autocast_dtype.itemsize,
+            checkpointing=self.model_config.enable_gradient_checkpointing,
+            # Offloaded activations keep nothing here; what is cached then has the room of layer inputs.
+            keeps_attention=self.options.keeps_attention and not self.model_config.enable_activation_offload,
+        )
+        return memory.weights(forward_only)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+    def _tell_loss(self, data: TensorDict) -> None:
+        """Add what verl's losses scale by: sizes of groups of ranks, and tokens that the loss counts on all of them."""
+        num_tokens = data["loss_mask"].sum().to(get_device_id())
+        dist.all_reduce(num_tokens, op=dist.ReduceOp.SUM, group=self.get_data_parallel_group())
+        tu.assign_non_tensor(
+            data,
+            sp_size=self.ulysses_sequence_parallel_size,
+            dp_size=self.get_data_parallel_size(),
+            batch_num_tokens=num_tokens.item(),
+        )
+
+
+class SharedPrefixLanguageModel(SharedPrefixEngine):
+    """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the tokens in front of responses."""
+
+    def _build_module(self) -> nn.Module:
+        module = super()._build_module()
+        refuse(module, lm_head_issues(type(module)))
+        return module
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        if self.packed:  # a head with a request takes the tokens it is given, and columns of padded groups hold others
+            base = module.get_base_model() if self._is_lora else module
+            if self.model_config.use_fused_kernels:
+                backend = self.model_config.fused_kernel_options.get("impl_backend")
+                self.log_prob_head = install_fused_head(base, backend)
+            else:
+                self.log_prob_head = install_chunked_head(base, self.options.logits_chunk_size)
+        return super()._build_fsdp_module(module)
+
+    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
+        request = self._request(inputs, micro_batch)
+        in_head = self.log_prob_head is not None and self.log_prob_head.takes(request)
+        logits_NV = inputs.at_labels(self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits)
+        if not in_head:
+            return request.names, request.outputs(logits_NV)
+        if logits_NV.shape[-1] != len(request.names):
+            raise RuntimeError(
+                "the model's logits are not what its head returned; set ++prefix_grouper.logits_chunk_size=0 and "
+                "actor_rollout_ref.model.use_fused_kernels=False"
+            )
+        return request.names, logits_NV
+
+    def _request(self, inputs: ModelInputs, micro_batch: TensorDict) -> LogProbRequest:
+        temperature = micro_batch["temperature"]
+        if isinstance(temperature, torch.Tensor):
+            per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
+            temperature = per_sample.index_select(0, inputs.label_sequence)
+        entropy_from_logits = self.compute_entropy_from_logits
+        if self.engine_config.entropy_from_logits_with_chunking:
+            entropy_from_logits = partial(
+                entropy_from_logits, chunk_size=self.engine_config.entropy_from_logits_chunk_size
+            )
+        return LogProbRequest(
+            labels=inputs.labels,
+            temperature=temperature if isinstance(temperature, torch.Tensor) else float(temperature),
+            with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
+            with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
+            entropy_from_logits=entropy_from_logits,
+            checkpoint_entropy=self.engine_config.entropy_checkpointing,
+        )
+
+
+class SharedPrefixValueModel(SharedPrefixEngine):
+    """Value-model engine: ``values`` of the tokens in front of responses, which verl's critic reads.
+
+    The model is the checkpoint's token classifier with one label: transformers' own or the checkpoint's.
+    """
+
+    def _build_module(self) -> nn.Module:
+        # verl loads value models for flash-attn only, which shared prefixes cannot use.
+        with upstream.value_models_loaded_by(load_value_model):
+            return super()._build_module()
+
+    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
+        values_GS1 = self.module(**inputs.keywords).logits
+        return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))
+
+
+def _in_order(results: list[dict[str, Any]], plan: Plan) -> dict[str, Any]:
+    """What verl returns of a mini-batch; verl restores the order of sequences where it takes the batch for dynamic."""
+    options = plan.data.select("pad_mode", strict=False)
+    tu.assign_non_tensor(options, use_dynamic_bsz=True)
+    return postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], options)

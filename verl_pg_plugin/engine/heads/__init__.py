@@ -1,1 +1,0 @@
-"""What runs behind the last decoder layer."""

@@ -1,0 +1,244 @@
+"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils.ulysses import gather_outputs_and_unpad
+
+from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.context import (
+    AttentionContext,
+    PackedAttention,
+    PaddedGroupsAttention,
+    UlyssesAttention,
+)
+from verl_pg_plugin.attention.gather import send, to_device
+from verl_pg_plugin.attention.kernels import Kernel
+from verl_pg_plugin.layout import IntArray, PackedLayout, PaddedLayout
+from verl_pg_plugin.modalities import Modality
+
+Perturb = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenShard:
+    """An equal slice of the padded tokens of a packed forward: all of them, or one for each rank under Ulysses.
+
+    Attributes:
+        num_padded: tokens of all ranks of the group, those of the layout first; a multiple of the group's size.
+        group: ranks that share the tokens, in the order of their slices; None where this rank has all of them.
+    """
+
+    num_padded: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """L: tokens of this rank."""
+        return self.num_padded // (dist.get_world_size(self.group) if self.group else 1)
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return self.num_tokens * dist.get_rank(self.group) if self.group else 0
+
+    def take(self, values_T: IntArray) -> IntArray:
+        """(..., L) this rank's part of a value per token; zero at padding."""
+        part = values_T[..., self.start : self.start + self.num_tokens]
+        return np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, self.num_tokens - part.shape[-1])])
+
+    def pad(self, values: IntArray) -> IntArray:
+        """(..., padded tokens) a value (..., tokens) per token of all ranks; zero at padding."""
+        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, self.num_padded - values.shape[-1])])
+
+    def own(self, tokens: IntArray) -> IntArray:
+        """Indices into ``tokens``, which ascend, of those that are this rank's."""
+        return np.arange(*np.searchsorted(tokens, [self.start, self.start + self.num_tokens]))
+
+    def gather(self, x_LC: torch.Tensor) -> torch.Tensor:
+        """Values of all ranks on each of them.
+
+        Each rank then computes the whole loss, and verl's gather scales the gradients up by the size of the group, so
+        that they are right after FSDP has averaged them over all ranks.
+        """
+        return gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """A layout on the device, ready for the model.
+
+    Shape legend: G lines of S tokens (packed: one line), N labels of this rank, W columns that hold them, A labels of
+    all ranks that share the tokens, M response tokens.
+
+    Attributes:
+        context: what the layers that mix tokens are handed as ``prefix_grouper``.
+        input_ids, position_ids: (G, S) int64; positions of P dimensions are (P, G, S). Of all ranks' tokens where the
+            model takes its own part itself, see ``content``.
+        head_columns: (W,) int64 columns that the LM head runs on.
+        head_place: (N,) int64 place of each label's token in those columns of all lines; None if they are one and the
+            same.
+        labels: (N,) int64.
+        label_sequence: (N,) int64 a sequence that contains the label.
+        shard: this rank's part of packed tokens.
+        all_labels: (A,) int64 tokens with a label of all ranks; None where this rank has them all.
+        response_index, response_label: (M,) int64, ``response_index`` and ``response_head`` of the layout.
+        num_logical_tokens: length of verl's jagged values.
+        num_padding: tokens of all ranks that are not the layout's.
+        cache: what a chunk of a split group reads and publishes; None for a forward that stands alone.
+        content: what the model reads beside tokens, by keyword; with any, the model slices tokens of ranks itself.
+    """
+
+    context: AttentionContext
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    head_columns: torch.Tensor
+    head_place: torch.Tensor | None = None
+    labels: torch.Tensor
+    label_sequence: torch.Tensor
+    shard: TokenShard
+    all_labels: torch.Tensor | None = None
+    response_index: torch.Tensor
+    response_label: torch.Tensor
+    num_logical_tokens: int
+    num_padding: int = 0
+    cache: CacheAccess | None = None
+    content: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of a transformers decoder's ``forward``."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": None,
+            "prefix_grouper": self.context,
+            "use_cache": False,  # or the model thinks that it generates
+            **self.content,
+        }
+
+    def at_labels(self, x_GWV: torch.Tensor) -> torch.Tensor:
+        """(N, V) of the tokens with a label out of ``head_columns`` of all lines."""
+        x_NV = x_GWV.flatten(0, 1)
+        return x_NV if self.head_place is None else x_NV.index_select(0, self.head_place)
+
+    def of_all_ranks(self, x_NC: torch.Tensor) -> torch.Tensor:
+        """(A, C) values of the labels of all ranks that share the tokens, a collective; those of cached tokens first."""
+        if self.all_labels is not None:
+            x_LC = x_NC.new_zeros(self.shard.num_tokens, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
+            x_NC = self.shard.gather(x_LC).index_select(0, self.all_labels)
+        return x_NC if self.cache is None else self.cache.join_outputs(x_NC)
+
+    def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Spread values of labels over the sequences, as verl reads them.
+
+        Args:
+            values_A: (A,) one value per label of all ranks.
+            offsets: (B+1,) of verl's jagged ``input_ids``.
+
+        Returns:
+            Jagged (B, length); positions that verl never reads hold zero.
+        """
+        flat = values_A.new_zeros(self.num_logical_tokens)
+        flat = flat.index_copy(0, self.response_index, values_A.index_select(0, self.response_label))
+        return torch.nested.nested_tensor_from_jagged(flat, offsets)
+
+
+def packed_inputs(
+    layout: PackedLayout,
+    micro_batch: TensorDict,
+    kernel: Kernel,
+    modality: Modality,
+    device: torch.device,
+    *,
+    runs_encoder: bool,
+    token_multiple: int = 1,
+    sp_group: dist.ProcessGroup | None = None,
+    cache: CacheAccess | None = None,
+    keep: bool = True,
+    perturb: Perturb | None = None,
+) -> ModelInputs:
+    """What this rank needs of a packed forward, sent to ``device`` without waiting for it.
+
+    Args:
+        layout: of the tokens.
+        micro_batch: its sequences, on the host; images are read from it.
+        kernel: of attention.
+        modality: what the model reads.
+        device: of this process.
+        runs_encoder: the vision encoder runs even if no token here shows an image.
+        token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
+        sp_group: Ulysses group whose ranks share the tokens.
+        cache: of a chunk.
+        keep, perturb: see ``AttentionContext``.
+    """
+    num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
+    for multiple in (token_multiple, 1 if sp_group is None else dist.get_world_size(sp_group)):
+        num_tokens = -(-num_tokens // multiple) * multiple
+    shard = TokenShard(num_tokens, sp_group)
+    context: AttentionContext = PackedAttention(layout, kernel, device, cache, keep=keep, perturb=perturb)
+    if sp_group is not None:
+        context = UlyssesAttention(context, num_tokens, sp_group, keep=keep, perturb=perturb)
+
+    own = shard.own(layout.head_index)
+    # A head never runs on nothing: a rank without labels computes its first token, which nobody reads.
+    columns = layout.head_index[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
+    label_sequence = layout.head_sequence[own] if len(own) else np.zeros(1, dtype=np.int64)
+    input_ids, position_ids, tensors = layout.input_ids, layout.position_ids, {}
+    content = modality.inputs(layout, micro_batch, runs_encoder)
+    if content is None:
+        input_ids, position_ids = shard.take(input_ids), shard.take(position_ids)
+    else:
+        tensors = {name: send(tensor, device) for name, tensor in content.tensors.items()}
+        input_ids, position_ids = shard.pad(np.append(input_ids, content.padding_ids)), shard.pad(position_ids)
+    return ModelInputs(
+        context=context,
+        input_ids=_sent(input_ids[None], device),
+        position_ids=_sent(position_ids[..., None, :], device),
+        head_columns=_sent(columns, device),
+        labels=_sent(shard.take(layout.labels)[columns], device),
+        label_sequence=_sent(label_sequence, device),
+        shard=shard,
+        all_labels=_sent(layout.head_index, device) if sp_group else None,
+        response_index=_sent(layout.response_index, device),
+        response_label=_sent(layout.response_head, device),
+        num_logical_tokens=layout.num_logical_tokens,
+        num_padding=num_tokens - layout.num_tokens,
+        cache=cache,
+        content=tensors,
+    )
+
+
+def padded_inputs(
+    layout: PaddedLayout, kernel: Kernel, device: torch.device, keep: bool = True, perturb: Perturb | None = None
+) -> ModelInputs:
+    """The same of padded groups, ``prefix_grouper.PrefixGrouper`` (https://github.com/johncaged/PrefixGrouper) inside."""
+    from prefix_grouper import PrefixGrouper  # needed by this mode alone
+
+    line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
+    head_columns, place = np.unique(column, return_inverse=True)
+    grouper = PrefixGrouper(layout.group_info, device=device)
+    return ModelInputs(
+        context=PaddedGroupsAttention(grouper, kernel, layout, keep=keep, perturb=perturb),
+        input_ids=_sent(layout.input_ids, device),
+        position_ids=_sent(layout.position_ids, device),
+        head_columns=_sent(head_columns, device),
+        head_place=_sent(line * len(head_columns) + place, device),
+        labels=_sent(layout.labels.reshape(-1)[layout.head_index], device),
+        label_sequence=_sent(layout.head_sequence, device),
+        shard=TokenShard(layout.num_tokens),
+        response_index=_sent(layout.response_index, device),
+        response_label=_sent(layout.response_head, device),
+        num_logical_tokens=layout.num_logical_tokens,
+    )
+
+
+def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return to_device(array, torch.int64, device)

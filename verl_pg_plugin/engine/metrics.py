@@ -1,0 +1,106 @@
+"""What a mini-batch cost, next to what it would have cost without sharing; names are those of ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl_pg_plugin.engine.plan import Plan
+from verl_pg_plugin.layout import IntArray
+from verl_pg_plugin.planning.cost import ModelFlops
+
+TOTALS = (
+    "logical_tokens",
+    "physical_tokens",
+    "padding_tokens",
+    "rmpad_micro_batches",
+    "chains",
+    "carried_rows",
+    "exported_rows",
+    "verified_rows",  # in verify mode
+    "patches",  # where the model has a vision encoder, as the next
+    "logical_patches",
+)
+
+
+@dataclass
+class MiniBatchCosts:
+    """What shows only as a mini-batch runs.
+
+    Attributes:
+        num_padding: tokens that were added; they count as physical.
+        peak_cached_bytes: most memory that cached tokens took.
+        patches: of the images of each micro-batch, those that the encoder computed and those of all its sequences.
+    """
+
+    num_padding: int = 0
+    peak_cached_bytes: int = 0
+    patches: list[tuple[IntArray, IntArray]] = field(default_factory=list)
+
+
+def figures_of_rank(
+    plan: Plan, flops: ModelFlops, costs: MiniBatchCosts, verified: Sequence[tuple[int, float]] | None = None
+) -> dict[str, float]:
+    """What the mini-batch was on this rank.
+
+    Args:
+        plan: this rank's micro-batches.
+        flops: of the model.
+        costs: of their run.
+        verified: samples and largest error of each comparison; None without verify mode.
+    """
+    layouts = [planned.layout for planned in plan.micro_batches]
+    groups, lengths = plan.sequences.prompt_groups, np.diff(plan.sequences.offsets)
+    prompts, (_, first) = plan.sequences.prompt_lengths, np.unique(groups, return_index=True)
+    chunks = [micro_batch.chunk for group in plan.groups for micro_batch in group if micro_batch.chunk is not None]
+    figures: dict[str, float] = {
+        "logical_tokens": sum(layout.num_logical_tokens for layout in layouts),
+        "physical_tokens": sum(layout.num_tokens for layout in layouts) + costs.num_padding,
+        "padding_tokens": costs.num_padding,
+        "prompt_groups": sum(len(np.unique(groups[planned.sequences])) for planned in plan.micro_batches),
+        # Tokens, were every prompt of the mini-batch computed once and nothing shared but whole prompts.
+        "tokens_of_groups": int((lengths - prompts).sum() + (prompts[first] - 1).sum()),
+        "micro_batches": len(layouts),
+        "rmpad_micro_batches": sum(not layout.shares_tokens for layout in layouts),
+        "chains": sum(len(group) > 1 for group in plan.groups),
+        "carried_rows": sum(chunk.num_cached for chunk in chunks),
+        "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
+        "forward": flops.forward(layouts) + sum(flops.images(computed) for computed, _ in costs.patches),
+        "forward_alone": float(flops.alone(lengths).sum()) + sum(flops.images(shown) for _, shown in costs.patches),
+        "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
+        "cached_bytes": costs.peak_cached_bytes,
+    }
+    if flops.vision is not None:
+        figures["patches"] = sum(int(computed.sum()) for computed, _ in costs.patches)
+        figures["logical_patches"] = sum(int(shown.sum()) for _, shown in costs.patches)
+    if verified is not None:
+        figures["verified_rows"] = sum(num_samples for num_samples, _ in verified)
+        figures["verify_max_error"] = max((error for _, error in verified), default=0.0)
+    return figures
+
+
+def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str) -> dict[str, list[float]]:
+    """Totals over all ranks, so every rank reports the same figures.
+
+    Args:
+        ranks: ``figures_of_rank`` of every rank.
+        sp_size: ranks that share each sequence, and report the same of it.
+        kernel: name of the attention kernel.
+    """
+    total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
+    metrics = {name: total[name] for name in TOTALS if name in total} | {
+        "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
+        "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
+        # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
+        "dedup_ratio_of_groups": total["logical_tokens"] / total["tokens_of_groups"],
+        # Without the tokens that are prefilled, which a forward without gradient computes once more.
+        "flop_ratio": total["forward_alone"] / total["forward"],
+        "peak_carried_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
+        "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
+        f"attention_backend/{kernel}": 1.0,
+    }
+    if total.get("verified_rows"):
+        metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
+    return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}

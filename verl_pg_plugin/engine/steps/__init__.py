@@ -1,1 +1,0 @@
-"""What wraps one forward step."""

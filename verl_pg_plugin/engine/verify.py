@@ -1,0 +1,301 @@
+"""Verify mode: some samples of a live micro-batch are computed alone and must give the same numbers.
+
+Two forwards of one sample that add in another order differ by rounding, and how far that moves a log-prob depends on
+dtype, depth and weights: no constant is both above the noise of a large model in bf16 and below a fault in a small one.
+So the noise is measured. The sample is computed once more with every element of every attention output moved by a
+rounding step, up or down at random, which is no less than what another order of adding does; four times the change is
+the tolerance. A fault moves whole tokens in one direction and stays far above it.
+
+The largest error alone would let a faint fault in every token pass, such as positions that are off by one, so the mean
+over each response is bounded too, by four times the mean noise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine.batch import Sequences
+from verl_pg_plugin.engine.plan import PlannedMicroBatch
+from verl_pg_plugin.layout import IntArray
+
+logger = logging.getLogger(__name__)
+
+FIRST_WITHIN = 100
+"""Micro-batches of each kind among which ``verify=first`` looks for one to verify."""
+NUM_SAMPLES = 2
+"""Samples that are computed alone in a micro-batch."""
+NOISE_FACTOR = 4.0
+
+# bf16 and fp16 products are summed in float32 and rounded once, when they are stored; float32 sums round at each term.
+_ROUNDING_STEP = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 16.0}
+_LEAST_TOLERANCE = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 1024.0}
+
+Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
+"""By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on errors relative to the larger of 1 and the expected magnitude.
+
+    Attributes:
+        per_token: on the largest error.
+        mean: on the mean error of a long response.
+    """
+
+    per_token: float
+    mean: float
+
+    @classmethod
+    def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> Tolerance:
+        """See the module.
+
+        Args:
+            noise: relative errors of each sample that come from rounding, see ``relative_errors``.
+                Tokens whose noise is not finite tell nothing: a tolerance without bound could not fail.
+            dtype: the model computes in. A few eps are always let pass: noise of few tokens may be small by chance.
+        """
+        pooled, least = torch.cat(noise), _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
+        pooled = pooled[pooled.isfinite()] if pooled.isfinite().any() else pooled.new_zeros(1)
+        per_token = max(NOISE_FACTOR * pooled.max().item(), least)
+        return cls(per_token=per_token, mean=max(NOISE_FACTOR * pooled.mean().item(), least / 16))
+
+    def of_mean(self, num_tokens: int) -> float:
+        """Bound on the mean error of a response, one token of which may be off by ``per_token``."""
+        return min(self.mean + self.per_token / num_tokens, self.per_token)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A sample with an error beyond the tolerance.
+
+    Attributes:
+        output: name.
+        sample: which of the compared samples.
+        token, num_tokens: the worst response token, of how many.
+        got, expected: its values.
+        error, mean_error: of that token, and of the response; relative as in ``Tolerance``.
+        tolerance, mean_tolerance: their bounds.
+    """
+
+    output: str
+    sample: int
+    token: int
+    num_tokens: int
+    got: float
+    expected: float
+    error: float
+    mean_error: float
+    tolerance: float
+    mean_tolerance: float
+
+    @property
+    def factor(self) -> float:
+        """How many times the tolerance."""
+        return max(self.error / self.tolerance, self.mean_error / self.mean_tolerance)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.output} of response token {self.token} of {self.num_tokens} is {self.got:.6g}, and alone "
+            f"{self.expected:.6g} (error {self.error:.3g}, tolerance {self.tolerance:.3g}; mean over the response "
+            f"{self.mean_error:.3g}, tolerance {self.mean_tolerance:.3g})"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of ``compare``.
+
+    Attributes:
+        num_samples: compared samples.
+        max_error: largest error of any output of any token, relative as in ``Tolerance``.
+        worst: the sample furthest beyond the tolerance; None if there is none.
+    """
+
+    num_samples: int
+    max_error: float
+    worst: Excess | None
+
+
+def compare(got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance]) -> Comparison:
+    """Hold every token of every sample against the tolerance of its output."""
+    found = []
+    for name, errors in relative_errors(got, expected).items():
+        tolerance = tolerances[name]
+        for sample, error in enumerate(errors):
+            token = int(error.argmax())
+            found.append(
+                Excess(
+                    output=name,
+                    sample=sample,
+                    token=token,
+                    num_tokens=len(error),
+                    got=float(got[name][sample][token]),
+                    expected=float(expected[name][sample][token]),
+                    error=float(error[token]),
+                    mean_error=float(error.mean()),
+                    tolerance=tolerance.per_token,
+                    mean_tolerance=tolerance.of_mean(len(error)),
+                )
+            )
+    worst = max(found, key=lambda excess: excess.factor)
+    return Comparison(
+        num_samples=len(expected[worst.output]),
+        max_error=max(excess.error for excess in found),
+        worst=worst if worst.factor > 1 else None,
+    )
+
+
+def relative_errors(got: Responses, expected: Responses) -> dict[str, list[torch.Tensor]]:
+    """(R,) error of each token of each sample; infinite where one of the two is not a number."""
+    return {
+        name: [_relative_error(a, b) for a, b in zip(got[name], wanted, strict=True)]
+        for name, wanted in expected.items()
+    }
+
+
+def _relative_error(got_R: torch.Tensor, expected_R: torch.Tensor) -> torch.Tensor:
+    # Equal infinities, and what is not a number in both, are nobody's error.
+    same = (got_R == expected_R) | (got_R.isnan() & expected_R.isnan())
+    error = (got_R - expected_R).abs() / expected_R.abs().clamp(min=1.0)
+    return error.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+
+
+def read_responses(
+    outputs: Mapping[str, torch.Tensor], samples: list[int], prompt_lengths: IntArray
+) -> dict[str, list[torch.Tensor]]:
+    """The values that verl reads: those of the tokens in front of each response token.
+
+    Args:
+        outputs: jagged (B, length) outputs of an engine.
+        samples: which to read.
+        prompt_lengths: (B,).
+    """
+    responses: dict[str, list[torch.Tensor]] = {}
+    for name, jagged in outputs.items():
+        bounds, values = jagged.offsets().tolist(), jagged.values().detach()
+        spans = [slice(bounds[i] + int(prompt_lengths[i]) - 1, bounds[i + 1] - 1) for i in samples]
+        responses[name] = [values[span].double().cpu() for span in spans]
+    return responses
+
+
+def rounded_otherwise(out: torch.Tensor) -> torch.Tensor:
+    """Every element of (T, ...) moved up or down by a rounding step, the same way in each process."""
+    generator = torch.Generator(out.device).manual_seed(len(out))
+    signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
+    step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
+    return (out.double() * (1 + step * signs)).to(out.dtype)
+
+
+class MismatchError(RuntimeError):
+    """A sample computed with shared prefixes is not what it is alone."""
+
+
+class Verifier:
+    """Says which micro-batches are verified, and compares; ranks decide alike, as they have planned together.
+
+    Attributes:
+        options: when to verify, and the tolerance if it is given.
+        model: what runs, for messages.
+        dtype: that the model computes in.
+        comparisons: those since the metrics were last taken.
+    """
+
+    def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype) -> None:
+        self.options, self.model, self.dtype = options, model, dtype
+        self.comparisons: list[Comparison] = []
+        self._seen: Counter[str] = Counter()
+        self._verified: dict[str, bool] = {}  # kinds, and whether ancestors were read in any that was verified
+        self._turn = 0
+
+    def is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
+        """Whether to verify this micro-batch, to be asked once of each.
+
+        Args:
+            planned: the micro-batch.
+            kind: "update" or "forward-only".
+        """
+        index, period = self._seen[kind], self.options.verify_period
+        self._seen[kind] += 1
+        if period is None:
+            return False
+        if period:
+            return index % period == 0
+        if self._verified.get(kind) or index >= FIRST_WITHIN:
+            return False
+        # The first that shares anything on any rank: the others would prove nothing. Where no sequence attended to
+        # tokens of another in it (turns that only continue one another, the chunk that computes a prompt), the first in
+        # which one does has its turn too.
+        return planned.reads_ancestors or (planned.shares_tokens and kind not in self._verified)
+
+    def choose(self, sequences: Sequences) -> list[int]:
+        """Samples of a micro-batch: the one with most attention across a prefix, and one of the rest, in turn."""
+        order = sequences.order()
+        shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
+        by_sharing = order.sequences[np.argsort(-shared * (order.num_tokens - shared), kind="stable")]
+        num_samples = min(NUM_SAMPLES, len(by_sharing))
+        chosen = by_sharing[(np.arange(num_samples) * len(by_sharing) // num_samples + self._turn) % len(by_sharing)]
+        self._turn += 1
+        return chosen.tolist()
+
+    def tolerances(self, alone: Responses, perturbed: Responses) -> dict[str, Tolerance]:
+        """How exactly the samples can be told, by output.
+
+        Args:
+            alone: the samples, computed alone.
+            perturbed: the same through ``rounded_otherwise``; not looked at where the tolerance is given.
+        """
+        if (given := self.options.verify_tolerance) is not None:
+            return dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
+        noise = relative_errors(perturbed, alone)
+        return {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
+
+    def check(
+        self,
+        got: Responses,
+        alone: Responses,
+        tolerances: Mapping[str, Tolerance],
+        planned: PlannedMicroBatch,
+        samples: list[int],
+        micro_batch: TensorDict,
+        kind: str,
+    ) -> None:
+        """Compare what a micro-batch gave for some samples with the same samples computed alone.
+
+        Raises:
+            MismatchError: they differ by more than the tolerances; on this rank alone.
+        """
+        comparison = compare(got, alone, tolerances)
+        self.comparisons.append(comparison)
+        # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
+        level = logging.INFO if kind in self._verified else logging.WARNING
+        self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
+        if (worst := comparison.worst) is None:
+            text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
+            logger.log(level, text, kind, samples, comparison.max_error)
+            return
+        sample, uids = samples[worst.sample], tu.get(micro_batch, "uid")
+        uid = "" if uids is None else f" (uid {uids[sample]})"
+        raise MismatchError(
+            f"sample {sample}{uid} of the {len(micro_batch)} in {kind} micro-batch {self._seen[kind] - 1}: with shared "
+            f"prefixes {worst}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False and "
+            "report the message; another kernel (prefix_grouper.attention_kernel) tells whether it is to blame. If "
+            "stock verl with other micro-batches differs from itself as much, set prefix_grouper.verify_tolerance"
+        )
+
+    def take(self) -> list[tuple[int, float]] | None:
+        """Samples and largest error of each comparison since the last call; None where verify mode is off."""
+        comparisons, self.comparisons = self.comparisons, []
+        if self.options.verify_period is None:
+            return None
+        return [(comparison.num_samples, comparison.max_error) for comparison in comparisons]

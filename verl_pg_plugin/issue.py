@@ -1,0 +1,48 @@
+"""What keeps a run from starting, or may spoil it: the setting at fault, why, and what to set instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["EXIT_USER_ERROR", "ConfigError", "Issue"]
+
+EXIT_USER_ERROR = 2
+"""Exit code of a process that started nothing because of its settings."""
+
+
+@dataclass(frozen=True)
+class Issue:
+    """One finding about a run.
+
+    Attributes:
+        setting: as on the command line, ``key=value``, the one to change first, others behind a comma; empty where no
+            setting decides.
+        why: cause in one sentence, without a final full stop.
+        fix: override or command that removes it; empty leaves another checkpoint or stock verl.
+        is_warning: the run may work all the same.
+    """
+
+    setting: str
+    why: str
+    fix: str = ""
+    is_warning: bool = False
+
+    @property
+    def key(self) -> str:
+        """Key of the first setting."""
+        return self.setting.partition("=")[0]
+
+    def __str__(self) -> str:
+        where = self.setting or "(settings that the message names)"
+        return f"{where}\n   why: {self.why}" + (f"\n   fix: {self.fix}" if self.fix else "")
+
+
+class ConfigError(ValueError):
+    """A run that cannot start as configured; ``issues`` holds every error found."""
+
+    def __init__(self, issues: Iterable[Issue]) -> None:
+        self.issues = tuple(issues)
+        count = f"{len(self.issues)} problem{'s' if len(self.issues) != 1 else ''} in the configuration"
+        listing = "\n".join(f"{number}. {issue}" for number, issue in enumerate(self.issues, start=1))
+        super().__init__(f"{count}, nothing was started:\n{listing}")

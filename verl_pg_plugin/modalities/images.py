@@ -1,0 +1,171 @@
+"""Models that read images: each distinct one goes through the vision encoder once per micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.layout import Layout, PackedLayout
+from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
+from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
+from verl_pg_plugin.modalities.text import counted, multi_modal_inputs, read_positions, read_tokens
+
+IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
+
+POSITION_DIMENSIONS = 4
+"""verl hands over a counter of tokens, then time, height and width."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images and videos as placeholders in the tokens, for which the model puts in what its vision encoder computes.
+
+    Attributes:
+        images, videos: how they are marked.
+        merge_size: rows and columns of patches that the vision encoder merges into one token.
+        patch_numbers: numbers of a patch.
+    """
+
+    name: ClassVar[str] = "images"
+    in_padded_groups: ClassVar[bool] = False
+    replaced_by_verl: ClassVar[bool] = True
+    num_reserved_tokens: ClassVar[int] = 1
+    encoders: ClassVar[tuple[str, ...]] = ("vision_config",)
+    images: Kind
+    videos: Kind
+    merge_size: int
+    patch_numbers: int
+
+    @classmethod
+    def obstacles(cls, config: PretrainedConfig) -> list[str]:
+        if config.model_type in IMAGE_MODEL_TYPES:
+            return []
+        return [f"images are read by {', '.join(IMAGE_MODEL_TYPES)}, not by {config.model_type}"]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Images:
+        vision: Any = config.vision_config
+        channels = getattr(vision, "in_channels", None) or vision.in_chans
+        return cls(
+            images=Kind("image", "pixel_values", "image_grid_thw", config.image_token_id),
+            videos=Kind("video", "pixel_values_videos", "video_grid_thw", config.video_token_id),
+            merge_size=vision.spatial_merge_size,
+            patch_numbers=channels * vision.temporal_patch_size * vision.patch_size**2,
+        )
+
+    def install(self, module: Any) -> None:
+        """Under Ulysses every rank runs the vision encoder and the embedding on all tokens, then goes on with its own.
+
+        Which features belong to a rank's tokens is known only behind the encoder; there the language model takes over.
+        """
+        module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
+
+    def read(self, data: TensorDict) -> Content:
+        tokens, offsets = read_tokens(data)
+        rows = multi_modal_inputs(data)
+        images = self._find(tokens, offsets, rows)
+        positions = self._positions(data, offsets, has_images=bool(images))
+        keys, inside = build_keys(tokens, offsets, positions, images, rows)
+        return Content(tokens, keys, offsets, positions, inside, needs_encoder=bool(images))
+
+    def num_padding_tokens(self, layout: Layout, runs_encoder: bool) -> int:
+        """One for the placeholder of a blank image where the tokens show none."""
+        assert isinstance(layout, PackedLayout)
+        shown = np.isin(layout.input_ids, (self.images.token_id, self.videos.token_id)).any()
+        return self.num_reserved_tokens if runs_encoder and not shown else 0
+
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs:
+        """Images whose tokens are in the layout, once each and in their order.
+
+        Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP gathers
+        the vision encoder's weights on all ranks or on none. Nothing reads that token, so its gradients are zero.
+        """
+        if self.num_padding_tokens(layout, runs_encoder):
+            return self._blank()
+        rows = multi_modal_inputs(micro_batch)
+        shown, _ = self._shown(layout, micro_batch)
+        tensors: dict[str, torch.Tensor] = {}
+        for kind in (self.images, self.videos):
+            of_kind = [image for image in shown if image.kind is kind]
+            if of_kind:
+                pixels = [rows[image.sequence][kind.pixels][image.patches] for image in of_kind]
+                tensors[kind.pixels] = torch.cat(pixels)
+                tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
+        return ContentInputs(tensors, padding_ids=np.zeros(0, dtype=np.int64))
+
+    def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
+        """Without those of a blank image."""
+        shown, all_images = self._shown(layout, micro_batch)
+        return _num_patches(shown), _num_patches(all_images)
+
+    def _shown(self, layout: Layout, micro_batch: TensorDict) -> tuple[list[Image], list[Image]]:
+        """Images whose tokens are in the layout, in their order, and all of the micro-batch."""
+        assert isinstance(layout, PackedLayout)
+        tokens, offsets = read_tokens(micro_batch)
+        images = self._find(tokens, offsets, multi_modal_inputs(micro_batch))
+        by_first = {image.first: image for image in images}
+        starts = layout.token_index[np.isin(layout.token_index, list(by_first))]
+        return [by_first[at] for at in starts.tolist()], images
+
+    def _blank(self) -> ContentInputs:
+        patches = torch.zeros(self.merge_size**2, self.patch_numbers)
+        grid = torch.tensor([(1, self.merge_size, self.merge_size)])
+        return ContentInputs(
+            {self.images.pixels: patches, self.images.grids: grid}, padding_ids=np.array([self.images.token_id])
+        )
+
+    def _find(self, tokens: IntArray, offsets: IntArray, rows: list[dict[str, Any]]) -> list[Image]:
+        return find_images(tokens, offsets, rows, (self.images, self.videos), self.merge_size**2)
+
+    def _positions(self, data: TensorDict, offsets: IntArray, has_images: bool) -> IntArray:
+        """(4, N) positions; text alone may have one counter, or none, which is then counted."""
+        given = read_positions(data)
+        if given is not None and given.shape == (POSITION_DIMENSIONS, offsets[-1]):
+            return given
+        if has_images or (given is not None and given.shape != (offsets[-1],)):
+            shape = "no position_ids" if given is None else f"position_ids of shape {given.shape}"
+            raise BatchError(
+                f"a batch with images needs position_ids of shape ({POSITION_DIMENSIONS}, {offsets[-1]}), as verl's "
+                f"agent loop makes them, and has {shape}; {SHARING_OFF}"
+            )
+        return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
+
+
+def _num_patches(images: list[Image]) -> IntArray:
+    return np.array([image.patches.stop - image.patches.start for image in images], dtype=np.int64)
+
+
+def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """This rank's part of what transformers hands to the language model, by keyword.
+
+    ``inputs_embeds`` (1, T, E) and ``position_ids`` (P, 1, T); of Qwen3-VL ``visual_pos_masks`` (1, T), which tokens
+    show an image, and ``deepstack_visual_embeds``, (their number, E) for each of the first layers.
+    """
+    shared = kwargs.get("prefix_grouper")
+    if not isinstance(shared, UlyssesRows):
+        return None
+    num_tokens = shared.num_rows // dist.get_world_size(shared.group)
+    start = num_tokens * dist.get_rank(shared.group)
+    own = slice(start, start + num_tokens)
+    changed = {
+        "inputs_embeds": kwargs["inputs_embeds"][:, own],
+        "position_ids": kwargs["position_ids"][..., own],
+    }
+    mask = kwargs.get("visual_pos_masks")
+    if mask is not None:
+        first, count = int(mask[:, :start].sum()), int(mask[:, own].sum())
+        changed["visual_pos_masks"] = mask[:, own]
+        changed["deepstack_visual_embeds"] = [
+            features[first : first + count] for features in kwargs["deepstack_visual_embeds"]
+        ]
+    return args, {**kwargs, **changed}

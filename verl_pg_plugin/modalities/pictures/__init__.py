@@ -1,1 +1,0 @@
-"""Pictures and videos between the tokens of a prompt or response."""

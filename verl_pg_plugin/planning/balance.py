@@ -1,0 +1,270 @@
+"""Assign sequences to ranks and mini-batches: as many to each, little computed twice, and all ranks done together.
+
+Each mini-batch of each rank is a bin. Whole groups go to bins, the most expensive first; then groups, and where that
+leaves a rank behind their subtrees, change places between the most expensive bin and a cheap one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.planning.order import FloatArray
+
+__all__ = ["Balance", "SegmentPrice", "balance_groups", "cost_together"]
+
+SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]
+"""Cost of each of S segments from (S,) tokens they share, (S,) tokens they add and (S,) of those that run the head."""
+
+CHEAPEST_TRIED = 4
+"""Bins that the most expensive one may exchange with."""
+LEVEL = 1.01
+"""No group is cut where the slowest is no more than this above the mean."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A new order of B sequences whose equal consecutive pieces are the ranks.
+
+    Attributes:
+        order: (B,) index of the sequence at each place; within a rank, equal consecutive pieces are mini-batches.
+        cost: (num_ranks, num_mini_batches) deduplicated cost, in units of the price.
+        num_cut_groups: groups that are in more than one bin.
+        num_tokens: that all ranks compute, if the prefix order is right about what is shared.
+    """
+
+    order: IntArray
+    cost: FloatArray
+    num_cut_groups: int
+    num_tokens: int
+
+    @property
+    def time(self) -> float:
+        """Ranks wait for the slowest at the end of every mini-batch."""
+        return float(self.cost.max(axis=0).sum())
+
+    @property
+    def slowest_over_mean(self) -> float:
+        """Time over that of a perfect balance of the same work."""
+        return self.time / float(self.cost.mean(axis=0).sum())
+
+
+def balance_groups(
+    order: PrefixOrder,
+    group: IntArray,
+    response_lengths: IntArray,
+    price: SegmentPrice,
+    num_ranks: int,
+    num_mini_batches: int = 1,
+    may_cut: bool = True,
+) -> Balance:
+    """The same number of sequences in every bin, groups whole where that costs no time.
+
+    A group is cut where it fits nowhere whole, at the forks that cost least, and where that lets the slowest rank
+    finish earlier although what the parts share is computed twice.
+
+    Args:
+        order: what the B sequences share; the sequences of a group are neighbours in it.
+        group: (B,) equal values mark sequences that belong together, in the caller's order.
+        response_lengths: (B,) tokens, in the caller's order.
+        price: of segments.
+        num_ranks: pieces of the batch; B is a multiple of ``num_ranks * num_mini_batches``.
+        num_mini_batches: optimizer steps that a rank's piece is divided into.
+        may_cut: also groups that fit somewhere whole.
+
+    Raises:
+        ValueError: B is not such a multiple.
+    """
+    num_bins = num_ranks * num_mini_batches
+    if len(group) % num_bins:
+        raise ValueError(
+            f"{len(group)} sequences do not divide into {num_ranks} ranks x {num_mini_batches} mini-batches"
+        )
+    none = np.zeros_like(order.num_shared)
+    labels = np.minimum(response_lengths[order.sequences], order.num_new)
+    new, again = price(order.num_shared, order.num_new, labels), price(none, order.num_shared, none)
+    before = np.append(0.0, np.cumsum(new))
+    ids = group[order.sequences]
+    opens = np.append(True, ids[1:] != ids[:-1])
+    in_group = np.cumsum(opens) - 1
+
+    def costs(starts: IntArray) -> FloatArray:
+        """Of spans that begin at ``starts``, each in a place of its own."""
+        return again[starts] + np.diff(before[np.append(starts, len(group))])
+
+    groups = np.flatnonzero(opens)
+    bin_of = _assign(groups, costs(groups), again, num_bins)
+    spans = np.flatnonzero(opens | np.append(True, bin_of[1:] != bin_of[:-1]))
+    bin_of = _exchange(spans, costs(spans), np.arange(len(spans)), np.zeros(len(spans)), bin_of, num_bins)
+    balance = _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
+    if not may_cut or balance.slowest_over_mean <= LEVEL:
+        return balance
+    inside = np.where(opens, np.iinfo(np.int64).max, order.num_shared)  # what a sequence shares within its group
+    least = np.minimum.reduceat(inside, groups)  # what all of a group share
+    prefix = price(none[groups], np.where(least < inside.max(), least, 0), none[groups])
+    spans = np.flatnonzero(opens | (inside == least[in_group]) | np.append(True, bin_of[1:] != bin_of[:-1]))
+    own = costs(spans) - prefix[in_group[spans]]
+    bin_of = _exchange(spans, own, in_group[spans], prefix, bin_of, num_bins)
+    cut = _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
+    return min(balance, cut, key=lambda tried: tried.time)
+
+
+def cost_together(
+    order: PrefixOrder, response_lengths: IntArray, price: SegmentPrice, places: IntArray
+) -> tuple[float, int]:
+    """Cost and number of tokens of some sequences that are computed together, what they share once.
+
+    Args:
+        order: B sequences and what they share with the one before.
+        response_lengths: (B,) in the caller's order; so many of a sequence's last tokens run the head.
+        price: of segments.
+        places: (n,) ascending places in the order.
+    """
+    # What one sequence shares with those before it is the least that is shared on the way from the last of them.
+    between = np.stack([places[:-1] + 1, places[1:] + 1], axis=1).ravel()
+    shared = np.append(0, np.minimum.reduceat(np.append(order.num_shared, 0), between)[::2])[: len(places)]
+    new = order.num_new[places] + order.num_shared[places] - shared
+    labels = np.minimum(response_lengths[order.sequences[places]], new)
+    return float(price(shared, new, labels).sum()), int(new.sum())
+
+
+def _assign(groups: IntArray, costs: FloatArray, again: FloatArray, num_bins: int) -> IntArray:
+    """(B,) bin of each sequence: the most expensive group first, to the cheapest bin with room; what fits nowhere whole
+    last, in parts, to the roomiest.
+
+    Args:
+        groups: first place of each.
+        costs: of each.
+        again: (B,) of a cut in front of a sequence.
+        num_bins: that hold equally many.
+    """
+    bin_of = np.empty(len(again), dtype=np.int64)
+    room, load = np.full(num_bins, len(again) // num_bins), np.zeros(num_bins)
+    stops = np.append(groups[1:], len(again))
+
+    def put(chosen: int, first: int, stop: int, cost: float) -> None:
+        bin_of[first:stop] = chosen
+        room[chosen] -= stop - first
+        load[chosen] += cost
+
+    leftover = []
+    for number in np.argsort(-costs, kind="stable").tolist():
+        first, stop, cost = int(groups[number]), int(stops[number]), float(costs[number])
+        fits = room >= stop - first
+        if fits.any():
+            put(int(np.where(fits, load, np.inf).argmin()), first, stop, cost)
+        else:
+            leftover.append((first, stop, cost))
+    for first, stop, cost in leftover:
+        share = cost / (stop - first)
+        while first < stop:
+            chosen = int(np.lexsort((load, -room))[0])
+            cut = stop
+            if stop - first > room[chosen]:  # of cuts that cost the same the one that fills the bin
+                places = np.arange(first + room[chosen], first, -1)
+                cut = int(places[again[places].argmin()])
+            put(chosen, first, cut, share * (cut - first))
+            first = cut
+    return bin_of
+
+
+def _exchange(
+    spans: IntArray, own: FloatArray, group: IntArray, prefix: FloatArray, bin_of: IntArray, num_bins: int
+) -> IntArray:
+    """(B,) bin of each sequence after spans of one size have changed places, the best exchange of the most expensive
+    bin first, while both bins are cheaper afterwards than the more expensive one was.
+
+    Args:
+        spans: (S,) first place of each span; together they are all sequences, and each is in one bin.
+        own: (S,) cost of each without the prefix of its group.
+        group: (S,) of each span.
+        prefix: by group, what it costs once in every bin that holds spans of it.
+        bin_of: (B,) of each sequence.
+        num_bins: of all.
+    """
+    sizes = np.diff(np.append(spans, len(bin_of)))
+    of_span = bin_of[spans]
+    by_cost = np.argsort(own, kind="stable")
+    by_cost = by_cost[np.argsort(of_span[by_cost], kind="stable")]
+    members = np.split(by_cost, np.searchsorted(of_span[by_cost], np.arange(1, num_bins)))  # of a bin, ascending
+    groups = [Counter(group[spans_of].tolist()) for spans_of in members]
+    load = np.array([own[m].sum() + prefix[list(g)].sum() for m, g in zip(members, groups, strict=True)])
+
+    def after(chosen: int, leaves: int, enters: int) -> float:
+        """Cost of a bin once one span has left and another has come."""
+        cost, held = load[chosen] - own[leaves] + own[enters], groups[chosen]
+        if group[leaves] != group[enters]:
+            cost += prefix[group[enters]] * (held[int(group[enters])] == 0)
+            cost -= prefix[group[leaves]] * (held[int(group[leaves])] == 1)
+        return float(cost)
+
+    def best_exchange(dear: int) -> tuple[float, int, int, int] | None:
+        best = None
+        few = min(CHEAPEST_TRIED, num_bins - 1)
+        for other in np.argpartition(load, few)[:few].tolist():
+            half = (load[dear] - load[other]) / 2
+            for size in np.unique(sizes[members[dear]]):
+                mine, theirs = (spans_of[sizes[spans_of] == size] for spans_of in (members[dear], members[other]))
+                if not len(theirs):
+                    continue
+                near = np.searchsorted(own[theirs], own[mine] - half).clip(max=len(theirs) - 1)
+                k = np.abs(own[mine] - own[theirs[near]] - half).argmin()
+                leaves, enters = int(mine[k]), int(theirs[near[k]])
+                left = max(after(dear, leaves, enters), after(other, enters, leaves))
+                if left < load[dear] * (1 - 1e-9) and (best is None or left < best[0]):
+                    best = left, other, leaves, enters
+        return best
+
+    for _ in range(16 * num_bins):
+        dear = int(load.argmax())
+        best = best_exchange(dear)
+        if best is None:
+            break
+        _, other, mine, theirs = best
+        for chosen, leaves, enters in ((dear, mine, theirs), (other, theirs, mine)):
+            load[chosen] = after(chosen, leaves, enters)
+            groups[chosen].subtract([int(group[leaves])])
+            groups[chosen].update([int(group[enters])])
+            kept = members[chosen][members[chosen] != leaves]
+            members[chosen] = np.insert(kept, np.searchsorted(own[kept], own[enters]), enters)
+            of_span[enters] = chosen
+    return np.repeat(of_span, sizes)
+
+
+def _balance(
+    order: PrefixOrder,
+    in_group: IntArray,
+    response_lengths: IntArray,
+    price: SegmentPrice,
+    bin_of: IntArray,
+    num_ranks: int,
+    num_mini_batches: int,
+) -> Balance:
+    """The bins of each rank by mini-batch: bins of like cost make one, and no rank has the most expensive of each.
+
+    Ranks wait for each other at the end of a mini-batch in updates, and at the end of the batch in passes without
+    gradient. Mini-batches come in the order of their first sequences, so that none is put off for being long.
+    """
+    places = np.argsort(bin_of, kind="stable").reshape(num_ranks * num_mini_batches, -1)
+    priced = [cost_together(order, response_lengths, price, of_bin) for of_bin in places]
+    costs = np.array([cost for cost, _ in priced])
+    sequences = np.sort(order.sequences[places], axis=1)
+    mini_batches = np.argsort(-costs, kind="stable").reshape(num_mini_batches, num_ranks)
+    bins = np.empty((num_ranks, num_mini_batches), dtype=np.int64)
+    totals = np.zeros(num_ranks)
+    for number, row in enumerate(np.argsort(sequences[mini_batches, 0].min(axis=1), kind="stable")):
+        ranks = np.argsort(totals, kind="stable")  # the most expensive bin to the rank with least
+        bins[ranks, number] = mini_batches[row]
+        totals += costs[bins[:, number]]
+    pairs = np.unique(np.stack([in_group, bin_of]), axis=1)
+    return Balance(
+        order=sequences[bins].ravel(),
+        cost=costs[bins],
+        num_cut_groups=int((np.bincount(pairs[0]) > 1).sum()),
+        num_tokens=sum(tokens for _, tokens in priced),
+    )

@@ -1,0 +1,74 @@
+"""In which order each rank runs its micro-batches, where ranks wait for each other at every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FloatArray", "align"]
+
+FloatArray: TypeAlias = NDArray[np.float64]
+
+MOST_TRIES = 3000
+"""Orders that are looked at; the time that this takes does not grow beyond it with ranks and groups."""
+LEAST_GAIN = 1e-6
+"""Of the time of all: an order that gains less is not taken, whatever its last bits say."""
+
+
+def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
+    """Orders in which expensive micro-batches meet expensive ones.
+
+    Ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the most
+    expensive of them. Every rank begins with the most expensive split group or single micro-batch; from there those of
+    one rank at a time are exchanged or moved while that shortens the sum over the most expensive.
+
+    Args:
+        ranks: of each rank, its split groups: (n, C) costs of a group's n chunks in the order in which they run, in
+            each of C phases that end before the next begins. A micro-batch that stands alone is a group of one chunk.
+            All ranks have as many chunks.
+
+    Returns:
+        For each rank the indices of its groups, in the order in which they run.
+    """
+    orders = [np.argsort([-group.sum(axis=1).mean() for group in groups], kind="stable").tolist() for groups in ranks]
+    if all(len(group) == 1 for groups in ranks for group in groups):
+        return orders  # nothing is shorter than the order by cost
+    costs = np.stack([_laid_out(groups, order) for groups, order in zip(ranks, orders, strict=True)])
+    tries, improved = 0, len(ranks) > 1
+    while improved:
+        improved = False
+        for rank, groups in enumerate(ranks):
+            others = np.delete(costs, rank, axis=0).max(axis=0)
+            shortest = np.maximum(others, costs[rank]).sum() * (1 - LEAST_GAIN)
+            for order in _changes(orders[rank]):
+                tried = _laid_out(groups, order)
+                time = np.maximum(others, tried).sum()
+                if time < shortest:
+                    orders[rank], costs[rank], shortest = order, tried, time * (1 - LEAST_GAIN)
+                    improved = True
+                tries += 1
+                if tries >= MOST_TRIES:
+                    return orders
+    return orders
+
+
+def _laid_out(groups: Sequence[FloatArray], order: Sequence[int]) -> FloatArray:
+    """(N, C) costs of all chunks as they run."""
+    return np.concatenate([groups[i] for i in order])
+
+
+def _changes(order: Sequence[int]) -> Iterator[list[int]]:
+    """Two groups exchanged, or one moved; all from the order that was given."""
+    for a, b in combinations(range(len(order)), 2):
+        changed = list(order)
+        changed[a], changed[b] = changed[b], changed[a]
+        yield changed
+    for a, b in permutations(range(len(order)), 2):
+        if abs(a - b) > 1:
+            changed = list(order)
+            changed.insert(b, changed.pop(a))
+            yield changed

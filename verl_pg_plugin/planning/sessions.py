@@ -1,0 +1,68 @@
+"""What sequences share, from who they belong to and how long they are, where nobody has their tokens at hand.
+
+A trainer's driver knows of each sequence its prompt (uid), its session, its place in the session and two lengths. From
+these the prefix tree follows as far as rollouts build it:
+
+- sessions of one prompt share the first sequence's prompt;
+- a sequence whose prompt is at least as long as all of the one before it continues that one and shares all of it: one
+  sequence per turn, tool output and all;
+- a sequence with a shorter prompt was given an edited context, and shares with its session what its sessions share.
+
+What all prompts begin with, a system prompt, shows in the tokens of a few of them. What is not seen is sharing between
+some prompts alone, and how much an edited context kept beyond its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+
+__all__ = ["common_prefix", "order_by_sessions"]
+
+
+def order_by_sessions(
+    group: IntArray,
+    session: IntArray,
+    place: IntArray,
+    prompt_lengths: IntArray,
+    response_lengths: IntArray,
+    common_tokens: int = 0,
+) -> PrefixOrder:
+    """B sequences, group after group, in each the longest session first, in each session by place.
+
+    Args:
+        group: (B,) equal values mark sequences of one prompt; groups come in the order of their first sequence.
+        session: (B,) equal values within a group mark sequences of one session.
+        place: (B,) of a sequence in its session.
+        prompt_lengths, response_lengths: (B,) tokens; a sequence has at least two.
+        common_tokens: that all prompts begin with.
+    """
+    lengths = prompt_lengths + response_lengths
+    _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)
+    rank_of_group = np.argsort(np.argsort(first_of_group, kind="stable"), kind="stable")[group]
+    _, key = np.unique(np.stack([rank_of_group, session]), axis=1, return_inverse=True)
+    longest = np.zeros(key.max(initial=-1) + 1, dtype=np.int64)
+    np.maximum.at(longest, key, lengths)
+    order = np.lexsort((place, key, -longest[key], rank_of_group))
+
+    prompts, lengths, key, in_group = (values[order] for values in (prompt_lengths, lengths, key, rank_of_group))
+    opens_group = np.append(True, in_group[1:] != in_group[:-1])[: len(order)]
+    continues = np.append(False, key[1:] == key[:-1])[: len(order)]
+    extends = continues & np.append(False, prompts[1:] >= lengths[:-1])[: len(order)]
+    common = np.minimum(prompts, prompts[opens_group][np.cumsum(opens_group) - 1])
+    num_shared = np.where(extends, np.append(0, lengths[:-1])[: len(order)], common) - 1
+    num_shared[opens_group] = max(common_tokens - 1, 0)
+    num_shared[:1] = 0
+    return PrefixOrder(order, lengths - 1, np.minimum(num_shared, lengths - 1).clip(0))
+
+
+def common_prefix(prompts: Sequence[IntArray]) -> int:
+    """Number of tokens that all of some prompts begin with; 0 for fewer than two prompts, which share nothing."""
+    if len(prompts) < 2:
+        return 0
+    length = min(map(len, prompts))
+    differs = np.any([prompt[:length] != prompts[0][:length] for prompt in prompts], axis=0)
+    return int(differs.argmax()) if differs.any() else length
