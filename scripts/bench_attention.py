@@ -1,36 +1,58 @@
 """Time the attention op alone, forward and backward: every sequence by itself against shared prefixes.
 
     python scripts/bench_attention.py --csv outputs/bench_attention.csv
-    python scripts/bench_attention.py --cases 8192,1024,8 --paths replicated:flash_attn_2 packed:flash_attn_4
-    python scripts/bench_attention.py --cases 8192,64,256 30000,32,64 turns:200,100,64 --paths packed:flash_attn_2
+    python scripts/bench_attention.py --cases 8192,1024,8 8192,64,256 --paths alone:flash_attn_2 packed:flash_attn_4
+    python scripts/bench_attention.py --other ../old --paths packed:flash_attn_2 --no-check --cases 8192,1024,8 \\
+        8192,1024,4 4096,1024,4,2 tree:512,64,4,4 8192,64,256 30000,32,64
 
-A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts; or turns:N,READ,WRITTEN: a session
-of N turns, each a sequence that continues the one before it. The third line has those where most keys are copied per
-row; every sequence by itself would need more memory than a GPU has. Paths are ``replicated:KERNEL``
-(each sequence with its own copy of the prompt, as remove-padding runs it) and ``packed:KERNEL`` (rows of shared
-prefixes gathered). Speed-up is against replicated:flash_attn_2 in the same run, or the first replicated path; the bound
-is the ratio of (query, key) pairs. Errors are norms against float32, divided by that baseline's own; the worst of out,
-dq, dk and dv is shown. Forward alone runs without autograd.
+A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts; or tree:P,STEP,BRANCHES,DEPTH: a
+search tree below a prompt, STEP tokens a node, each leaf a sequence. Paths are ``alone:KERNEL`` (each
+sequence with its own copy of the prompt, as remove-padding runs it) and ``packed:KERNEL`` (shared prefixes once); by
+default all kernels that can run here. Speed-up and error are against the first path of ``alone``, flash-attn 2 if it is
+there; the bound is the ratio of (query, key) pairs. The error is the worst of out, dq, dk and dv: its norm against
+float32, divided by that baseline's own. Forward alone runs without autograd. ``--other`` is another checkout of this
+repository (of d3fc7ea or later): its packed paths run in a process of their own, a round of each in turn.
+
+Shape legend: T packed tokens, H query heads, G key/value heads, D head dim, L tokens of one sequence.
 """
 
 import argparse
 import gc
+import hashlib
+import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from benchmarks.attention_cases import Case, Problem, Turns, float32_outcome, parse_case, relative_errors
-from benchmarks.attention_paths import BASELINE, PATHS, build_path, path_obstacle
 from benchmarks.common import environment, write_csv
-from rich.console import Console
-from rich.table import Table
 
-DEFAULT_CASES = ("4096,1024,8", "8192,1024,8", "8192,2048,16", "32768,512,32", "8192,1024,1")
+from verl_pg_plugin.layout import PackedLayout, build_packed_layout
+
+try:
+    from verl_pg_plugin.attention.context import PackedAttention
+    from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
+    from verl_pg_plugin.attention.op import AttentionOptions
+
+    lay_out = PackedAttention
+except ImportError:  # the checkout of --other may have them where d3fc7ea has them
+    from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, select_kernel
+    from verl_pg_plugin.attention.kernels.specs import KERNELS
+    from verl_pg_plugin.attention.packed_rows import PackedRows as PackedAttention
+    from verl_pg_plugin.attention.shared_rows import AttentionOptions
+
+    lay_out = PackedAttention.from_layout
+
+QUERY_CHUNK = 256
+"""Queries whose float32 scores are held at once: 256 x 32 heads x 33k keys is 1 GiB, a few of those live."""
+Tensors = tuple[torch.Tensor, ...]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,10 +61,7 @@ class Row:
 
     case: str
     path: str
-    skipped: str
-    heads: int
-    kv_heads: int
-    head_dim: int
+    shape: str
     dtype: str
     forward_ms: float
     both_ms: float
@@ -51,13 +70,9 @@ class Row:
     speedup: float
     bound: float
     tflops_per_s: float
-    copied_keys_per_row: float
     peak_gib: float
+    error: float
     error_ratio: float
-    error_out: float
-    error_dq: float
-    error_dk: float
-    error_dv: float
     repeats: int
     device: str
     driver: str
@@ -65,127 +80,141 @@ class Row:
     commit: str
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Milliseconds, GiB and relative errors of out, dq, dk, dv of one path."""
-
-    forward: float
-    both: list[float]
-    peak_gib: float
-    pairs: int
-    errors: dict[str, float]
+def _groups(prompt: int, response: int, n: int, groups: int = 1) -> list[np.ndarray]:
+    sequences = []
+    for first in range(1, 1 + groups * (n + 1), n + 1):
+        sequences += [np.repeat([first, first + 1 + sample], [prompt, response]) for sample in range(n)]
+    return sequences
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", type=parse_case, default=list(map(parse_case, DEFAULT_CASES)))
-    parser.add_argument("--paths", nargs="+", choices=PATHS, help="default: all, on a GPU without sdpa")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=20, help="calls timed, at most")
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="time fewer than that (at least 3) if they last longer"
-    )
-    parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
-    parser.add_argument("--profile", action="store_true", help="also list the GPU kernels of each path by time")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--csv", type=Path)
-    args = parser.parse_args()
-    if args.paths is None:
-        args.paths = [path for path in PATHS if args.device == "cpu" or not path.endswith(":sdpa")]
-    console, about, rows = Console(width=150), environment(), []
-    for case in args.cases:
-        rows += run_case(case, args, about, console)
-        if args.csv:
-            write_csv(rows, args.csv)  # after every case, so that a run cut short keeps what it measured
-    console.print(f"{about['device']}, driver {about['driver']}, {about['versions']}, commit {about['commit']}")
-    return 0
+def _tree(prompt: int, step: int, branches: int, depth: int) -> list[np.ndarray]:
+    sequences = [np.full(prompt, 1)]
+    for _ in range(depth):
+        sequences = [np.append(path, np.full(step, 2 + child)) for path in sequences for child in range(branches)]
+    return sequences
 
 
-def run_case(case: Case | Turns, args: argparse.Namespace, about: dict[str, Any], console: Console) -> list[Row]:
-    problem = Problem.random(case, args.heads, args.kv_heads, args.head_dim, getattr(torch, args.dtype), args.device)
-    exact = None if args.no_check else float32_outcome(problem)
-    measured: dict[str, Measurement] = {}
-    skipped: dict[str, str] = {}
-    for path in args.paths:
-        obstacle = path_obstacle(path, problem)
-        if obstacle:
-            skipped[path] = obstacle
-            continue
-        run = build_path(path, problem)
-        errors = {} if exact is None else relative_errors(run.outcome(), exact)
-        measured[path] = measure(run.forward, run.forward_backward, run.pairs, errors, args)
-        if args.profile and problem.device.type == "cuda":
-            profile(path, run.forward_backward, console)
-        del run
-        release()
+def num_pairs(layout: PackedLayout) -> int:
+    """(query, key) pairs of packed tokens."""
+    keys, queries = (np.diff(x) for x in (layout.cu_seqlens_k, layout.cu_seqlens_q))
+    return int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
 
-    base_name = BASELINE if BASELINE in measured else next((p for p in measured if p.startswith("replicated")), None)
-    base = measured.get(base_name) if base_name else None
-    nan = float("nan")
-    shape: dict[str, Any] = {
-        "heads": args.heads,
-        "kv_heads": args.kv_heads,
-        "head_dim": args.head_dim,
-        "dtype": args.dtype,
-    }
-    rows = []
-    for path in args.paths:
-        found = measured.get(path)
-        both = statistics.median(found.both) if found else nan
-        errors = found.errors if found else {}
-        named_errors: dict[str, Any] = {f"error_{name}": errors.get(name, nan) for name in ("out", "dq", "dk", "dv")}
-        rows.append(
-            Row(
-                case=str(case),
-                path=path,
-                skipped=skipped.get(path, ""),
-                forward_ms=found.forward if found else nan,
-                both_ms=both,
-                both_min_ms=min(found.both) if found else nan,
-                both_max_ms=max(found.both) if found else nan,
-                speedup=statistics.median(base.both) / both if found and base else nan,
-                bound=base.pairs / found.pairs if found and base else nan,
-                # 4 operations per pair, head and dim forward, 10 backward.
-                tflops_per_s=14 * found.pairs * args.heads * args.head_dim / both / 1e9 if found else nan,
-                copied_keys_per_row=problem.layout.num_copied_keys / problem.layout.num_rows,
-                peak_gib=found.peak_gib if found else nan,
-                error_ratio=max((errors[k] / base.errors[k] for k in errors), default=nan) if base else nan,
-                **named_errors,
-                repeats=len(found.both) if found else 0,
-                **shape,
-                **about,
+
+class Problem:
+    """q and grad_out (T, H, D), k and v (T, G, D) of the packed tokens of a case, random, and its sequences."""
+
+    def __init__(self, case: str, args: argparse.Namespace) -> None:
+        kind, _, numbers = case.rpartition(":")
+        shape = tuple(map(int, numbers.split(",")))
+        sequences, prompt = (_tree if kind == "tree" else _groups)(*shape), shape[0]
+        # The places of each sequence's packed tokens: a token is one with those of other sequences that agree up to the
+        # token it predicts.
+        places: dict[bytes, int] = {}
+        self.places: list[torch.Tensor] = []
+        for tokens in sequences:
+            read, found = hashlib.blake2b(tokens[:1].tobytes()), []
+            for token in tokens[1:]:
+                read.update(token.tobytes())
+                found.append(places.setdefault(read.digest(), len(places)))
+            self.places.append(torch.tensor(found, device=args.device))
+        offsets = np.cumsum([0, *map(len, sequences)])
+        self.layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(sequences), prompt))
+        self.scale = args.head_dim**-0.5
+        generator = torch.Generator(args.device).manual_seed(0)
+        self.q, self.k, self.v, self.grad_out = (
+            torch.randn(len(places), heads, args.head_dim, generator=generator, device=args.device).to(
+                getattr(torch, args.dtype)
             )
+            for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
         )
-    show(rows, base_name, console)
-    del problem, exact
-    release()
-    return rows
+
+    def exact(self) -> Tensors:
+        """Output and gradients of q, k and v by a softmax written out in float32; a shared token counts once."""
+        q, k, v = self.q.float(), self.k.float(), self.v.float()
+        out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+        seen = 0
+        for places in self.places:
+            k_LGD, v_LGD = k[places].requires_grad_(), v[places].requires_grad_()
+            for start in range(int((places < seen).sum()), len(places), QUERY_CHUNK):
+                stop = min(start + QUERY_CHUNK, len(places))
+                chunk = places[start:stop]
+                q_LHD = q[chunk].requires_grad_()
+                attended = _attend_chunk(q_LHD, k_LGD[:stop], v_LGD[:stop], self.scale)
+                attended.backward(self.grad_out[chunk].float())
+                out[chunk], dq[chunk] = attended.detach(), q_LHD.grad
+            dk.index_add_(0, places, k_LGD.grad)
+            dv.index_add_(0, places, v_LGD.grad)
+            seen = int(places[-1]) + 1
+        return out, dq, dk, dv
 
 
-def measure(
-    forward: Callable[[], object],
-    forward_backward: Callable[[], object],
-    pairs: int,
-    errors: dict[str, float],
-    args: argparse.Namespace,
-) -> Measurement:
-    cuda = torch.device(args.device).type == "cuda"
-    time_ms(forward, 1, cuda)  # compiles what is compiled on first use
-    estimate = time_ms(forward_backward, 2, cuda)[-1]
-    repeats = max(3, min(args.repeats, int(1e3 * args.seconds / estimate)))
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    both = time_ms(forward_backward, repeats, cuda)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return Measurement(statistics.median(time_ms(forward, repeats, cuda)), both, peak, pairs, errors)
+def _attend_chunk(q_CHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
+    """C queries, the last ones of L rows."""
+    num_q, heads, head_dim = q_CHD.shape
+    num_k, groups = k_LGD.shape[:2]
+    q_GMD = q_CHD.view(num_q, groups, -1, head_dim).permute(1, 2, 0, 3).reshape(groups, -1, head_dim)
+    scores_GMCL = (q_GMD @ k_LGD.permute(1, 2, 0) * scale).view(groups, -1, num_q, num_k)
+    position = torch.arange(num_k - num_q, num_k, device=q_CHD.device)
+    hidden_CL = torch.arange(num_k, device=q_CHD.device) > position[:, None]
+    weights_GML = scores_GMCL.masked_fill(hidden_CL, float("-inf")).softmax(dim=-1).reshape(groups, -1, num_k)
+    out_GMCD = (weights_GML @ v_LGD.transpose(0, 1)).view(groups, -1, num_q, head_dim)
+    return out_GMCD.permute(2, 0, 1, 3).reshape(num_q, heads, head_dim)
 
 
-def time_ms(function: Callable[[], object], repeats: int, cuda: bool) -> list[float]:
+class AttentionPath:
+    """A way to compute a problem, ready to run on its own copies of the inputs."""
+
+    def __init__(self, name: str, problem: Problem) -> None:
+        route, kernel_name = name.split(":")
+        device = problem.q.device
+        kernel, options = select_kernel(kernel_name, device.type), AttentionOptions(problem.scale)
+        self.problem = problem
+        if route == "alone":
+            self.places = torch.cat(problem.places)
+            lengths = [len(places) for places in problem.places]
+            offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+            packed = PackedAttention.unshared(kernel, offsets, max(lengths), sum(lengths))
+            self.pairs = sum(length * (length + 1) // 2 for length in lengths)
+        else:
+            self.places = torch.arange(len(problem.q), device=device)
+            packed = lay_out(problem.layout, kernel, device)
+            self.pairs = num_pairs(problem.layout)
+        self.attend: Attend = lambda q, k, v: packed.attend_packed(q, k, v, options)
+        self.inputs = [x[self.places].requires_grad_() for x in (problem.q, problem.k, problem.v)]
+        self.grad_out = problem.grad_out[self.places]
+
+    def forward(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.attend(*self.inputs)
+
+    def forward_backward(self) -> Tensors:
+        return torch.autograd.grad(self.attend(*self.inputs), self.inputs, self.grad_out)
+
+    def outcome(self) -> Tensors:
+        """Output and gradients of the packed tokens; of the copies of a shared token only the first has a gradient."""
+        size = len(self.problem.q)
+        copies = torch.arange(len(self.places), device=self.places.device)
+        first = torch.full((size,), len(self.places), device=self.places.device)
+        first = first.scatter_reduce(0, self.places, copies, "amin")
+        counted = torch.zeros_like(self.places, dtype=torch.bool).index_fill(0, first, True)
+        out = self.attend(*self.inputs)
+        grads = torch.autograd.grad(out, self.inputs, self.grad_out * counted[:, None, None])
+        sums = (
+            grad.new_zeros(size, *grad.shape[1:], dtype=torch.float32).index_add_(0, self.places, grad.float())
+            for grad in grads
+        )
+        return out.detach()[first], *(total.to(grad.dtype) for total, grad in zip(sums, grads, strict=True))
+
+
+def relative_error(outcome: Tensors, exact: Tensors) -> list[float]:
+    """Norm of the error divided by the norm of the exact tensor, of out, dq, dk and dv."""
+    pairs = zip(outcome, exact, strict=True)
+    return [float((found.float() - want).norm() / want.norm()) for found, want in pairs]
+
+
+def time_ms(function: Callable[[], object], repeats: int, device: str) -> list[float]:
     """Milliseconds of each call; on a GPU between events on the stream, so that the host may run ahead."""
-    if not cuda:
+    if device == "cpu":
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -202,48 +231,149 @@ def time_ms(function: Callable[[], object], repeats: int, cuda: bool) -> list[fl
     return [start_event.elapsed_time(end_event) for start_event, end_event in events]
 
 
-def profile(path: str, function: Callable[[], object], console: Console) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(5):
-            function()
-        torch.cuda.synchronize()
-    averages = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:8]
-    table = Table(f"{path}: GPU kernel", "ms / step", "calls")
-    for event in averages:
-        table.add_row(event.key[:100], f"{event.device_time_total / 5e3:.3f}", f"{event.count / 5:g}")
-    console.print(table)
+@dataclass
+class Measured:
+    """One path of one case: milliseconds of each call, the peak in GiB, errors of out, dq, dk and dv."""
+
+    pairs: int
+    errors: list[float]
+    forward: list[float]
+    both: list[float]
+    peak_gib: float = 0.0
 
 
-def show(rows: list[Row], base_name: str | None, console: Console) -> None:
-    table = Table(
-        "path", "fwd ms", "fwd+bwd ms", "min..max", "speed-up", "bound", "TFLOP/s", "GiB", "error x", title=rows[0].case
-    )
-    for row in rows:
-        if row.skipped:
-            table.add_row(row.path, "skipped", *[""] * 7)
-            continue
-        table.add_row(
-            row.path,
-            f"{row.forward_ms:.3f}",
-            f"{row.both_ms:.3f}",
-            f"{row.both_min_ms:.3f}..{row.both_max_ms:.3f}",
-            f"{row.speedup:.2f}",
-            f"{row.bound:.2f}",
-            f"{row.tflops_per_s:.0f}",
-            f"{row.peak_gib:.2f}",
-            f"{row.error_ratio:.3f}",
-        )
-    console.print(table)
-    for row in rows:
-        if row.skipped:
-            console.print(f"skipped {row.path}: {row.skipped}", markup=False)
-    console.print(f"speed-up and error against {base_name}")
+class Bench:
+    """Runs rounds of one path after another."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
 
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
+    def start(self, case: str, path: str) -> Measured:
+        """Warm up, and compare with float32."""
+        self.path = None
+        gc.collect()
         torch.cuda.empty_cache()
+        problem = Problem(case, self.args)
+        self.path = AttentionPath(path, problem)
+        errors = [] if self.args.no_check else relative_error(self.path.outcome(), problem.exact())
+        time_ms(self.path.forward, 2, self.args.device)  # compiles what is compiled on first use
+        time_ms(self.path.forward_backward, 2, self.args.device)
+        return Measured(self.path.pairs, errors, [], [])
+
+    def round(self, measured: Measured) -> Measured:
+        """Three calls of each."""
+        device = self.args.device
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        measured.both += time_ms(self.path.forward_backward, 3, device)
+        measured.peak_gib = torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else 0.0
+        measured.forward += time_ms(self.path.forward, 3, device)
+        return measured
+
+
+class OtherBench:
+    """The same with the package of another checkout, in a process of its own."""
+
+    def __init__(self, checkout: Path) -> None:
+        paths = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, __file__, *sys.argv[1:], "--serve"]
+        env = os.environ | {"PYTHONPATH": paths}
+        self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def start(self, case: str, path: str) -> Measured:
+        return self._ask(["start", case, path])
+
+    def round(self, measured: Measured) -> Measured:
+        return self._ask(["round"])
+
+    def _ask(self, words: list[str]) -> Measured:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        return Measured(**json.loads(self.process.stdout.readline()))
+
+
+def serve(bench: Bench) -> None:
+    """Answer an ``OtherBench``."""
+    measured = None
+    for line in sys.stdin:
+        order, *words = json.loads(line)
+        measured = bench.start(*words) if order == "start" else bench.round(measured)
+        sys.stdout.write(json.dumps(asdict(measured)) + "\n")
+        sys.stdout.flush()
+
+
+def run_case(case: str, args: argparse.Namespace, benches: dict[str, Bench | OtherBench]) -> list[Row]:
+    rows: list[Row] = []
+    base: Measured | None = None
+    for name in sorted(args.paths, key=lambda name: (not name.startswith("alone"), name != "alone:flash_attn_2")):
+        runs = {whose: bench.start(case, name) for whose, bench in benches.items() if not whose or "packed" in name}
+        for rounds in range(args.rounds):
+            for whose in sorted(runs, reverse=rounds % 2 == 1):
+                runs[whose] = benches[whose].round(runs[whose])
+        for whose, run in runs.items():
+            base = base or run
+            middle = statistics.median(run.both)
+            row = Row(
+                case=case,
+                path=whose + name,
+                shape=f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
+                dtype=args.dtype,
+                forward_ms=statistics.median(run.forward),
+                both_ms=middle,
+                both_min_ms=min(run.both),
+                both_max_ms=max(run.both),
+                speedup=statistics.median(base.both) / middle,
+                bound=base.pairs / run.pairs,
+                # 4 operations per pair, head and dim forward, 10 backward.
+                tflops_per_s=14 * run.pairs * args.heads * args.head_dim / middle / 1e9,
+                peak_gib=run.peak_gib,
+                error=max(run.errors, default=float("nan")),
+                error_ratio=max((a / b for a, b in zip(run.errors, base.errors, strict=True)), default=float("nan")),
+                repeats=len(run.both),
+                **environment(),
+            )
+            rows.append(row)
+            sys.stdout.write(
+                f"{case:18} {row.path:25} forward {row.forward_ms:9.3f} ms, both {middle:9.3f} ms, {row.speedup:.3f}x "
+                f"of a bound of {row.bound:.2f}x, {row.tflops_per_s:.0f} TFLOP/s, {row.peak_gib:.2f} GiB, "
+                f"error {row.error_ratio:.3f}x\n"
+            )
+            sys.stdout.flush()
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default_cases = ["4096,1024,8", "8192,1024,8", "8192,2048,16", "8192,1024,1"]
+    parser.add_argument("--cases", nargs="+", default=default_cases)
+    parser.add_argument("--paths", nargs="+")
+    parser.add_argument("--other", type=Path, help="another checkout, whose packed paths run in turn with this one's")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7, help="of three calls each")
+    parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(Bench(args))
+        return 0
+    usable = [name for name in KERNELS if not kernel_obstacle(name, args.device)]
+    args.paths = args.paths or [f"{route}:{name}" for route in ("alone", "packed") for name in usable]
+    benches: dict[str, Bench | OtherBench] = {"": Bench(args)}
+    if args.other:
+        benches["other "] = OtherBench(args.other)
+    rows: list[Row] = []
+    for case in args.cases:
+        rows += run_case(case, args, benches)
+        if args.csv:
+            write_csv(rows, args.csv)  # after every case, so that a run cut short keeps what it measured
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers.protocol import PairCost
 from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
 from verl_pg_plugin.planning.sessions import order_by_sessions

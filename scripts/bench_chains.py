@@ -22,10 +22,10 @@ import torch
 from benchmarks.shapes import config_of
 from rich.console import Console
 from rich.table import Table
-
 from verl_pg_plugin.batching.chains import ChainPlan, cut_with_chains
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.cost.row_memory import RowMemory
+
 from verl_pg_plugin.layout import PrefixOrder
 
 MEMORY = RowMemory.of(config_of("qwen3-4b"), torch.bfloat16, checkpointing=True, keeps_attention=True)

@@ -32,12 +32,14 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl_pg_plugin.batching.chains import cut_with_chains
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.cost.row_memory import RowMemory
 
 from verl_pg_plugin.attention.kernels.selection import select_kernel
 from verl_pg_plugin.batching.chains import cut_with_chains
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.engine.sharing_modes import PackedMode
@@ -193,7 +195,7 @@ def report_plan(args: argparse.Namespace) -> float:
     for n in args.group_sizes:
         batch = make_batch(args.num_sequences, n, args.prompt_length, args.response_length, args.max_token_len)
         layouts = plan_micro_batches(batch, None, 1, PACKED_MODE).layouts
-        dedup = sum(layout.num_logical_tokens for layout in layouts) / sum(layout.num_rows for layout in layouts)
+        dedup = sum(layout.num_logical_tokens for layout in layouts) / sum(layout.num_tokens for layout in layouts)
         seconds = measure(batch, args.max_token_len, args.repeats)
         medians.append(statistics.median(seconds["plan"]))
         table.add_row(str(n), str(len(layouts)), f"{dedup:.2f}", *map(milliseconds, seconds.values()))

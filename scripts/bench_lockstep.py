@@ -27,12 +27,14 @@ import torch
 from bench_balance import agent_batch, by_sessions
 from benchmarks.actor_cases import parse_case, rows_of_ranks
 from benchmarks.shapes import SHAPES, config_of
+from verl_pg_plugin.batching.chains import cut_with_chains
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
+from verl_pg_plugin.cost.row_memory import RowMemory
 
 from verl_pg_plugin.batching.chains import cut_with_chains
 from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, lay_out_chain
-from verl_pg_plugin.cost.row_memory import RowMemory
 from verl_pg_plugin.layout import build_prefix_order
 from verl_pg_plugin.planning.balance import balance_groups
 from verl_pg_plugin.planning.order import align
@@ -55,9 +57,9 @@ def chains_of(batch: Batch, budget: int, at_least: int) -> Chains:
     chains = []
     for parts in plan.chains:
         layouts = lay_out_chain(batch, parts, forward_only=False)
-        update = [4 * flops.trunk(layout) + 3 * flops.per_head_row * len(layout.head_rows) for layout in layouts]
-        rows = [layout.num_rows for layout in layouts]
-        export = [flops.trunk(layout.export) if layout.export else 0.0 for layout in layouts]
+        update = [4 * flops.trunk(layout) + 3 * flops.per_head_row * len(layout.head_index) for layout in layouts]
+        rows = [layout.num_tokens for layout in layouts]
+        export = [flops.trunk(layout.prefill) if layout.prefill else 0.0 for layout in layouts]
         chains.append(np.array([rows, update, export]).T[::-1])
     return chains
 

@@ -35,11 +35,11 @@ from benchmarks.shapes import SHAPES, config_of
 from rich.console import Console
 from rich.table import Table
 from transformers import PretrainedConfig
+from verl_pg_plugin.cost.row_memory import RowMemory
 
 from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.cost.forecast import Batch, Settings, forecast
 from verl_pg_plugin.cost.kept_layers import KeptBudget, LayerActivations
-from verl_pg_plugin.cost.row_memory import RowMemory
 
 DATA = Path(__file__).parents[1] / "docs/data"
 PHASES = ("old_log_prob", "update_actor")

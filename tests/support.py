@@ -20,17 +20,12 @@ from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelCon
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
-from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, random_group
 
 VOCAB = 97
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")
-
-
-PACKED_MODE = PackedMode(kernel=select_kernel("sdpa", "cpu"))
 
 
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:

@@ -11,7 +11,7 @@ still ends there, since ``PrefixGrouperEngineConfig`` checks again that the engi
 
 import logging
 
-from verl_pg_plugin.after_import import after_import
+from verl_pg_plugin.after_import import after_import, wait
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ def _register_or_warn() -> None:
     try:
         register()
     except Exception as error:
+        wait(register)  # whoever builds one of our engine configs gets the exception
         logger.warning(
             "verl_pg_plugin %s: engines are not registered (%s: %s); python -m verl_pg_plugin doctor says more",
             __version__,

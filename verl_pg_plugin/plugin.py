@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from verl_pg_plugin.after_import import after_import
+from verl_pg_plugin.after_import import after_import, wait
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
-    Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for the
-    next call. The CPU default registers itself when it was that module.
+    Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for
+    ``run_waiting``, which engine configs call. The CPU default registers itself when it was that module.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
@@ -36,6 +36,7 @@ def register() -> None:
     if not _loading(upstream):
         upstream.call_before_validation(_engage_or_exit)
     if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
+        wait(register)
         return
 
     from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import

@@ -146,8 +146,8 @@ class Work:
                 np.append(0, np.cumsum(lengths)),
                 np.array([len(sample.prompt) for sample in samples]),
             )
-            packed.append((flops.trunk(layout) + tower_packed, flops.per_head_row * len(layout.head_rows)))
-            tokens.append((int(lengths.sum()), layout.num_rows))
+            packed.append((flops.trunk(layout) + tower_packed, flops.per_head_row * len(layout.head_index)))
+            tokens.append((int(lengths.sum()), layout.num_tokens))
         return cls(
             alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},
             packed={phase: [passes(phase, *rank) for rank in packed] for phase in PHASES},

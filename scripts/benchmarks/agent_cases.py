@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.synthetic import Sample, random_group
 
 

@@ -76,7 +76,7 @@ def _draw_mask(axes: plt.Axes) -> None:
     layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(3, PROMPT))
     start, rows = layout.segments
     owner = np.repeat(np.arange(len(rows)), rows)
-    color = np.zeros((layout.num_rows, layout.num_rows), dtype=int)
+    color = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
     first = np.append(0, np.cumsum(rows))
     for segment in range(len(rows)):
         for row in range(int(rows[segment])):

@@ -1,5 +1,6 @@
 """What packed mode does with an architecture, as far as configs and classes tell."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -9,14 +10,17 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from tests.architectures.tiny_configs import tiny_config
-from verl_pg_plugin.architectures.checks import unsupported_reasons
-from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES
-from verl_pg_plugin.architectures.head_probe import head_obstacle
-from verl_pg_plugin.architectures.skeleton import skeleton
+from verl_pg_plugin.architectures import (
+    UNCOMPILED,
+    WRONG_COMPILED,
+    architecture_issues,
+    head_obstacle,
+    skeleton,
+)
 from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import stateful_model_types
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.reason import Reason
 
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
 NOT_BUILT = {
@@ -54,13 +58,14 @@ class Outcome:
     compiled: bool = False
 
 
+@functools.cache
 def outcome_of(model_type: str) -> Outcome:
     """What is expected of a type, and what a test of its engine has to bear out."""
     if model_type in NOT_BUILT:
         return Outcome(NOT_RUN, NOT_BUILT[model_type])
     default = transformers.AutoConfig.for_model(model_type)
-    reasons = unsupported_reasons(default, trust_remote_code=False)
-    if found := _final(reasons) or _final(unsupported_reasons(tiny_config(model_type), trust_remote_code=False)):
+    reasons = architecture_issues(default, trust_remote_code=False)
+    if found := _final(reasons) or _final(architecture_issues(tiny_config(model_type), trust_remote_code=False)):
         return Outcome(REFUSED, "; ".join(reason.why for reason in found))
     released = transformers.AutoConfig.for_model(model_type, **RELEASED.get(model_type, {}))
     needs = attention_needs(released.get_text_config())
@@ -72,10 +77,10 @@ def outcome_of(model_type: str) -> Outcome:
         "by tests/mixers" if model_type in HYBRIDS else "",
         head_in_chunks=not head_obstacle(skeleton(tiny_config(model_type).get_text_config())),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-        and not unsupported_reasons(tiny_config(model_type), trust_remote_code=False, value_model=True),
+        and not architecture_issues(tiny_config(model_type), trust_remote_code=False, value_model=True),
         kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs, spec.device_type or "cpu")],
         needs=overrides,
-        compiled=model_type in COMPILED_TYPES,
+        compiled=model_type not in WRONG_COMPILED.keys() | UNCOMPILED.keys(),
     )
 
 
@@ -93,6 +98,6 @@ def model_class(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def _final(reasons: list[Reason]) -> list[Reason]:
+def _final(reasons: list[Issue]) -> list[Issue]:
     """Those that no override lifts."""
     return [reason for reason in reasons if not reason.fix]

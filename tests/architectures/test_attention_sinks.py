@@ -31,7 +31,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{"keep_activations": "all"}, {"recompute_attention": True}, {"static_rows": True}, {"min_dedup_ratio": 100.0}],
+    [{"activations": "attention"}, {"activations": "inputs"}],
     ids=str,
 )
 def test_sinks_keep_their_gradient(options: dict[str, Any], gpt_oss: str) -> None:

@@ -7,17 +7,17 @@ import torch
 import transformers
 from torch._dynamo.utils import counters
 
-from tests.architectures.outcome import HYBRIDS, model_class, supports_checkpointing
+from tests.architectures.outcome import EXACT, HYBRIDS, model_class, outcome_of, supports_checkpointing
 from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
 from tests.architectures.test_gpu_models import DENSE, assert_as_close_as_stock, save_dense, zero_gradients
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
-from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES, COMPILED_TYPES
+from verl_pg_plugin.architectures import REFUSED_TYPES, UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TYPES = sorted((COMPILED_TYPES & set(MODEL_TYPES)) - HYBRIDS)
+TYPES = sorted(set(MODEL_TYPES) - HYBRIDS - WRONG_COMPILED.keys() - UNCOMPILED.keys() - REFUSED_TYPES.keys())
 """Hybrids and types with pictures are run compiled by ``tests/mixers`` and ``tests/modalities``."""
 RAGGED = [[*group(20 + 3 * i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2)] for i in range(1, 4)]
 
@@ -38,6 +38,8 @@ def experts_of(config: transformers.PretrainedConfig) -> dict[str, str]:
 def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if outcome_of(model_type).status != EXACT:
+        pytest.skip("is refused")
     config = tiny_config(model_type)
     if config.get_text_config().to_dict().get("attn_logit_softcapping"):
         write_capped_scores_out(monkeypatch)
@@ -69,11 +71,11 @@ def test_compiled_layers_in_bf16_are_as_exact_as_stock_rmpad(model_type: str, tm
     assert_as_close_as_stock(path, "auto", compiled=True, zero=zero, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("model_type", sorted(BREAKING_TYPES))
+@pytest.mark.parametrize("model_type", sorted(WRONG_COMPILED))
 def test_types_that_are_refused_compiled_would_not_be_exact(model_type: str, tmp_path: Path, monkeypatch) -> None:
     """Where this fails, a type can be taken off the list."""
-    why = BREAKING_TYPES[model_type]
-    monkeypatch.delitem(BREAKING_TYPES, model_type)
+    why = WRONG_COMPILED[model_type]
+    monkeypatch.delitem(WRONG_COMPILED, model_type)
     with pytest.raises(AssertionError, match="off by"):
         test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path, monkeypatch)
     assert " off " in why

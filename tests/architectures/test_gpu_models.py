@@ -1,5 +1,6 @@
 """Architectures on a GPU in bf16, their layers compiled: as close to float32 as stock rmpad is."""
 
+import json
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.attention.kernels.test_gpu import gpu_kernels
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.architectures.compiled_types import COMPILED_TYPES, NOT_ON_GPU
+from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [
@@ -53,7 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**HEADS, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {**HEADS, **EXPERTS, "num_experts": 4},
 }
-DENSE = sorted((COMPILED_TYPES - NOT_ON_GPU.keys() - MODELS.keys()) & set(MODEL_TYPES))
+RECORD = json.loads((Path(__file__).parents[2] / "docs/data/models.json").read_text())
+EXACT_TYPES = {name for record in RECORD.values() for name, found in record.items() if found["status"] == "exact"}
+DENSE = sorted((EXACT_TYPES & set(MODEL_TYPES)) - UNCOMPILED.keys() - WRONG_COMPILED.keys() - MODELS.keys())
 OF_TYPE = {
     "gemma4_text": {"global_head_dim": 64, "initializer_range": 0.02},
     "granite": {"attention_multiplier": 1 / 8},

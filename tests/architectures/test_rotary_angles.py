@@ -14,7 +14,7 @@ from tests.architectures.outcome import EXACT, HYBRIDS, outcome_of, supports_che
 from tests.architectures.test_every_model import SAMPLES, write_capped_scores_out
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import actor_loss, make_engine, run_engine
-from verl_pg_plugin.architectures.rotary_angles import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
+from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -13,8 +13,8 @@ from transformers.masking_utils import sdpa_mask
 
 from tests.architectures.test_record import REPOSITORY
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from verl_pg_plugin.architectures import stock_faults
-from verl_pg_plugin.architectures.stock_faults import POSITIONS_KEPT, rmpad_fault
+from verl_pg_plugin import architectures
+from verl_pg_plugin.architectures import POSITIONS_KEPT, rmpad_fault
 
 RECORDING = "recording"
 TEXT_TYPES = sorted(
@@ -73,8 +73,8 @@ def test_rmpad_on_flash_attn_is_told_of_and_torchs_attention_is_not(model_type: 
 def test_capped_scores_on_a_flash_attn_built_without_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a build multiplies scores by the cap in stock verl too."""
     capped, built_without = tiny_config("gemma2"), ["does not cap scores"]
-    monkeypatch.setattr(stock_faults, "kernel_obstacle", lambda name, device: "")
-    monkeypatch.setattr(stock_faults, "model_obstacle", lambda name, device, needs: built_without[0])
+    monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device: "")
+    monkeypatch.setattr(architectures, "model_obstacle", lambda name, device, needs: built_without[0])
     fault = rmpad_fault(capped, "cuda")
     assert fault is not None
     assert "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why

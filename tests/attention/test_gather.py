@@ -14,7 +14,7 @@ LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2, 3), (4, 7)), (
 
 
 def gather_of(layout: PackedLayout, device: str) -> Gather:
-    return Gather.of(torch.from_numpy(layout.kv_rows).to(torch.int32).to(device), layout.num_rows)
+    return Gather.of(torch.from_numpy(layout.kv_index).to(torch.int32).to(device), layout.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class BigGroup:
     @classmethod
     def on(cls, device: str) -> "BigGroup":
         layout = batch_of(*[((1, 2), (10 + i,)) for i in range(64)]).layout()
-        rows = torch.from_numpy(layout.kv_rows).long()
+        rows = torch.from_numpy(layout.kv_index).long()
         generator = torch.Generator().manual_seed(0)
         grad = torch.randint(-255, 256, (len(rows), 2, 100), generator=generator).float() / 128
-        exact = torch.zeros(layout.num_rows, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
+        exact = torch.zeros(layout.num_tokens, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
         return cls(gather_of(layout, device), grad.to(torch.bfloat16).to(device), exact.to(device))
 
     def gradient(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -47,7 +47,7 @@ class BigGroup:
 def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
     index = gather_of(LAYOUT, "cpu")
     x = torch.randn(LAYOUT.num_rows, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(gather_tokens(x, index), x[torch.from_numpy(LAYOUT.kv_rows).long()])
+    assert torch.equal(gather_tokens(x, index), x[torch.from_numpy(LAYOUT.kv_index).long()])
     assert torch.autograd.gradcheck(lambda t: gather_tokens(t, index), (x,))
 
 
@@ -61,9 +61,9 @@ def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_
 def test_float64_gradients_are_not_squeezed_through_float32() -> None:
     layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
     index = gather_of(layout, "cpu")
-    x = torch.zeros(layout.num_rows, 1, dtype=torch.float64, requires_grad=True)
-    grad = torch.zeros(len(layout.kv_rows), 1, dtype=torch.float64)
-    copies = np.flatnonzero(layout.kv_rows == 0).tolist()
+    x = torch.zeros(layout.num_tokens, 1, dtype=torch.float64, requires_grad=True)
+    grad = torch.zeros(len(layout.kv_index), 1, dtype=torch.float64)
+    copies = np.flatnonzero(layout.kv_index == 0).tolist()
     grad[copies[0]], grad[copies[1]] = 1.0, 1e-12
     gather_tokens(x, index).backward(grad)
     assert x.grad is not None

@@ -78,7 +78,7 @@ def replicated_outcome(
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(layout.num_rows, *grad.shape[1:], dtype=torch.float32, device=device)
+        total = torch.zeros(layout.num_tokens, *grad.shape[1:], dtype=torch.float32, device=device)
         return total.index_add_(0, rows, grad.float()).to(grad.dtype)
 
     packed_out = torch.zeros_like(tensors.q).index_copy(0, rows[first], out.detach()[first])
@@ -112,7 +112,7 @@ def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
     name: str, head_dim: int, heads: tuple[int, int], window: int
 ) -> None:
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
     packed = packed_outcome(tensors, layout, window, kernel)
     assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
@@ -130,7 +130,7 @@ def test_gradients_are_as_exact_as_the_kernel_on_every_sequence_alone_however_pr
     monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", cuts[0])
     monkeypatch.setattr(tree, "SAVED_PER_TOKEN", cuts[1])
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)
     packed = packed_outcome(tensors, layout, kernel=replace(kernel, heads_first=heads_first))
     assert_as_close(packed, replicated_outcome(tensors, layout, SHORT, -1, kernel), exact)
@@ -141,7 +141,7 @@ def test_gradients_are_as_exact_as_the_kernel_on_every_sequence_alone_however_pr
 @pytest.mark.parametrize("window", [-1, 800])
 def test_learned_sinks_are_as_exact_as_attention_without(name: str, window: int) -> None:
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, 0, torch.bfloat16, "cuda", sinks=True)
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, 0, torch.bfloat16, "cuda", sinks=True)
     exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences, window)
     packed = packed_outcome(tensors, layout, window, kernel)
     for part in ("out", "dq", "dk", "dv", "dsinks"):
@@ -153,7 +153,7 @@ def test_learned_sinks_are_as_exact_as_attention_without(name: str, window: int)
 def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
     if name == "torch_varlen":
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         torch.use_deterministic_algorithms(True)
@@ -168,7 +168,7 @@ def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, mo
 def test_values_narrower_than_keys_are_as_exact(name: str) -> None:
     """As in multi-head latent attention."""
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 8, 8, 128, 0, torch.bfloat16, "cuda", value_dim=96)
+    tensors = random_tensors(layout.num_tokens, 8, 8, 128, 0, torch.bfloat16, "cuda", value_dim=96)
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
     packed = packed_outcome(tensors, layout, kernel=kernel)
     for part in ("out", "dq", "dk", "dv"):
@@ -180,7 +180,7 @@ def test_values_narrower_than_keys_are_as_exact(name: str) -> None:
 @pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
 def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
     layout = BATCH.layout()
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
     stock = replicated_outcome(tensors, layout, BATCH, -1, select_kernel("flash_attn_2", "cuda"))
     assert_as_close(packed_outcome(tensors, layout, kernel=select_kernel(name, "cuda")), stock, exact)
@@ -196,7 +196,7 @@ def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone
     if fault := softcap_fault(*load_passes(name), 128, "cuda"):
         pytest.skip(f"{name} {fault}")
     layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, softcap=softcap)
     packed = packed_outcome(tensors, layout, kernel=kernel, softcap=softcap)
     assert_as_close(packed, replicated_outcome(tensors, layout, batch, -1, kernel, softcap), exact)
@@ -204,7 +204,7 @@ def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone
 
 def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
     layout = BATCH.layout()
-    tensors = random_tensors(layout.num_rows, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 4, 2, 16, seed=0, dtype=torch.float32, device="cuda")
     expected = dense_outcome(tensors, layout, BATCH.sequences, 64)
     assert_equal(packed_outcome(tensors, layout, 64), expected, tolerance=1e-5)
 
@@ -212,13 +212,13 @@ def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
 @every_kernel
 def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=1, dtype=torch.bfloat16, device="cuda")
     before = packed_outcome(tensors, layout, kernel=kernel).out
     changed = sequence_rows(layout, BATCH.sequences[0])[len(PROMPT) - 1 :]
     for tensor in (tensors.q, tensors.k, tensors.v):
         tensor[changed] += 1.0
     after = packed_outcome(tensors, layout, kernel=kernel).out
-    others = [row for row in range(layout.num_rows) if row not in set(changed)]
+    others = [row for row in range(layout.num_tokens) if row not in set(changed)]
     assert torch.equal(after[others], before[others])
     assert not torch.equal(after[changed], before[changed])
 
@@ -227,7 +227,7 @@ def test_changing_one_response_leaves_its_siblings_bit_equal(name: str) -> None:
 def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(name: str) -> None:
     """Norms kept in float32 hand float32 to a kernel that has none."""
     layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_rows, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
+    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=2, dtype=torch.bfloat16, device="cuda")
     expected = packed_outcome(tensors, layout, kernel=kernel)
     wide = Tensors(tensors.q.float(), tensors.k.float(), tensors.v.float(), tensors.grad_out)
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -246,13 +246,13 @@ def test_gradients_of_copies_are_added_up_however_they_lie_and_alike_in_every_ru
     layout = SHORT.layout()
     gather, on_cpu = gather_of(layout, "cuda"), gather_of(layout, "cpu")
     grad = torch.randn(len(gather.tokens), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    expected = on_cpu.sum(grad.cpu(), torch.empty(layout.num_rows, 3, 24))
+    expected = on_cpu.sum(grad.cpu(), torch.empty(layout.num_tokens, 3, 24))
     for given in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1)):
-        total = torch.empty(3, layout.num_rows, 24, device="cuda").transpose(0, 1)
+        total = torch.empty(3, layout.num_tokens, 24, device="cuda").transpose(0, 1)
         assert gather.sum(given, total) is total
         torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
         assert torch.equal(gather.sum(given, torch.empty_like(total)), total)
         twice = gather.sum(given, total.clone(), add=True)
         torch.testing.assert_close(twice, 2 * total, rtol=1e-6, atol=1e-6)
-    one = torch.empty(layout.num_rows, device="cuda")
+    one = torch.empty(layout.num_tokens, device="cuda")
     assert torch.equal(gather.sum(grad[:, 0, 0], one), total[:, 0, 0])

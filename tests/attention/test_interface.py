@@ -22,7 +22,7 @@ from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,))).layout()
-TENSORS = random_tensors(LAYOUT.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
+TENSORS = random_tensors(LAYOUT.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.float64)
 
 
 class Layer(nn.Module):
@@ -48,7 +48,7 @@ def expected(**kwargs: Any) -> torch.Tensor:
 
 def test_outputs_have_the_shape_that_decoders_reshape_next() -> None:
     out = call()
-    assert out.shape == (1, LAYOUT.num_rows, 4, 8)
+    assert out.shape == (1, LAYOUT.num_tokens, 4, 8)
     assert torch.equal(out, expected())
 
 

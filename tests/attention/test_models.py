@@ -85,9 +85,9 @@ def response_loss_of_packed(
     model: transformers.PreTrainedModel, batch: Batch, attention: PackedAttention | None = None
 ) -> torch.Tensor:
     layout = batch.layout()
-    head_rows = torch.from_numpy(layout.head_rows)
-    log_p = packed_logits(model, batch, attention, logits_to_keep=head_rows).log_softmax(-1)
-    log_probs = log_p.gather(-1, torch.from_numpy(layout.labels)[head_rows].unsqueeze(-1)).squeeze(-1)
+    head_index = torch.from_numpy(layout.head_index)
+    log_p = packed_logits(model, batch, attention, logits_to_keep=head_index).log_softmax(-1)
+    log_probs = log_p.gather(-1, torch.from_numpy(layout.labels)[head_index].unsqueeze(-1)).squeeze(-1)
     flat = torch.zeros(layout.num_logical_tokens, dtype=torch.float64)
     flat = flat.index_copy(
         0, torch.from_numpy(layout.response_index), log_probs[torch.from_numpy(layout.response_head)]
@@ -125,9 +125,9 @@ def test_every_token_of_every_sequence_gets_the_logits_it_has_alone(models: Pair
 
 @torch.no_grad()
 def test_the_head_runs_only_on_the_rows_it_is_asked_for(models: Pair) -> None:
-    head_rows = torch.from_numpy(BATCH.layout().head_rows)
-    kept = packed_logits(models.packed, BATCH, logits_to_keep=head_rows)
-    torch.testing.assert_close(kept, packed_logits(models.packed, BATCH)[head_rows], rtol=1e-10, atol=1e-10)
+    head_index = torch.from_numpy(BATCH.layout().head_index)
+    kept = packed_logits(models.packed, BATCH, logits_to_keep=head_index)
+    torch.testing.assert_close(kept, packed_logits(models.packed, BATCH)[head_index], rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()

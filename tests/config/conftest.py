@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,9 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
-from rule_cases import GEMMA2, HYBRID, JETMOE, QWEN3, VISION
-from transformers import Gemma2Config, JetMoeConfig, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
+from transformers import Gemma2Config, JetMoeConfig, Olmo2Config, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
-from verl_pg_plugin.architectures.compiled_types import BREAKING_TYPES
-from verl_pg_plugin.config import Mode, model_rules
-from verl_pg_plugin.mixers.gated_delta import kernels
-from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
+from verl_pg_plugin.config import Mode
 
 
 @pytest.fixture(scope="session")
@@ -29,46 +24,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Checkpoints that the placeholders of ``rule_cases`` stand for."""
-    no_checkpointing = JetMoeConfig(**TINY, kv_channels=8, pad_token_id=0)
-    hybrid = Qwen3NextConfig(**TINY, layer_types=["linear_attention", "full_attention"])
-    vision = Qwen3VLConfig(text_config=TINY)
-    configs = {
-        GEMMA2: Gemma2Config(**TINY),
-        JETMOE: no_checkpointing,
-        HYBRID: hybrid,
-        VISION: vision,
-        QWEN3: Qwen3Config(**TINY),
-    }
-    return {
-        name: str(save_checkpoint(tmp_path_factory.mktemp(config.model_type), config))
-        for name, config in configs.items()
-    }
-
-
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Takes away, for the rest of the test, what a rule asks of the machine, if it is such a rule."""
-    find_spec = importlib.util.find_spec
-
-    def take(rule_name: str) -> None:
-        if rule_name == "prefix_grouper_library":
-            monkeypatch.setattr(
-                importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
-            )
-        if rule_name == "compile_layers_compiler":
-            monkeypatch.setenv("CXX", "no-such-compiler")
-        if rule_name == "compile_layers_model":
-            monkeypatch.setitem(BREAKING_TYPES, "qwen3", "do not come out right")
-        if rule_name == "gradient_checkpointing_angles":
-            monkeypatch.setattr(model_rules, "fsdp2_recomputes_as_it_ran", lambda: False)
-            monkeypatch.setattr(model_rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
-        if rule_name == "mixer_kernels":
-            monkeypatch.setattr(kernels, "has_fla", lambda: False)
-            monkeypatch.setattr(GatedDelta, "machine_obstacles", lambda self, device: kernels.kernel_obstacles("cuda"))
-
-    return take
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints by model type."""
+    folder = tmp_path_factory.mktemp("models")
+    for config in (
+        Gemma2Config(**TINY),
+        JetMoeConfig(**TINY, kv_channels=8, pad_token_id=0),
+        Olmo2Config(**TINY),
+        Qwen3Config(**TINY),
+        Qwen3NextConfig(**TINY, layer_types=["linear_attention", "full_attention"]),
+        Qwen3VLConfig(text_config=TINY),
+    ):
+        save_checkpoint(folder / config.model_type, config)
+    return folder
 
 
 @pytest.fixture(scope="session")

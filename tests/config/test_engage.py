@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 from verl_pg_plugin.config.engage import engage, engage_or_exit
-from verl_pg_plugin.config.violation import ConfigError
+from verl_pg_plugin.issue import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
 FLAGS = (f"{ACTOR}.use_prefix_grouper=True", "actor_rollout_ref.model.use_remove_padding=True")

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 from config_support import FLAGS, compose_config
-from engine_door import engine_configs
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from test_rules import engine_configs
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
-from verl_pg_plugin.config.facts import Role
-from verl_pg_plugin.config.validate import validate
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
+from verl_pg_plugin.config.preflight import sharing_issues
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -26,7 +25,7 @@ TARGET = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 def engine_config_of(config: DictConfig, role: str) -> FSDPEngineConfig:
     """Engine config as verl's ActorRolloutRefWorker builds it."""
-    return engine_configs(config, Role[role.upper()])[0]
+    return engine_configs(config, {"actor": ACTOR, "ref": REF}[role])[0]
 
 
 def compose_stock(*overrides: str) -> DictConfig:
@@ -101,7 +100,7 @@ def test_other_engines_of_verl_keep_their_config(engine):
 def test_verls_entry_point_takes_the_documented_overrides(runnable_overrides, overrides):
     overrides = [f"+{item}" if item.endswith("fsdp_config.use_prefix_grouper=True") else item for item in overrides]
     config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True", *overrides)
-    assert validate(config) == []
+    assert sharing_issues(config) == []
     for role in ("actor", "ref"):
         engine_config = engine_config_of(config, role)
         assert isinstance(engine_config, PrefixGrouperEngineConfig)
@@ -110,9 +109,8 @@ def test_verls_entry_point_takes_the_documented_overrides(runnable_overrides, ov
 
 def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_overrides):
     config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True")
-    found = {violation.rule: violation for violation in validate(config)}
-    assert set(found) == {"engine_config_target", "engine_config_flag"}
-    assert f"++{ACTOR}.fsdp_config._target_={TARGET}" in found["engine_config_target"].fix
+    fixes = [issue.fix for issue in sharing_issues(config)]
+    assert fixes == [f"++{role}.fsdp_config._target_={TARGET}" for role in (ACTOR, REF)]
 
 
 def test_flags_cannot_change_after_construction():
@@ -120,14 +118,14 @@ def test_flags_cannot_change_after_construction():
     with pytest.raises(AttributeError):
         config.use_prefix_grouper = False
     with pytest.raises(AttributeError):
-        config.prefix_grouper.static_rows = True
+        config.prefix_grouper.carry = "never"
 
 
 def test_options_are_a_dataclass_for_verl_too():
-    options = omega_conf_to_dataclass(OmegaConf.create({"static_rows": True}), PrefixGrouperOptions)
-    assert options == PrefixGrouperOptions(static_rows=True)
-    section = {"_target_": "verl_pg_plugin.config.PrefixGrouperOptions", "verify_rows": 3}
-    assert omega_conf_to_dataclass(OmegaConf.create(section)) == PrefixGrouperOptions(verify_rows=3)
+    options = omega_conf_to_dataclass(OmegaConf.create({"carry": "never"}), PrefixGrouperOptions)
+    assert options == PrefixGrouperOptions(carry="never")
+    section = {"_target_": "verl_pg_plugin.config.PrefixGrouperOptions", "verify": "first"}
+    assert omega_conf_to_dataclass(OmegaConf.create(section)) == PrefixGrouperOptions(verify="first")
 
 
 def test_a_stock_engine_in_our_place_is_noticed(monkeypatch):

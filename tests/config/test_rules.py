@@ -1,194 +1,235 @@
-"""The rule table: every row stops the run it should stop, and the override it advises lets it start."""
+"""What an engine cannot do is refused before Ray starts and by the engine itself, in the same words."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from config_support import FLAGS
+from config_support import CRITIC, FLAGS, parse
 from omegaconf import DictConfig, OmegaConf
-from rule_cases import (
-    ACTOR,
-    BREAKING,
-    BREAKING_FOR_THE_TRAINER,
-    MODEL,
-    REF,
-    ROLLOUT,
-    STOCK_ENGINE_CONFIG,
-    WITH_CRITIC,
-)
-from transformers import AutoConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config.model import MtpConfig
 
-from verl_pg_plugin.config import Mode
-from verl_pg_plugin.config.checkpoint_checks import roles_of
-from verl_pg_plugin.config.facts import Facts
-from verl_pg_plugin.config.rule import Rule
-from verl_pg_plugin.config.rules import RULES
-from verl_pg_plugin.config.validate import check, validate
-from verl_pg_plugin.config.violation import ConfigError, Violation
+from verl_pg_plugin.config import Mode, rules
+from verl_pg_plugin.config.preflight import sharing_issues
+from verl_pg_plugin.config.rules import check_engine, engine_issues, engine_of, roles_of, sp_size_of
+from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.mixers import MIXERS
 
-CASES = [
-    pytest.param(rule, mode, settings, id=f"{rule.name}-{mode.value}-{number}")
-    for rule in RULES
-    for mode in Mode
-    for number, settings in enumerate([*BREAKING.get(rule.name, []), *BREAKING_FOR_THE_TRAINER.get(rule.name, [])])
+ACTOR, REF, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model", "rollout"))
+PACKED, PADDED = Mode.PACKED, Mode.PADDED_GROUPS
+GAE = f"{CRITIC} {ROLLOUT}.n=4 "
+CPU = "needs a GPU"
+
+REFUSED: list[tuple[Mode, str, str, str, str]] = [
+    # mode, overrides, setting, part of the cause, part of the fix
+    (PACKED, f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True", "multi-token", f"{MODEL}.mtp.enable=False"),
+    (PADDED, f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True", "multi-token", f"{MODEL}.mtp.enable=False"),
+    (PACKED, f"{REF}.fsdp_config.qat.enable=True", f"{REF}.fsdp_config.qat.enable=True", "quantization", "=False"),
+    (
+        PACKED,
+        f"prefix_grouper.verify=first {MODEL}.enable_activation_offload=True",
+        f"{MODEL}.enable_activation_offload=True",
+        "one forward per step",
+        "++prefix_grouper.verify=off",
+    ),
+    (
+        PACKED,
+        f"{GAE} prefix_grouper.verify=every_9 critic.model.enable_activation_offload=True",
+        "critic.model.enable_activation_offload=True",
+        "one forward per step",
+        "critic.model.enable_activation_offload=False",
+    ),
+    (PACKED, "prefix_grouper.compile_layers=True", "prefix_grouper.compile_layers=True", "flat parameters", "=False"),
+    (PADDED, "prefix_grouper.compile_layers=True", "prefix_grouper.compile_layers=True", "padded groups", "=False"),
+    (
+        PACKED,
+        f"{MODEL}.path={{models}}/gemma2 {MODEL}.use_fused_kernels=True",
+        "",
+        "changes what its head puts out",
+        "",
+    ),
+    *(
+        (PACKED, f"{MODEL}.use_fused_kernels=True {MODEL}.fused_kernel_options.impl_backend={name}", "", why, "=torch")
+        for name, why in (("cutlass", "is unknown"), ("triton", CPU), ("liger", CPU))
+    ),
+    (
+        PACKED,
+        f"{ACTOR}.ulysses_sequence_parallel_size=3",
+        f"{ACTOR}.ulysses_sequence_parallel_size=3",
+        "2 query and 1 key/value heads cannot be spread",
+        "ulysses_sequence_parallel_size=2",
+    ),
+    (
+        PACKED,
+        f"{GAE} critic.fsdp.ulysses_sequence_parallel_size=3",
+        "critic.fsdp.ulysses_sequence_parallel_size=3",
+        "cannot be spread",
+        "critic.fsdp.ulysses_sequence_parallel_size=2",
+    ),
+    (
+        PACKED,
+        f"{MODEL}.path={{models}}/qwen3_next {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        "do not mix tokens that are spread over ranks",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
+    ),
+    (
+        PACKED,
+        f"{MODEL}.path={{models}}/jetmoe",
+        f"{MODEL}.enable_gradient_checkpointing=True",
+        "no gradient ch",
+        "False",
+    ),
+    (
+        PACKED,
+        f"{MODEL}.path={{models}}/qwen3_vl",
+        f"{MODEL}.override_config.attn_implementation=flash_attention_2",
+        "the vision encoder of qwen3_vl",
+        "attn_implementation=sdpa",
+    ),
+    (PADDED, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.use_dynamic_bsz=True", "through the middle", "packed mode"),
+    (PADDED, f"{REF}.log_prob_use_dynamic_bsz=True", f"{REF}.log_prob_use_dynamic_bsz=True", "through the middle", ""),
+    (PADDED, f"{GAE} critic.model.use_remove_padding=False", "critic.model.use_remove_padding=False", "critic's", ""),
+    (PADDED, f"{ACTOR}.ulysses_sequence_parallel_size=2", "", "cut padded groups at shard edges", ""),
+    (PADDED, f"{REF}.fsdp_config.ulysses_sequence_parallel_size=2", f"{REF}.fsdp_config.ulysses", "shard edges", ""),
+    (PADDED, f"{MODEL}.use_fused_kernels=True", f"{MODEL}.use_fused_kernels=True", "columns of padded groups", ""),
+    (PADDED, f"{REF}.fsdp_config.pad_to_length=True", f"{REF}.fsdp_config.pad_to_length=True", "the longest one", ""),
+    (PADDED, "prefix_grouper.verify=first", "prefix_grouper.verify=first", "to compare with", "packed mode"),
+    (
+        PADDED,
+        f"{MODEL}.path={{models}}/qwen3_next",
+        f"{MODEL}.use_remove_padding=False",
+        "share packed tokens only",
+        "",
+    ),
+    (PADDED, f"{MODEL}.path={{models}}/qwen3_vl", f"{MODEL}.use_remove_padding=False", "reads images", ""),
 ]
-OVERRIDE = re.compile(r"\+{0,2}([\w.]+)=([\w.]+)")
-
-
-def names(violations) -> list[str]:
-    return [violation.rule for violation in violations]
 
 
 @pytest.fixture
-def broken(make_config, folders, without):
-    """A config in a mode with settings that break a rule; the critic's mode is the actor's."""
-
-    def make(rule: Rule, mode: Mode, settings: dict[str, Any]) -> DictConfig:
-        without(rule.name)
-        critic = {"critic.model.use_remove_padding": FLAGS[mode][1]}
-        settings = {key: folders.get(value, value) for key, value in {**critic, **settings}.items()}
-        return make_config(mode, settings)
+def config_of(make_config, checkpoint: Path, models: Path):
+    def make(mode: Mode, overrides: str) -> DictConfig:
+        settings = {"critic.model.use_remove_padding": FLAGS[mode][1]}
+        return make_config(mode, settings | parse(overrides.format(checkpoint=checkpoint, models=models)))
 
     return make
 
 
-def violations_of(rule: Rule, config: DictConfig) -> list[Violation]:
-    folders = {role: Path(OmegaConf.select(config, f"{role.model}.path")) for role in roles_of(config)}
-    return list(
-        rule.violations(
-            Facts.from_hydra(config, role, AutoConfig.from_pretrained(folder)) for role, folder in folders.items()
-        )
+def engine_configs(config: DictConfig, role: str) -> tuple[Any, Any]:
+    """Engine config and model config of a role's engine, as verl's workers and its V1 trainer make them."""
+    section: Any = OmegaConf.to_container(OmegaConf.select(config, role), resolve=True)
+    source = OmegaConf.select(config, engine_of(config, role).model_section)
+    model = omega_conf_to_dataclass({**OmegaConf.to_container(source, resolve=True), "load_tokenizer": False})
+    del section["profiler"]
+    if role == "critic":
+        model.model_type = "value_model"
+        return omega_conf_to_dataclass({**section, "model": None}).engine, model
+    if role == REF:
+        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+            section[f"ppo_{name}"] = section.pop(f"log_prob_{name}")
+        section["use_dynamic_bsz"] = section.pop("log_prob_use_dynamic_bsz")
+        model.mtp = MtpConfig(enable=False)
+    engine = omega_conf_to_dataclass(section).engine
+    engine.use_dynamic_bsz = section["use_dynamic_bsz"]
+    return engine, model
+
+
+def errors(config: DictConfig) -> list[Issue]:
+    return [issue for issue in sharing_issues(config) if not issue.is_warning]
+
+
+@pytest.mark.parametrize(("mode", "overrides", "setting", "why", "fix"), REFUSED)
+def test_preflight_and_engine_refuse_the_same(mode, overrides, setting, why, fix, config_of) -> None:
+    config = config_of(mode, overrides)
+    before = [issue for issue in errors(config) if why in issue.why]
+    inside = [issue for role in roles_of(config) for issue in engine_issues(*engine_configs(config, role))]
+    assert before
+    assert {issue.why for issue in before} == {issue.why for issue in inside if why in issue.why}
+    assert {issue.why for issue in inside} <= {issue.why for issue in errors(config)}, "an engine refuses nothing else"
+    assert any(issue.setting.startswith(setting) for issue in before)
+    assert all(fix in issue.fix for issue in [*before, *(issue for issue in inside if why in issue.why)])
+
+
+@pytest.mark.parametrize("mode", [PADDED, PACKED])
+def test_a_supported_run_gets_past_the_engines(mode, config_of) -> None:
+    config = config_of(mode, GAE if mode is PACKED else "")
+    assert errors(config) == []
+    for role in roles_of(config):
+        check_engine(*engine_configs(config, role))
+
+
+def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
+    key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
+    config = config_of(PADDED, f"{key}=2")
+    check_engine(*engine_configs(config, ACTOR))
+    with pytest.raises(ValueError, match=rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set"):
+        check_engine(*engine_configs(config, REF))
+
+
+TRAINER: list[tuple[Mode, str, str, str]] = [
+    (PADDED, "trainer.balance_batch=True", "trainer.balance_batch=True", "tears groups apart"),
+    (PADDED, f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", "the middle"),
+    (
+        PADDED,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=6",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=6",
+        "cuts a group in two",
+    ),
+    (PADDED, f"{REF}.log_prob_micro_batch_size_per_gpu=1", f"{REF}.log_prob_micro_batch_size_per_gpu=1", "n=4 cuts"),
+    (
+        PACKED,
+        f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True",
+        f"{ACTOR}.calculate",
+        "never have",
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "overrides", "setting", "why"), TRAINER)
+def test_what_the_trainers_config_alone_tells_is_refused_before_ray(mode, overrides, setting, why, config_of) -> None:
+    (issue,) = errors(config_of(mode, overrides))
+    assert issue.setting.startswith(setting)
+    assert why in issue.why
+    assert "packed mode" in issue.fix or mode is PACKED
+
+
+def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, monkeypatch) -> None:
+    find_spec = rules.importlib.util.find_spec
+    gated, compiled = (
+        f"{MODEL}.path={{models}}/qwen3_next",
+        f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2",
     )
+    for mixer in MIXERS.values():
+        monkeypatch.setattr(type(mixer), "machine_obstacles", lambda self, device: ["no fla: pip install fla-core"])
+    assert "pip install fla-core" in errors(config_of(PACKED, gated))[0].why
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        rules.importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
+    )
+    assert errors(config_of(PADDED, ""))[0].fix.startswith("pip install prefix_grouper, or ")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (issue,) = errors(config_of(PACKED, f"{compiled} {REF}.strategy=fsdp2"))[:1]
+    assert "does not find CXX='no-such-compiler'" in issue.why
+    monkeypatch.setattr(rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
+    monkeypatch.setattr(rules, "fsdp2_recomputes_as_it_ran", lambda: False)
+    (issue,) = errors(config_of(PACKED, f"{ACTOR}.strategy=fsdp2"))
+    assert "rotary angles of another dtype" in issue.why
+    assert f"{ACTOR}.strategy=fsdp" in issue.fix
 
 
-def test_every_rule_has_a_breaking_case():
-    assert {*BREAKING, *BREAKING_FOR_THE_TRAINER} == {rule.name for rule in RULES}
-
-
-@pytest.mark.parametrize("mode", list(Mode))
-def test_a_supported_run_is_not_stopped(make_config, mode):
-    assert validate(make_config(mode)) == []
-    assert validate(make_config(mode, WITH_CRITIC)) == []
-
-
-@pytest.mark.parametrize(("rule", "mode", "settings"), CASES)
-def test_rule_stops_the_run_in_its_modes_and_only_there(broken, rule, mode, settings):
-    config = broken(rule, mode, settings)
-    found = violations_of(rule, config)
-    assert bool(found) == (mode in rule.modes)
-    for violation in found:
-        assert violation.settings
-        for setting in violation.settings:
-            assert setting.value == OmegaConf.select(config, setting.key)
-            installs = violation.fix.startswith("pip install ")
-            assert setting.key.split(".")[-1] in violation.fix or "rollout.n" in violation.why or installs
+OWN, DEPRECATED = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size"
 
 
 @pytest.mark.parametrize(
-    ("rule", "mode", "settings"), [case for case in CASES if case.values[1] in case.values[0].modes]
+    ("settings", "size"),
+    [("", 1), (f"{OWN}=2", 2), (f"{DEPRECATED}=2", 2), (f"{DEPRECATED}=1 {OWN}=4", 4), (f"{DEPRECATED}=2 {OWN}=4", 2)],
 )
-def test_each_advised_fix_lets_the_run_pass_the_rule(broken, rule, mode, settings):
-    (violation,) = violations_of(rule, broken(rule, mode, settings))
-    for fix in violation.fix.split(", or "):
-        if fix.startswith("pip install "):
-            continue
-        overrides = OVERRIDE.findall(fix)
-        assert overrides, f"no override in {fix!r}"
-        fixed = broken(rule, mode, settings)
-        for key, value in overrides:
-            OmegaConf.update(fixed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True)
-        assert violations_of(rule, fixed) == []
+def test_verls_deprecated_size_wins_where_it_is_above_one(config_of, settings: str, size: int) -> None:
+    assert sp_size_of(config_of(PACKED, settings), ACTOR) == size
 
 
-def test_all_limits_of_the_padded_mode_are_reported_in_one_error(make_config):
-    settings = {
-        "trainer.balance_batch": True,
-        f"{ACTOR}.use_dynamic_bsz": True,
-        f"{MODEL}.use_fused_kernels": True,
-        f"{ACTOR}.ulysses_sequence_parallel_size": 2,
-        f"{MODEL}.override_config.attn_implementation": "ring_flash_attention",
-        f"{ACTOR}.use_remove_padding": True,
-        f"{ACTOR}.strategy": "megatron",
-        f"{ROLLOUT}.n": 5,
-    }
-    with pytest.raises(ConfigError) as caught:
-        check(make_config(Mode.PADDED_GROUPS, settings))
-    found = names(caught.value.violations)
-    assert set(found) >= {
-        "balance_batch",
-        "dynamic_bsz",
-        "fused_kernels",
-        "ulysses",
-        "attn_implementation",
-        "remove_padding_per_role",
-        "fsdp_strategy",
-        "micro_batch_holds_groups",
-    }
-    message = str(caught.value)
-    assert message.startswith(f"{len(found)} problems in the configuration, nothing was started:")
-    assert "1. trainer.balance_batch=True" in message
-    assert message.count("why: ") == message.count("fix: ") == len(found)
-
-
-def test_a_setting_that_follows_another_is_not_reported_twice(make_config):
-    (violation,) = [
-        violation
-        for violation in validate(make_config(Mode.PADDED_GROUPS, {f"{ACTOR}.use_dynamic_bsz": True}))
-        if violation.rule == "dynamic_bsz"
-    ]
-    assert [str(setting) for setting in violation.settings] == [f"{ACTOR}.use_dynamic_bsz=True"]
-
-
-def test_the_reference_policy_counts_only_when_there_is_one(make_config):
-    settings = {f"{REF}.fsdp_config._target_": STOCK_ENGINE_CONFIG}
-    assert names(validate(make_config(Mode.PACKED, settings))) == ["engine_config_target"]
-    assert validate(make_config(Mode.PACKED, {**settings, f"{ACTOR}.use_kl_loss": False})) == []
-
-
-def test_the_critic_counts_only_when_there_is_one(make_config):
-    settings = {"critic.model.use_remove_padding": False}
-    assert validate(make_config(Mode.PACKED, settings)) == []
-    (violation,) = validate(make_config(Mode.PACKED, {**WITH_CRITIC, **settings}))
-    assert violation.fix == "critic.model.use_remove_padding=True"
-
-
-def test_micro_batch_fix_names_the_next_size_that_holds_whole_groups(make_config):
-    config = make_config(Mode.PADDED_GROUPS, {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 6})
-    (violation,) = [found for found in validate(config) if found.rule == "micro_batch_holds_groups"]
-    assert f"{ACTOR}.ppo_micro_batch_size_per_gpu=8" in violation.fix
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"trainer.balance_batch": True},
-        {f"{ACTOR}.use_dynamic_bsz": True},
-        {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3},
-        {f"{ACTOR}.entropy_checkpointing": True, f"{ACTOR}.entropy_from_logits_with_chunking": True},
-        {f"{ACTOR}.calculate_sum_pi_squared": True},
-        {f"{ACTOR}.strategy": "fsdp2"},
-        {"prefix_grouper.compile_layers": True, f"{ACTOR}.strategy": "fsdp2"},
-        {
-            "prefix_grouper.compile_layers": True,
-            f"{ACTOR}.fsdp_config.use_orig_params": True,
-            f"{REF}.fsdp_config.use_orig_params": True,
-        },
-        {f"{MODEL}.use_liger": True},
-        {f"{MODEL}.lora_rank": 8},
-        {f"{MODEL}.tiled_mlp.enabled": True},
-        {f"{MODEL}.enable_activation_offload": True},
-        {f"{MODEL}.override_config.attn_implementation": "sdpa"},
-        WITH_CRITIC,
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_packed_mode_takes_what_it_supports(make_config, settings):
-    assert validate(make_config(Mode.PACKED, settings)) == []
-
-
-def test_a_critics_size_that_its_engine_is_told_too_is_taken(make_config):
-    sizes = {"critic.ulysses_sequence_parallel_size": 2, "critic.fsdp.ulysses_sequence_parallel_size": 2}
-    assert "critic_ulysses" not in names(validate(make_config(Mode.PACKED, {**WITH_CRITIC, **sizes})))
+def test_a_critics_engine_reads_its_own_section_alone(config_of) -> None:
+    config = config_of(PACKED, "critic.fsdp.ulysses_sequence_parallel_size=2 critic.ulysses_sequence_parallel_size=4")
+    assert sp_size_of(config, "critic") == 2

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from tensordict import TensorDict
 
-from tests.support import group, make_engine
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
-from verl_pg_plugin.batching.copied_keys import CopiedKeys
+from tests.support import clone, group, make_engine
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch
 from verl_pg_plugin.synthetic import Sample
 
 SYSTEM, TURN = list(range(5)), list(range(40, 52))
@@ -63,21 +63,22 @@ CASES: dict[str, tuple[list[Sample], int]] = {
 """Samples, and the token budget of a micro-batch."""
 
 
-def carrying_engine(path: str, weights: CarryWeights = CarryWeights(), **options: Any) -> Any:  # noqa: B008
+def carrying_engine(path: str, weights: CacheWeights = CacheWeights(), **options: Any) -> Any:  # noqa: B008
     """``make_engine`` in packed mode, carrying whatever it can: the prefixes of tests are short."""
     engine = make_engine(path, packed=True, **options)
     carry_always(engine, weights)
     return engine
 
 
-def carry_always(engine: Any, weights: CarryWeights = CarryWeights()) -> None:  # noqa: B008
-    """Let an engine in packed mode carry prefixes however short.
+def carry_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
+    """Let an engine in packed mode carry prefixes however short."""
+    engine._cache_weights = lambda forward_only: weights
+    engine.micro_batch_cost = 4.0
 
-    What copied keys take is left out: the MLP of a tiny model has room for none, and its budgets hold a few rows.
-    """
-    policy = engine._carry_policy
-    engine._copied_keys = lambda forward_only: CopiedKeys()
-    engine._carry_policy = lambda forward_only: replace(policy(forward_only), part_cost=4.0, weights=weights)
+
+def split_groups(engine: Any, batch: TensorDict, forward_only: bool) -> list[list[MicroBatch]]:
+    """The chunks of each group that goes on from micro-batch to micro-batch on this rank."""
+    return [group for group in engine.plan(clone(batch), forward_only).groups if len(group) > 1]
 
 
 @contextmanager

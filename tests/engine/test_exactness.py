@@ -1,12 +1,12 @@
 """Packed mode gives the log-probs, entropies and gradients of every sequence computed alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.support import (
     ARCHITECTURES,
@@ -162,17 +162,6 @@ def test_importance_ratio_is_one_at_step_zero(packed: Any) -> None:
     assert ordered == sorted(tuple(row.tolist()) for row in old)
 
 
-def test_a_forward_without_a_plan_lays_itself_out(packed: Any, qwen3: str) -> None:
-    """Direct users of the engine call ``forward_step`` with a micro-batch of their own."""
-    batch = make_batch(MIXED)
-    reference = run_reference(qwen3, batch, actor_loss())
-    with packed.eval_mode(), torch.no_grad():
-        _, output = packed.forward_step(clone(batch), loss_function=None, forward_only=True)
-    log_probs = response_values(output["model_output"]["log_probs"], batch)
-    for got, want in zip(log_probs, reference.outputs["log_probs"], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> None:
     batch = make_batch(CASES["turns_that_only_continue_one_another"])
     with packed.eval_mode():
@@ -194,38 +183,17 @@ def test_metrics_count_rows_that_were_computed(packed: Any) -> None:
     assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
 
 
-@pytest.fixture
-def train_once() -> Callable[[Any, TensorDict], dict[str, torch.Tensor]]:
-    def train(engine: Any, batch: TensorDict) -> dict[str, torch.Tensor]:
-        with engine.train_mode():
-            engine.train_batch(clone(batch), actor_loss())
-        return {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
-
-    return train
+def test_without_the_flag_verl_builds_its_own_engine(qwen3: str) -> None:
+    assert type(make_engine(qwen3, packed=False)) is FSDPEngineWithLMHead
 
 
-def test_mode_off_is_the_stock_engine_bit_for_bit(qwen3: str, train_once: Callable) -> None:
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    batch = make_batch(MIXED, max_token_len_per_gpu=70)
-    ours = make_engine(qwen3, packed=False)
-    stock = make_engine(qwen3, packed=False, engine_cls=FSDPEngineWithLMHead)
-    assert type(stock) is FSDPEngineWithLMHead
-    with ours.eval_mode(), stock.eval_mode():
-        for name, values in ours.infer_batch(clone(batch))["model_output"].items():
-            assert torch.equal(values.values(), stock.infer_batch(clone(batch))["model_output"][name].values())
-    mine, theirs = train_once(ours, batch), train_once(stock, batch)
-    for name, weight in mine.items():
-        assert torch.equal(weight, theirs[name]), name
-
-
-def test_padding_rows_count_as_computed(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"static_rows": True})
+def test_padding_counts_as_computed(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"pad_to_length": True, "pad_to_length_bucket": 60})
     batch = make_batch(MIXED, max_token_len_per_gpu=60)
     with engine.train_mode():
         metrics = engine.forward_backward_batch(clone(batch), actor_loss())["metrics"]
-    rows = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
+    tokens = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
     padding = metrics["prefix_grouper/padding_tokens"][0]
-    assert metrics["prefix_grouper/physical_tokens"] == [rows + padding]
-    assert (rows + padding) % 60 == 0
+    assert metrics["prefix_grouper/physical_tokens"] == [tokens + padding]
+    assert (tokens + padding) % 60 == 0
     assert padding > 0

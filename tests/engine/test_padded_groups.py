@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from verl_pg_plugin.engine.batch.sequences import BatchError
 
 from tests.engine.test_exactness import CASES, MIXED
 from tests.support import (
@@ -19,9 +20,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.cost.pairs import num_pairs
-from verl_pg_plugin.engine.batch.sequences import BatchError
-from verl_pg_plugin.layout.padded_layout import build_padded_layout
+from verl_pg_plugin.layout.padded import build_padded_layout
+from verl_pg_plugin.planning.cost import num_pairs
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -140,9 +140,9 @@ def test_layout_of_two_groups_is_the_one_that_upstream_draws() -> None:
     assert layout.group_info == [[2, 2, 1], [0, 1]]
     assert layout.input_ids.tolist() == [[1, 2, 3, 10, 3], [7, 0, 0, 0, 0]]
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 0, 0, 0, 0]]
-    assert layout.labels.reshape(-1)[layout.head_rows].tolist() == [10, 11, 12, 20]
-    assert layout.head_rows.tolist() == [2, 3, 4, 5]
+    assert layout.labels.reshape(-1)[layout.head_index].tolist() == [10, 11, 12, 20]
+    assert layout.head_index.tolist() == [2, 3, 4, 5]
     assert layout.head_sequence.tolist() == [0, 0, 2, 1]
     assert layout.response_index.tolist() == [2, 3, 9, 5]
-    assert (layout.num_rows, layout.num_roots, layout.num_logical_tokens) == (10, 2, 11)
+    assert (layout.num_tokens, layout.num_groups, layout.num_logical_tokens) == (10, 2, 11)
     assert num_pairs(layout) == (1 + 2) + (3 + 4) + 3 + 1

@@ -27,8 +27,8 @@ from check_gpu_run import (  # noqa: E402
     last_overrides,
     read_head_dim,
 )
-
 from verl_pg_plugin.attention.kernels.sdpa import attend as attend_sdpa  # noqa: E402
+
 from verl_pg_plugin.attention.kernels import Kernel  # noqa: E402
 
 

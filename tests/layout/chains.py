@@ -8,11 +8,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, Key, batch_of
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
-from verl_pg_plugin.batching.chains import ChainPlan, Part, cut_with_chains, first_head
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits
-from verl_pg_plugin.layout import build_prefix_order
-from verl_pg_plugin.layout.carried import CarriedLayout, build_carried_layout
+from verl_pg_plugin.layout import PackedLayout, build_chunk_layout, build_packed_layout, build_prefix_order
+from verl_pg_plugin.planning.micro_batches import (
+    CacheWeights,
+    MicroBatch,
+    MicroBatchLimits,
+    cut_micro_batches,
+    first_label,
+)
 
 
 @st.composite
@@ -39,62 +42,63 @@ def tries(draw: st.DrawFn, max_sequences: int = 14) -> Batch:
 def limits_for(draw: st.DrawFn, batch: Batch) -> MicroBatchLimits:
     """Limits that every single sequence meets."""
     longest = max(map(len, batch.sequences)) - 1
-    max_rows = draw(st.integers(longest, 2 * longest) | st.none())
+    max_tokens = draw(st.integers(longest, 2 * longest) | st.none())
     max_sequences = draw(st.none() | st.integers(1, 4))
-    return MicroBatchLimits(max_rows, max_sequences)
+    return MicroBatchLimits(max_tokens, max_sequences)
 
 
 @st.composite
-def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> ChainPlan:
+def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> list[list[MicroBatch]]:
     """Cuts of a batch under any limits, weights and costs."""
     weight = st.sampled_from([0.0, 0.5, 1.5])
     options = {
         "limits": draw(limits_for(batch)),
-        "weights": CarryWeights(draw(weight), draw(weight), draw(st.sampled_from([0.0, 0.5, 1.0]))),
+        "weights": CacheWeights(draw(weight), draw(weight), draw(st.sampled_from([0.0, 0.5, 1.0]))),
         "at_least": draw(st.just(1) | st.integers(1, len(batch.sequences))),
         "forward_only": draw(st.booleans()),
-        "part_cost": draw(st.sampled_from([0.0, 2.0])),
+        "micro_batch_cost": draw(st.sampled_from([0.0, 2.0])),
     } | fixed
-    return cut_with_chains(batch.order(), **options)
+    return cut_micro_batches(batch.order(), **options)
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A part, its layout and the keys of the rows that its ``kv_rows`` may name."""
+    """A micro-batch, its layout and the keys of the tokens that its ``kv_index`` may name."""
 
-    part: Part
+    part: MicroBatch
     batch: Batch
-    layout: CarriedLayout
+    layout: PackedLayout
     keys: list[tuple[int, Key]]
 
     @property
     def own_keys(self) -> list[tuple[int, Key]]:
-        return self.keys[self.layout.num_carried :]
+        return self.keys[self.layout.num_cached :]
 
 
-def lay_out(batch: Batch, chain: list[Part], forward_only: bool) -> list[LaidOut]:
-    """Layouts of all parts of a chain, in forward order."""
-    prompts = np.array(batch.prompt_lengths)
+def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[LaidOut]:
+    """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch."""
     laid_out = []
-    for part in chain:
+    for part in group:
         mine = batch.take(part.sequences)
-        layout = build_carried_layout(
-            mine.tokens,
-            mine.offsets,
-            np.array(mine.prompt_lengths),
-            mine.class_array,
-            part=part,
-            first_head=first_head(chain, prompts) if part.num_chain else 0,
-            forward_only=forward_only,
-        )
-        laid_out.append(LaidOut(part, mine, layout, part_keys(mine, part)))
+        arrays = mine.tokens, mine.offsets, np.array(mine.prompt_lengths), mine.class_array
+        if part.chunk is None:
+            layout = build_packed_layout(*arrays)
+        else:
+            label = first_label(group, np.array(batch.prompt_lengths))
+            layout = build_chunk_layout(*arrays, chunk=part.chunk, first_label=label, forward_only=forward_only)
+        laid_out.append(LaidOut(part, mine, layout, part_keys(mine, num_of_group(part))))
     return laid_out
 
 
-def part_keys(batch: Batch, part: Part) -> list[tuple[int, Key]]:
-    """Class and key of the carried rows and of the part's own, sequence by sequence: no index of the layout is used."""
+def num_of_group(part: MicroBatch) -> int:
+    """Sequences of the split group; 0 in an ordinary micro-batch."""
+    return part.chunk.num_sequences if part.chunk else 0
+
+
+def part_keys(batch: Batch, num_of_group: int) -> list[tuple[int, Key]]:
+    """Class and key of cached and of own tokens, sequence by sequence: no index of the layout is used."""
     classes = np.array([batch.class_of(s) for s in range(len(batch.sequences))])
-    apart = np.where(np.arange(len(classes)) < part.num_chain, -1, classes)
+    apart = np.where(np.arange(len(classes)) < num_of_group, -1, classes)
     keys: dict[tuple[int, Key], tuple[int, Key]] = {}
     for s in build_prefix_order(batch.tokens, batch.offsets, apart).sequences.tolist():
         tokens = batch.sequences[s]
@@ -127,15 +131,15 @@ def walk_forward(chain: list[LaidOut], visit: Callable[[LaidOut, list[Any]], lis
     stack = Stack()
     for laid_out in chain:
         layout = laid_out.layout
-        own = visit(laid_out, stack.rows[: layout.num_carried])
-        stack.pop(layout.handover_start)
-        stack.push(layout.handover_start, [own[row] for row in layout.handover.tolist()])
+        own = visit(laid_out, stack.rows[: layout.num_cached])
+        stack.pop(layout.publish_start)
+        stack.push(layout.publish_start, [own[row] for row in layout.publish.tolist()])
     assert not stack.rows, "nothing stays allocated"
 
 
 def walk_backward(
     chain: list[LaidOut],
-    export: Callable[[LaidOut, CarriedLayout, list[Any]], list[Any]],
+    export: Callable[[LaidOut, PackedLayout, list[Any]], list[Any]],
     visit: Callable[[LaidOut, list[Any], list[Any]], list[Any]],
     nothing: Any = 0,
 ) -> None:
@@ -144,14 +148,14 @@ def walk_backward(
     stack = Stack()
     for laid_out in chain[::-1]:
         layout = laid_out.layout
-        owed = stack.pop(layout.handover_start)
-        assert len(owed) == len(layout.handover)
-        exported = layout.export
+        owed = stack.pop(layout.publish_start)
+        assert len(owed) == len(layout.publish)
+        exported = layout.prefill
         if exported is not None:
-            assert exported.num_carried == len(stack.rows)
-            own = export(laid_out, exported, stack.rows[: exported.num_carried])
-            stack.push(exported.handover_start, [own[row] for row in exported.handover.tolist()], nothing)
-        assert len(stack.rows) == layout.num_carried
+            assert exported.num_cached == len(stack.rows)
+            own = export(laid_out, exported, stack.rows[: exported.num_cached])
+            stack.push(exported.publish_start, [own[row] for row in exported.publish.tolist()], nothing)
+        assert len(stack.rows) == layout.num_cached
         for position, more in enumerate(visit(laid_out, list(stack.rows), owed)):
             stack.owed[position] = stack.owed[position] + more
     assert not stack.rows, "every sum has found its owner"

@@ -18,17 +18,17 @@ def test_a_grpo_group_is_its_prompt_once_and_one_segment_per_response_that_repea
     assert layout.segment_start.tolist() == [0, 3, 3, 3]
     assert layout.cu_seqlens_q.tolist() == [0, 3, 6, 7, 9]
     assert layout.cu_seqlens_k.tolist() == [0, 3, 9, 13, 18]
-    assert layout.kv_rows.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 0, 1, 2, 7, 8]
-    assert layout.head_rows.tolist() == [3, 4, 5, 6, 7, 8]
+    assert layout.kv_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 0, 1, 2, 7, 8]
+    assert layout.head_index.tolist() == [3, 4, 5, 6, 7, 8]
     assert layout.response_index.tolist() == [3, 4, 5, 10, 15, 16]
     assert layout.response_head.tolist() == [0, 1, 2, 3, 4, 5]
-    assert (layout.num_rows, layout.num_logical_tokens, layout.num_roots) == (9, 18, 1)
+    assert (layout.num_tokens, layout.num_logical_tokens, layout.num_groups) == (9, 18, 1)
 
 
 def test_prompt_rows_skip_the_vocabulary_even_when_the_prompt_is_much_longer_than_the_response() -> None:
     layout = batch_of((range(5000), (1, 2)), (range(5000), (3,))).layout()
-    assert layout.num_rows == 4999 + 2 + 1
-    assert len(layout.head_rows) == 3
+    assert layout.num_tokens == 4999 + 2 + 1
+    assert len(layout.head_index) == 3
 
 
 def test_a_multi_turn_tree_shares_at_every_depth() -> None:
@@ -61,22 +61,22 @@ def test_a_session_with_a_row_per_turn_is_one_segment_however_many_turns_it_has(
     own = 1 + (turns - 1) * 3 + 2 - 1
     assert layout.segment_parent.tolist() == [-1, 0, 0]
     assert np.diff(layout.cu_seqlens_q).tolist() == [19, own, own]
-    assert len(layout.kv_rows) == 19 + 2 * (19 + own)
-    assert len(layout.head_rows) == 2 * turns * 2
+    assert len(layout.kv_index) == 19 + 2 * (19 + own)
+    assert len(layout.head_index) == 2 * turns * 2
 
 
 def test_the_same_prompt_is_shared_wherever_it_stands_in_the_batch() -> None:
     """Balancing over ranks reorders single samples; the same question may also come under two uids."""
     other = (20, 21, 22)
     layout = batch_of((PROMPT, (1,)), (other, (2,)), (PROMPT, (3,)), (other, (4,)), (PROMPT, (5,))).layout()
-    assert layout.num_rows == 3 + 3 + 2 + 2
-    assert layout.num_roots == 2
+    assert layout.num_tokens == 3 + 3 + 2 + 2
+    assert layout.num_groups == 2
 
 
 def test_different_prompts_under_one_uid_are_not_merged() -> None:
     layout = batch_of(((1, 2, 3), (4, 5)), ((9, 2, 3), (4, 5))).layout()
-    assert layout.num_rows == 8
-    assert layout.num_roots == 2
+    assert layout.num_tokens == 8
+    assert layout.num_groups == 2
 
 
 def test_pad_eos_and_zero_are_tokens_like_any_other() -> None:
@@ -84,7 +84,7 @@ def test_pad_eos_and_zero_are_tokens_like_any_other() -> None:
     pad = eos = 0
     batch = batch_of(((pad, pad, 5, eos, 6), (eos,)), ((pad, 5, eos, 6), (eos, pad)), ((5, eos, 6), (eos,)))
     layout = batch.layout()
-    assert layout.num_rows == 5 + 5 + 3
+    assert layout.num_tokens == 5 + 5 + 3
     assert set(row_keys(layout)) == {key for _, key in batch.rows()}
 
 
@@ -92,7 +92,7 @@ def test_a_response_of_one_token_has_a_row_and_its_last_token_has_none() -> None
     layout = batch_of((PROMPT, (1,))).layout()
     assert layout.input_ids.tolist() == list(PROMPT)
     assert layout.labels.tolist() == [11, 12, 13, 1]
-    assert layout.head_rows.tolist() == [3]
+    assert layout.head_index.tolist() == [3]
 
 
 def test_labels_never_roll_into_the_next_sequence() -> None:
@@ -103,7 +103,7 @@ def test_labels_never_roll_into_the_next_sequence() -> None:
 
 def test_identical_responses_are_one_segment_and_each_reads_its_log_probs() -> None:
     layout = batch_of(*[(PROMPT, (1, 2))] * 4).layout()
-    assert layout.num_rows == 5
+    assert layout.num_tokens == 5
     assert segment_tokens(layout) == {(0, (10, 11, 12, 13, 1)): 1}
     assert sorted(layout.response_index.tolist()) == [3, 4, 9, 10, 15, 16, 21, 22]
     assert sorted(layout.response_head.tolist()) == [0] * 4 + [1] * 4
@@ -113,20 +113,20 @@ def test_a_batch_that_shares_nothing_is_ordinary_remove_padding() -> None:
     layout = batch_of(((1, 2, 3), (4,)), ((5, 6), (7, 8, 9)), ((10,), (11,))).layout()
     assert layout.segment_parent.tolist() == [-1, -1, -1]
     assert layout.cu_seqlens_q.tolist() == layout.cu_seqlens_k.tolist() == [0, 3, 7, 8]
-    assert layout.kv_rows.tolist() == list(range(8))
+    assert layout.kv_index.tolist() == list(range(8))
 
 
 def test_single_token_prompts_share_no_row_unless_the_first_response_token_agrees() -> None:
     layout = batch_of(((5,), (1, 2)), ((5,), (3,)), ((5,), (1, 4))).layout()
     assert sorted(row_keys(layout)) == [(5, 1), (5, 1, 2), (5, 1, 4), (5, 3)]
-    assert len(layout.head_rows) == 4
+    assert len(layout.head_index) == 4
 
 
 def test_a_response_that_another_prompt_contains_keeps_its_head_rows() -> None:
     """Multi-turn: the first turn's response is part of the second turn's prompt."""
     layout = batch_of(((1, 2), (3, 4)), ((1, 2, 3, 4, 5), (6,))).layout()
-    assert layout.num_rows == 5
-    assert layout.head_rows.tolist() == [1, 2, 4]
+    assert layout.num_tokens == 5
+    assert layout.head_index.tolist() == [1, 2, 4]
     assert layout.segment_parent.tolist() == [-1]
 
 
@@ -141,9 +141,9 @@ def test_turns_that_only_continue_one_another_are_one_segment_and_copy_no_key() 
     """Each turn a sequence of its own, as agent loops hand them in: gathered, 200 turns would copy 101 keys per row."""
     layout = batch_of(*turns(200)).layout()
     assert layout.segment_parent.tolist() == [-1]
-    assert layout.kv_rows.tolist() == list(range(layout.num_rows)) == layout.position_ids.tolist()
-    assert (layout.num_rows, layout.num_copied_keys) == (200 * 6 - 1, 0)
-    assert layout.shares_rows
+    assert layout.kv_index.tolist() == list(range(layout.num_tokens)) == layout.position_ids.tolist()
+    assert (layout.num_tokens, layout.num_gathered_kv) == (200 * 6 - 1, 0)
+    assert layout.shares_tokens
 
 
 def test_a_branch_in_the_middle_of_the_turns_cuts_them_there_alone() -> None:
@@ -156,8 +156,8 @@ def test_a_branch_in_the_middle_of_the_turns_cuts_them_there_alone() -> None:
 def test_filler_rows_are_laid_out_like_any_sequence() -> None:
     filler = ((0,), (0,))
     layout = batch_of((PROMPT, (1, 2)), filler, filler).layout()
-    assert layout.num_rows == 5 + 1
-    assert layout.num_roots == 2
+    assert layout.num_tokens == 5 + 1
+    assert layout.num_groups == 2
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_pg_plugin.layout import build_packed_layout, build_prefix_order
-from verl_pg_plugin.layout.carried import idle_export
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout import build_packed_layout, build_prefix_order, idle_prefill
+from verl_pg_plugin.layout.order import IntArray
 
 PART = st.one_of(st.integers(0, 2), st.integers(10, 11))
 """A token of text, or a picture of three rows."""
@@ -51,6 +50,6 @@ def test_pictures_of_a_layout_are_whole_and_rows_know_their_token(sequences: lis
 
 def test_an_idle_export_computes_all_of_a_picture_that_comes_first() -> None:
     keys, offsets, inside = laid_out([[10, 1, 2]])
-    assert idle_export(keys, offsets, inside).input_ids.tolist() == [10, 10, 10]
+    assert idle_prefill(keys, offsets, inside).input_ids.tolist() == [10, 10, 10]
     keys, offsets, inside = laid_out([[1, 10, 2]])
-    assert idle_export(keys, offsets, inside).input_ids.tolist() == [1]
+    assert idle_prefill(keys, offsets, inside).input_ids.tolist() == [1]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches, row_keys, row_paths, segment_paths, segment_tokens
-from verl_pg_plugin.cost.pairs import num_pairs
 from verl_pg_plugin.layout import build_packed_layout
+from verl_pg_plugin.planning.cost import num_pairs
 
 
 @given(batches(with_classes=True))
 def test_every_distinct_row_is_computed_exactly_once(batch: Batch) -> None:
     layout = batch.layout()
-    assert layout.num_rows == len(batch.rows())
+    assert layout.num_tokens == len(batch.rows())
     assert Counter(row_keys(layout)) == Counter(key for _, key in batch.rows())
     assert layout.num_logical_tokens == sum(map(len, batch.sequences))
 
@@ -36,15 +36,15 @@ def test_every_sequence_is_reconstructed_from_its_rows(batch: Batch) -> None:
 def test_a_segment_attends_to_its_own_path_and_never_to_a_sibling(batch: Batch) -> None:
     layout = batch.layout()
     bounds = pairwise(layout.cu_seqlens_k.tolist())
-    assert [layout.kv_rows[start:stop].tolist() for start, stop in bounds] == segment_paths(layout)
-    assert layout.cu_seqlens_k[-1] == len(layout.kv_rows)
+    assert [layout.kv_index[start:stop].tolist() for start, stop in bounds] == segment_paths(layout)
+    assert layout.cu_seqlens_k[-1] == len(layout.kv_index)
 
 
 @given(batches(with_classes=True))
 def test_segments_tile_the_rows_with_parents_before_children(batch: Batch) -> None:
     layout = batch.layout()
     num_own = np.diff(layout.cu_seqlens_q)
-    assert (layout.cu_seqlens_q[0], layout.cu_seqlens_q[-1]) == (0, layout.num_rows)
+    assert (layout.cu_seqlens_q[0], layout.cu_seqlens_q[-1]) == (0, layout.num_tokens)
     assert (num_own > 0).all()
     assert (layout.segment_parent < np.arange(len(num_own))).all()
     assert layout.segment_start.tolist() == [
@@ -59,33 +59,33 @@ def test_segments_end_only_where_sequences_part(batch: Batch) -> None:
     """A needless cut would copy keys and values for nothing."""
     layout = batch.layout()
     children = Counter(layout.segment_parent.tolist())
-    assert layout.num_roots == len({(c, key) for c, key in batch.rows() if len(key) == 2}) == children.pop(-1)
+    assert layout.num_groups == len({(c, key) for c, key in batch.rows() if len(key) == 2}) == children.pop(-1)
     assert all(count > 1 for count in children.values())
 
 
 @given(batches(with_classes=True))
 def test_keys_are_copied_only_where_two_segments_read_a_row(batch: Batch) -> None:
     layout = batch.layout()
-    read_twice = max(Counter(layout.kv_rows.tolist()).values()) > 1
-    assert layout.num_copied_keys == (len(layout.kv_rows) if read_twice else 0)
-    assert read_twice or layout.kv_rows.tolist() == list(range(layout.num_rows))
+    read_twice = max(Counter(layout.kv_index.tolist()).values()) > 1
+    assert layout.num_gathered_kv == (len(layout.kv_index) if read_twice else 0)
+    assert read_twice or layout.kv_index.tolist() == list(range(layout.num_tokens))
     rows_alone = sum(len(sequence) - 1 for sequence in batch.sequences)
-    assert layout.shares_rows == (len(batch.rows()) < rows_alone)
+    assert layout.shares_tokens == (len(batch.rows()) < rows_alone)
 
 
 @given(batches(with_classes=True))
 def test_the_head_runs_on_exactly_the_rows_that_predict_a_response_token(batch: Batch) -> None:
     layout = batch.layout()
     keys = row_keys(layout)
-    assert Counter(keys[row] for row in layout.head_rows) == Counter(key for _, key in batch.response_rows())
-    assert (np.diff(layout.head_rows) > 0).all()
+    assert Counter(keys[row] for row in layout.head_index) == Counter(key for _, key in batch.response_rows())
+    assert (np.diff(layout.head_index) > 0).all()
 
 
 @given(batches(with_classes=True))
 def test_every_response_token_is_read_from_the_row_with_its_path_and_label(batch: Batch) -> None:
     layout = batch.layout()
     keys = row_keys(layout)
-    row_at = dict(zip(layout.response_index.tolist(), layout.head_rows[layout.response_head].tolist(), strict=True))
+    row_at = dict(zip(layout.response_index.tolist(), layout.head_index[layout.response_head].tolist(), strict=True))
     expected = {
         int(batch.offsets[s]) + t: tokens[: t + 2]
         for s, tokens in enumerate(batch.sequences)
@@ -99,7 +99,7 @@ def test_every_response_token_is_read_from_the_row_with_its_path_and_label(batch
 def test_a_head_row_takes_its_temperature_from_a_sequence_that_contains_it(batch: Batch) -> None:
     layout = batch.layout()
     keys = row_keys(layout)
-    for row, sequence in zip(layout.head_rows.tolist(), layout.head_sequence.tolist(), strict=True):
+    for row, sequence in zip(layout.head_index.tolist(), layout.head_sequence.tolist(), strict=True):
         assert batch.sequences[sequence][: len(keys[row])] == keys[row]
     # and so do all response tokens that read the row
     sequence_of = np.searchsorted(batch.offsets, layout.response_index, side="right") - 1
@@ -113,7 +113,7 @@ def test_sequences_of_different_temperature_never_share_a_row(batch: Batch) -> N
     paths = row_paths(layout)
     sequence_of = np.searchsorted(batch.offsets, layout.response_index, side="right") - 1
     class_of_row: dict[int, int] = {}
-    for sequence, row in zip(sequence_of.tolist(), layout.head_rows[layout.response_head].tolist(), strict=True):
+    for sequence, row in zip(sequence_of.tolist(), layout.head_index[layout.response_head].tolist(), strict=True):
         for visible in paths[row]:
             assert class_of_row.setdefault(visible, batch.class_of(sequence)) == batch.class_of(sequence)
 

@@ -17,11 +17,11 @@ def test_a_group_is_a_line_wherever_its_sequences_stand() -> None:
     assert layout.input_ids.tolist() == [[1, 2, 3, 7, 3], [4, 5, 0, 0, 0]]
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0]]
     assert layout.labels.tolist() == [[2, 3, 7, 8, 9], [5, 6, 0, 0, 0]]
-    assert layout.head_rows.tolist() == [2, 3, 4, 6]
+    assert layout.head_index.tolist() == [2, 3, 4, 6]
     assert layout.head_sequence.tolist() == [0, 0, 2, 1]
     assert layout.response_index.tolist() == [2, 3, 10, 6]
     assert layout.response_head.tolist() == [0, 1, 2, 3]
-    assert (layout.num_rows, layout.num_roots, layout.num_logical_tokens) == (10, 2, 12)
+    assert (layout.num_tokens, layout.num_groups, layout.num_logical_tokens) == (10, 2, 12)
 
 
 def test_responses_see_their_prefix_in_the_count_of_pairs() -> None:
@@ -31,5 +31,5 @@ def test_responses_see_their_prefix_in_the_count_of_pairs() -> None:
 
 def test_prompts_that_differ_in_a_single_token_are_lines_of_their_own() -> None:
     layout = laid_out(((1, 2, 3), (7,)), ((1, 4, 3), (7,)), ((5, 2, 3), (7,)))
-    assert layout.num_roots == 3
+    assert layout.num_groups == 3
     assert layout.input_ids.tolist() == [[1, 2, 3], [1, 4, 3], [5, 2, 3]]

@@ -10,7 +10,7 @@ def test_neighbours_share_what_the_whole_trie_shares(batch: Batch) -> None:
     """If a sequence shared more with one further up, rows would be computed twice."""
     order = batch.order()
     seen: set[tuple[int, tuple[int, ...]]] = set()
-    for sequence, num_rows, num_shared in zip(order.sequences, order.num_rows, order.num_shared, strict=True):
+    for sequence, num_rows, num_shared in zip(order.sequences, order.num_tokens, order.num_shared, strict=True):
         rows = batch.take([int(sequence)]).rows()
         assert (num_rows, num_shared) == (len(rows), len(rows & seen))
         seen |= rows

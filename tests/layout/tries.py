@@ -141,7 +141,7 @@ def row_keys(layout: PackedLayout) -> list[Key]:
 
 def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
     """Rows of one sequence, found by walking the trie token by token; for layouts without classes."""
-    previous = np.arange(layout.num_rows) - 1
+    previous = np.arange(layout.num_tokens) - 1
     first_rows, parents = layout.cu_seqlens_q[:-1], layout.segment_parent
     previous[first_rows] = np.where(parents >= 0, layout.cu_seqlens_q[parents + 1] - 1, -1)
     steps = zip(previous.tolist(), layout.input_ids.tolist(), layout.labels.tolist(), strict=True)

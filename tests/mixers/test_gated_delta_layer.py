@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches, sequence_rows
 from tests.mixers.hybrids import KINDS, SIZES, build_hybrid, delta_layer, depth_of, stretched, trie_of_depth
-from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.mixers.gated_delta.convolution import Windows
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, SharedRowOps, install
@@ -42,19 +42,19 @@ def errors(kind: str, batch: Batch) -> dict[str, float]:
     stock, shared, layout = delta_layer(build_hybrid(kind)), shared_layer(kind), batch.layout()
     generator = torch.Generator().manual_seed(3)
     x_TE, weight_TE = (
-        torch.randn(layout.num_rows, SIZES["hidden_size"], generator=generator, dtype=torch.float64) for _ in range(2)
+        torch.randn(layout.num_tokens, SIZES["hidden_size"], generator=generator, dtype=torch.float64) for _ in range(2)
     )
     x_TE.requires_grad_()
     rows = [sequence_rows(layout, sequence) for sequence in batch.sequences]
-    readers_T1 = torch.zeros(layout.num_rows, 1, dtype=torch.float64)
+    readers_T1 = torch.zeros(layout.num_tokens, 1, dtype=torch.float64)
     for path in rows:
         readers_T1[path] += 1
 
     packed = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     out_TE = shared(packed, F.pad(x_TE, (0, 0, 0, PADDING)).unsqueeze(0))[0]
     assert packed.calls == {GATED_DELTA: 1}
-    assert (out_TE[layout.num_rows :] == 0).all(), "padding rows are not zero"
-    out_TE = out_TE[: layout.num_rows]
+    assert (out_TE[layout.num_tokens :] == 0).all(), "padding rows are not zero"
+    out_TE = out_TE[: layout.num_tokens]
     (out_TE * weight_TE * readers_T1).sum().backward()
     got = {name: w.grad for name, w in shared.module.named_parameters()} | {"input": x_TE.grad}
 
@@ -122,4 +122,4 @@ def test_a_layer_that_convolves_by_other_means_is_an_error_and_not_a_wrong_numbe
     shared.module.causal_conv1d_fn = None  # transformers then calls the module's own convolution
     rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     with pytest.raises(RuntimeError, match="by other means"):
-        shared(rows, torch.zeros(1, layout.num_rows, SIZES["hidden_size"], dtype=torch.float64))
+        shared(rows, torch.zeros(1, layout.num_tokens, SIZES["hidden_size"], dtype=torch.float64))

@@ -9,9 +9,9 @@ import torch
 from tests.layout.tries import Batch
 from tests.mixers.hybrids import KINDS, build_hybrid, modeling_file, trie_of_depth
 from tests.mixers.test_gated_delta_layer import relative
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, install
 
@@ -32,16 +32,16 @@ def over_the_trie(kind: str, batch: Batch, checkpointing: bool = False, dtype: t
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layout = batch.layout()
     rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
-    head_rows = torch.from_numpy(layout.head_rows)
+    head_index = torch.from_numpy(layout.head_index)
     logits = model(
         input_ids=torch.from_numpy(layout.input_ids).unsqueeze(0),
         position_ids=torch.from_numpy(layout.position_ids).unsqueeze(0),
         use_cache=False,
         prefix_grouper=rows,
-        logits_to_keep=head_rows,
+        logits_to_keep=head_index,
     ).logits.squeeze(0)
     assert rows.calls == {GATED_DELTA: 3, ATTENTION: 1}
-    of_heads = log_probs(logits, torch.from_numpy(layout.labels)[head_rows])
+    of_heads = log_probs(logits, torch.from_numpy(layout.labels)[head_index])
     flat = torch.zeros(layout.num_logical_tokens, dtype=dtype).index_copy(
         0, torch.from_numpy(layout.response_index), of_heads[torch.from_numpy(layout.response_head)]
     )

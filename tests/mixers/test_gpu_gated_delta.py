@@ -88,10 +88,10 @@ def grads_of(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> list[torch.
 def test_the_recurrence_over_a_trie_is_that_of_every_sequence_alone(depth: int) -> None:
     batch = trie_of_depth(depth)
     layout = batch.layout()
-    inputs = recurrence_inputs(layout.num_rows)
+    inputs = recurrence_inputs(layout.num_tokens)
     out = delta_rule_over(Levels.from_layout(layout, "cuda"), fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
     weight = on_gpu(*out.shape, seed=9).float()
-    readers = torch.zeros(layout.num_rows, 1, 1, device="cuda")
+    readers = torch.zeros(layout.num_tokens, 1, 1, device="cuda")
     want = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
     for sequence in batch.sequences:
         rows = torch.tensor(sequence_rows(layout, sequence), device="cuda")
@@ -109,7 +109,7 @@ def test_the_recurrence_over_a_trie_is_that_of_every_sequence_alone(depth: int) 
 @with_fla
 def test_the_recurrence_gives_the_same_bits_each_time() -> None:
     layout = trie_of_depth(4).layout()
-    levels, inputs = Levels.from_layout(layout, "cuda"), recurrence_inputs(layout.num_rows)
+    levels, inputs = Levels.from_layout(layout, "cuda"), recurrence_inputs(layout.num_tokens)
 
     def run() -> list[torch.Tensor]:
         out = delta_rule_over(levels, fla_rule(), inputs, use_qk_l2norm_in_kernel=True)
@@ -135,7 +135,7 @@ def test_states_handed_to_many_children_are_summed_in_order() -> None:
 def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     layout, width = trie_of_depth(3).layout(), 256
     weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
-    x = torch.randn(1, width, layout.num_rows, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, width, layout.num_tokens, generator=torch.Generator().manual_seed(0))
     out_weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     found = []
     for device in ("cpu", "cuda"):

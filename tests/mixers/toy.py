@@ -23,7 +23,7 @@ def rows_before(layout: PackedLayout) -> torch.Tensor:
     segment = np.repeat(np.arange(len(layout.segment_start)), np.diff(layout.cu_seqlens_q))
     place = layout.key_place[:, None] - np.arange(WIDTH)
     keys = layout.cu_seqlens_k[segment][:, None] + np.maximum(place, 0)
-    return torch.from_numpy(np.where(place >= 0, layout.kv_rows[keys], layout.num_rows).astype(np.int64))
+    return torch.from_numpy(np.where(place >= 0, layout.kv_index[keys], layout.num_tokens).astype(np.int64))
 
 
 class Convolution:

@@ -79,7 +79,7 @@ def layout_of(samples: Sequence[Sample]) -> PackedLayout:
 
 def unpack(logits_1TV: torch.Tensor, layout: PackedLayout, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """Logits in front of every response token, by sample, out of packed rows."""
-    flat = logits_1TV[0, torch.from_numpy(layout.head_rows[layout.response_head]).long()]
+    flat = logits_1TV[0, torch.from_numpy(layout.head_index[layout.response_head]).long()]
     ends = np.cumsum([len(s.prompt) + len(s.response) for s in samples])
     owner = torch.from_numpy(np.searchsorted(ends, layout.response_index, side="right"))
     order = torch.from_numpy(np.argsort(layout.response_index, kind="stable"))

@@ -18,10 +18,9 @@ from verl.utils.ulysses import (
 from tests.models.models import SAMPLES, layout_of, load, pad, reference, result, unpack
 from tests.models.test_forward import responses, upstream_batch
 from tests.support import Result, assert_same
+from verl_pg_plugin.attention.context import PackedAttention, UlyssesAttention
 from verl_pg_plugin.attention.interface import ATTENTION
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
-from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.models.split_llama.modeling_split_llama import SplitLlamaConfig
 
 LAYOUT = layout_of(SAMPLES)
@@ -53,9 +52,9 @@ def packed(model: Any) -> Result:
 
 def head_rows_only(model: Any) -> Result:
     rows = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
-    head_rows = torch.from_numpy(LAYOUT.head_rows)
-    logits = model(rows, prefix_grouper=LAYOUT, logits_to_keep=head_rows).logits
-    every_row = logits.new_zeros(1, LAYOUT.num_rows, logits.shape[-1]).index_copy(1, head_rows, logits)
+    head_index = torch.from_numpy(LAYOUT.head_index)
+    logits = model(rows, prefix_grouper=LAYOUT, logits_to_keep=head_index).logits
+    every_row = logits.new_zeros(1, LAYOUT.num_tokens, logits.shape[-1]).index_copy(1, head_index, logits)
     return result(model, unpack(every_row, LAYOUT, SAMPLES), SAMPLES)
 
 
@@ -67,7 +66,7 @@ def sliced_by_the_caller(model: Any) -> Result:
         dist.get_world_size(),
     )
     attention = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
-    ulysses = UlyssesAttention(attention, LAYOUT.num_rows, dist.group.WORLD)
+    ulysses = UlyssesAttention(attention, LAYOUT.num_tokens, dist.group.WORLD)
     logits = model(rows, position_ids=position_ids, prefix_grouper=ulysses).logits
     logits = gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
     assert ulysses.calls[ATTENTION] == model.config.num_hidden_layers
@@ -77,27 +76,26 @@ def sliced_by_the_caller(model: Any) -> Result:
 def run_rank(rank: int, sp_size: int, store: str, paths: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=sp_size)
-    set_ulysses_sequence_parallel_group(dist.group.WORLD if sp_size > 1 else None)
+    set_ulysses_sequence_parallel_group(dist.group.WORLD)
     for path in paths:
         expected = reference(path)
-        for run in (padded, packed, head_rows_only, *([sliced_by_the_caller] if sp_size > 1 else [])):
+        for run in (padded, packed, head_rows_only, sliced_by_the_caller):
             assert_same(average(run(load(path).train())), expected)
         model = load(path).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         assert_same(average(packed(model)), expected)
-    if sp_size > 1:
-        model = load(paths[0])
-        grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
-        with pytest.raises(ValueError, match="cannot be spread over a Ulysses group"):
-            model(input_ids, position_ids=position_ids, prefix_grouper=grouper)
+    model = load(paths[0])
+    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
+    with pytest.raises(ValueError, match="cannot be spread over a Ulysses group"):
+        model(input_ids, position_ids=position_ids, prefix_grouper=grouper)
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.parametrize("sp_size", [2, 4])
 def test_every_rank_gets_what_one_process_computes(sp_size: int, qwen3: str, split_llama: str, tmp_path: Path) -> None:
     # 2 key/value heads: one each on two ranks, repeated on four; the rows divide by none of the sizes.
-    assert all(LAYOUT.num_rows % size for size in (2, 4))
+    assert all(LAYOUT.num_tokens % size for size in (2, 4))
     start(run_rank, sp_size, sp_size, str(tmp_path / "store"), [qwen3, split_llama])
 
 

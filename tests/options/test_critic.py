@@ -6,7 +6,7 @@ import pytest
 import torch
 from verl.workers.engine import EngineRegistry
 
-from tests.engine.heads.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
+from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
 from tests.options.option import Case, Option, Place, alone
 from tests.options.table import BUDGET, OPTIONS, SAMPLES
 from tests.support import assert_same, make_engine, run_engine

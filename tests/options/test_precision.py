@@ -6,7 +6,7 @@ import pytest
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.carried_cases import carry_always, carrying, carrying_engine
-from tests.engine.heads.value_models import (
+from tests.engine.value_models import (
     critic_batch,
     critic_loss,
     make_value_engine,

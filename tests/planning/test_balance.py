@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
 
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
-from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.sessions import order_by_sessions
 
 # Half the layers of a 7B model with a window, half without; the head.
@@ -99,23 +99,28 @@ def test_every_rank_computes_the_same_balance_whatever_numbers_groups_have(probl
     assert np.array_equal(problem.solve().order, replace(problem, group=problem.group * 7 + 3).solve().order)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 1), (8, 4), (4, 8), (64, 1)])
-def test_even_groups_that_fit_a_mini_batch_are_cut_only_where_that_saves_time(
-    num_ranks: int, num_mini_batches: int
-) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 4), (64, 1)])
+def test_even_groups_that_fit_are_cut_only_where_that_saves_time(num_ranks: int, num_mini_batches: int) -> None:
     problem = grpo(64, 8, num_ranks, num_mini_batches)
     whole, cut = problem.solve(may_cut=False), problem.solve()
     assert whole.num_cut_groups == 0
     assert (cut.num_cut_groups > 0) == (cut.time < whole.time), "a cut has to pay"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_finish_together(seed: int) -> None:
-    problem = grpo(128, 8, num_ranks=8, seed=seed)
-    as_drawn = problem.rank_costs(np.argsort(problem.group, kind="stable"))
+@pytest.mark.parametrize(("num_groups", "n"), [(128, 8), (1024, 8), (8192, 1)])
+def test_ranks_finish_together_and_a_large_batch_is_balanced_in_a_second(num_groups: int, n: int) -> None:
+    """Trying all pairs of groups for an exchange takes minutes."""
+    problem = grpo(num_groups, n, num_ranks=8)
+    start = time.process_time()
     balance = problem.solve()
+    assert time.process_time() - start < 1
     assert balance.slowest_over_mean < 1.001
-    assert balance.cost.sum(axis=1).max() < max(as_drawn)
+
+
+def test_an_exchange_never_makes_the_cheap_rank_the_slowest() -> None:
+    responses = np.array([6, 3, 4, 1, 1, 1, 2, 9, 8]) * 1000
+    balance = Problem(np.arange(9), np.ones(9, dtype=np.int64), responses, 3, 1).solve(may_cut=False)
+    assert sorted(responses[rank].sum() for rank in np.split(balance.order, 3)) == [11000, 12000, 12000]
 
 
 def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be() -> None:
@@ -135,16 +140,6 @@ def test_groups_change_places_where_dealing_each_once_leaves_a_rank_behind() -> 
     balance = Problem(np.arange(6), prompts, responses, num_ranks=2, num_mini_batches=1).solve()
     ranks = {frozenset(responses[rank].tolist()) for rank in np.split(balance.order, 2)}
     assert ranks == {frozenset({9000, 7000, 100}), frozenset({6900, 6800, 4000})}
-
-
-@pytest.mark.parametrize(("num_ranks", "n"), [(8, 1), (2, 1), (8, 8)])
-def test_a_large_batch_is_balanced_in_seconds(num_ranks: int, n: int) -> None:
-    """Trying all pairs of groups for an exchange takes minutes."""
-    problem = grpo(8192 // n, n, num_ranks)
-    start = time.process_time()
-    balance = problem.solve()
-    assert time.process_time() - start < 2
-    assert balance.slowest_over_mean < 1.0001
 
 
 def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the_prompt_costs() -> None:
@@ -177,35 +172,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_its_numbers() -> None:
     ones = np.ones(7, dtype=np.int64)
     with pytest.raises(ValueError, match=r"7 sequences do not divide into 2 ranks x 2 mini-batches"):
         Problem(ones, ones, ones, num_ranks=2, num_mini_batches=2).solve()
-
-
-def singles(*responses: int, num_ranks: int) -> Problem:
-    """Sequences that share nothing, of so many tokens."""
-    ones = np.ones(len(responses), dtype=np.int64)
-    return Problem(np.arange(len(responses)), ones, np.array(responses), num_ranks, num_mini_batches=1)
-
-
-def loads(problem: Problem, balance: Balance) -> list[int]:
-    return sorted(int(problem.response_lengths[cell].sum()) for cell in problem.cells(balance.order))
-
-
-def test_an_exchange_never_makes_the_cheap_rank_the_slowest() -> None:
-    problem = singles(6000, 3000, 4000, 1000, 1000, 1000, 2000, 9000, 8000, num_ranks=3)
-    assert loads(problem, problem.solve(may_cut=False)) == [11000, 12000, 12000]
-
-
-def test_the_exchange_that_leaves_both_ranks_most_level_is_made() -> None:
-    group = np.array([0, 0, 1, 1, 2, 3, 3, 4, 4, 5, 6, 6, 7, 7, 8, 9, 10, 11])
-    responses = np.array([3, 3, 9, 11, 6, 4, 1, 5, 8, 11, 3, 10, 11, 2, 1, 9, 10, 6]) * 1000
-    problem = Problem(group, np.ones(18, dtype=np.int64), responses, num_ranks=3, num_mini_batches=1)
-    assert max(loads(problem, problem.solve(may_cut=False))) == 38000
-
-
-def test_large_groups_are_dealt_while_there_is_room_for_them() -> None:
-    """Behind the four small ones, two a rank, it would have to be cut."""
-    group = np.array([0, 1, 2, 3, *[4] * 4])
-    problem = Problem(group, np.full(8, 10), np.full(8, 10), num_ranks=2, num_mini_batches=1)
-    assert problem.solve(may_cut=False).num_cut_groups == 0
 
 
 @given(problems())

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from transformers import Qwen3Config
-from verl_pg_plugin.planning.memory import TokenMemory
 
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import Batch, DeviceMemory, Forecast, Settings, forecast, lay_out, plan
+from verl_pg_plugin.planning.memory import TokenMemory
 
 CONFIG = Qwen3Config(
     vocab_size=4096,

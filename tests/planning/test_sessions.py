@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from verl_pg_plugin.cost.flops import ModelFlops
 
-from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.balance import cost_together
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
 
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(5.2e5),))
@@ -71,14 +71,6 @@ def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_sha
     assert groups.tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
 
 
-def test_rows_may_come_in_any_order() -> None:
-    rollouts = Rollouts()
-    rollouts.session(0, 0, rollouts.draw(300), [(20, 50)] * 5)
-    columns = np.array(rollouts.columns)
-    shuffled = order_by_sessions(*columns[::-1].T)
-    assert shuffled.num_shared.tolist() == rollouts.estimated().num_shared.tolist()
-
-
 def test_an_edited_context_shares_what_the_sessions_share() -> None:
     rollouts = Rollouts()
     prompt = rollouts.draw(300)
@@ -121,10 +113,3 @@ def test_prompts_begin_alike_up_to_their_first_difference() -> None:
     assert common_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5]), np.array([1, 2])]) == 2
     assert common_prefix([np.array([1, 2]), np.array([2, 2])]) == 0
     assert common_prefix([np.array([1, 2])]) == common_prefix([]) == 0
-
-
-def test_a_turn_that_follows_at_once_continues_its_session() -> None:
-    """No tool output in between: the prompt is exactly all of the row before."""
-    rollouts = Rollouts()
-    rollouts.session(0, 0, rollouts.draw(300), [(20, 0)] * 3)
-    assert rollouts.estimated().num_shared.tolist() == rollouts.real().num_shared.tolist() == [0, 319, 339]

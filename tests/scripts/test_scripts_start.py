@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from verl_pg_plugin.cli.estimate.report import ACCURACY
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

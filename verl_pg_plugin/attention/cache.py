@@ -1,6 +1,6 @@
 """The prefix KV cache of a split group: keys, values and head outputs that one chunk computes and others read.
 
-A group that exceeds a micro-batch is computed in chunks, see ``layout.carried``. In training the chunks run in reverse
+A group that exceeds a micro-batch is computed in chunks, see ``layout.packed``. In training the chunks run in reverse
 order: a prefill computes without gradient what a chunk reads, the chunk's backward adds to float32 sums, the pending
 gradients, and the chunk that computes these tokens with gradient, which comes later, adds them in its own backward and
 rounds once. The scheme is known as schedule-level prefix reuse (https://arxiv.org/abs/2606.01143).
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl_pg_plugin.attention.gather import to_device
-from verl_pg_plugin.layout.carried import CarriedLayout
+from verl_pg_plugin.layout import PackedLayout
 
 Place = tuple[int, str]
 """A layer, and "k" or "v"."""
@@ -139,7 +139,7 @@ class CacheAccess:
 
     def __init__(
         self,
-        layout: CarriedLayout,
+        layout: PackedLayout,
         read: Sequence[CachedTokens],
         publish: CachedTokens | None = None,
         consumed: Sequence[CachedTokens] = (),
@@ -170,7 +170,7 @@ class CacheAccess:
     def _settle(self, place: Place, total: torch.Tensor) -> torch.Tensor:
         for block in self.read:
             block.pending[place].add_(total[block.start : block.stop])
-        own = total[self.layout.num_carried :]
+        own = total[self.layout.num_cached :]
         if self.consumed:
             # Taken out, since the graph, and so its blocks, may live until the next forward is done.
             pending = torch.cat([block.pending.pop(place) for block in self.consumed])
@@ -179,20 +179,20 @@ class CacheAccess:
 
     def _published_tokens(self, device: torch.device) -> torch.Tensor:
         if self._published is None:
-            self._published = to_device(self.layout.handover, torch.int64, device)
+            self._published = to_device(self.layout.publish, torch.int64, device)
         return self._published
 
     def join_outputs(self, outputs_NC: torch.Tensor) -> torch.Tensor:
         """Head outputs of cached tokens in front of those of own ones.
 
         Args:
-            outputs_NC: (N, C) of the own tokens at ``head_rows``, of all ranks that share the tokens.
+            outputs_NC: (N, C) of the own tokens at ``head_index``, of all ranks that share the tokens.
 
         Returns:
             (cached heads + N, C), as ``response_head`` of the layout indexes them.
         """
         if self.publish is not None:
-            published = outputs_NC.new_zeros(len(self.layout.handover), outputs_NC.shape[1])
+            published = outputs_NC.new_zeros(len(self.layout.publish), outputs_NC.shape[1])
             tokens, heads = self._published_outputs(outputs_NC.device)
             published[tokens] = outputs_NC.detach()[heads]
             self.publish.put(OUTPUTS, published, has_gradient=self.prefill)
@@ -201,15 +201,15 @@ class CacheAccess:
     def _published_outputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Of published tokens that publish head outputs, their places among the published and the own heads."""
         layout = self.layout
-        heads = np.searchsorted(layout.head_rows, layout.handover[layout.handover_heads])
-        return to_device(layout.handover_heads, torch.int64, device), to_device(heads, torch.int64, device)
+        heads = np.searchsorted(layout.head_index, layout.publish[layout.publish_heads])
+        return to_device(layout.publish_heads, torch.int64, device), to_device(heads, torch.int64, device)
 
 
 class _JoinOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_NC: torch.Tensor, access: CacheAccess) -> torch.Tensor:
         ctx.access = access
-        heads = access.layout.carried_heads
+        heads = access.layout.cached_heads
         if not len(heads):
             return own_NC.clone()
         cached = torch.cat([block.values[OUTPUTS] for block in access.read])
@@ -219,7 +219,7 @@ class _JoinOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
         access: CacheAccess = ctx.access
-        heads = access.layout.carried_heads
+        heads = access.layout.cached_heads
         for block in access.read:
             first, last = np.searchsorted(heads, [block.start, block.stop])
             if last > first:
@@ -227,7 +227,7 @@ class _JoinOutputs(torch.autograd.Function):
                 tokens = to_device(heads[first:last] - block.start, torch.int64, grad.device)
                 pending.index_add_(0, tokens, grad[first:last].to(pending.dtype))
         own = grad[len(heads) :].clone()
-        if access.consumed and len(access.layout.handover_heads):
+        if access.consumed and len(access.layout.publish_heads):
             pending = torch.cat([block.pending[OUTPUTS] for block in access.consumed])
             tokens, at = access._published_outputs(grad.device)
             own.index_add_(0, at, pending[tokens].to(own.dtype))

@@ -109,7 +109,7 @@ class PackedAttention(AttentionContext):
     ) -> None:
         super().__init__(layout, **options)
         self.kernel, self.device, self.cache = kernel, device, cache
-        self.num_tokens = 0 if layout is None else layout.num_rows
+        self.num_tokens = 0 if layout is None else layout.num_tokens
         self._unshared: Tree | None = None
 
     @classmethod

@@ -19,7 +19,7 @@ import torch
 
 from verl_pg_plugin.attention.gather import Gather, to_device
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 GATHERED_PER_TOKEN = 4
 """Gathered keys that attention holds at once for each token that it reads."""
@@ -71,7 +71,7 @@ class Tree:
             window: keys that a query sees besides its own; -1 for all. Keys that no query of a segment sees are left
                 out.
         """
-        place = np.arange(len(layout.kv_rows)) - np.repeat(layout.cu_seqlens_k[:-1], np.diff(layout.cu_seqlens_k))
+        place = np.arange(len(layout.kv_index)) - np.repeat(layout.cu_seqlens_k[:-1], np.diff(layout.cu_seqlens_k))
         num_before = np.diff(layout.cu_seqlens_k) - np.diff(layout.cu_seqlens_q)
         first_query = np.repeat(num_before, np.diff(layout.cu_seqlens_k))
         seen = (place >= first_query - window) | (window < 0)
@@ -109,9 +109,9 @@ class Tree:
 
 def _causal_pieces(layout: PackedLayout, kept: np.ndarray, device: torch.device | str) -> list[Piece]:
     """Segments with the ``kept`` (K,) of their keys, as many at once as their gathered keys allow."""
-    kv, cu_q = layout.kv_rows[kept], layout.cu_seqlens_q
+    kv, cu_q = layout.kv_index[kept], layout.cu_seqlens_q
     cu_k = np.append(0, np.cumsum(np.add.reduceat(kept, layout.cu_seqlens_k[:-1], dtype=np.int64)))
-    num_keys = getattr(layout, "num_carried", 0) + int(cu_q[-1])
+    num_keys = getattr(layout, "num_cached", 0) + int(cu_q[-1])
     on_device = to_device(kv, torch.int32, device)
     pieces, start = [], 0
     while start < len(cu_q) - 1:
@@ -162,8 +162,8 @@ def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
 
     Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
-    num_cached = getattr(layout, "num_carried", 0)
-    cached = layout.kv_rows < num_cached
+    num_cached = getattr(layout, "num_cached", 0)
+    cached = layout.kv_index < num_cached
     num_read = np.add.reduceat(cached, layout.cu_seqlens_k[:-1], dtype=np.int64)
     ends = np.unique(np.append(num_read[num_read > 0], num_cached))[: None if num_cached else 0]
     # Nodes of the tree in the order of their tokens: cached ones, each below the one before it, then the segments.
@@ -177,7 +177,7 @@ def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
     found, is_read = [], np.zeros(len(parents), dtype=bool)
     while True:
         prefixes, stop, saved = _prefixes(parents, bounds, num_nodes_cached)
-        if saved < max(SAVED_PER_TOKEN * layout.num_rows, 1):
+        if saved < max(SAVED_PER_TOKEN * layout.num_tokens, 1):
             break
         found.append(_reads(prefixes, stop, bounds, num_cached))
         is_read[prefixes] = True
@@ -185,7 +185,7 @@ def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
         below = (parents >= 0) & np.isin(parents, prefixes)
         parents = np.where(below, parents[parents], parents)
     own = np.repeat(num_cached + layout.cu_seqlens_q[:-1], np.diff(layout.cu_seqlens_k))
-    return found, ~is_read[node_of[layout.kv_rows]] | (layout.kv_rows >= own)
+    return found, ~is_read[node_of[layout.kv_index]] | (layout.kv_index >= own)
 
 
 def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[IntArray, IntArray, int]:

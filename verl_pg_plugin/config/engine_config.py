@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
 
+from verl_pg_plugin.after_import import run_waiting
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
@@ -31,6 +32,7 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.use_prefix_grouper:
+            run_waiting()  # engines that could not be registered when verl was imported
             # FSDPActorConfig writes its own strategy into the engine config after this class is constructed,
             # so which of the two keys the worker will look up is not known yet.
             for strategy in FSDP_STRATEGIES:

@@ -50,6 +50,8 @@ NODES, GPUS_PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 RAY_GPUS, RAY_ADDRESS = "ray_kwargs.ray_init.num_gpus", "ray_kwargs.ray_init.address"
 COUNTS = (PROMPT, RESPONSE, N, NODES, GPUS_PER_NODE, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
 """Positive integers that every run multiplies or divides by."""
+INTERPRETERS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
+"""Keys of a Ray runtime environment that choose the packages of workers."""
 PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 """What a rollout engine of verl's imports."""
 FILES = (
@@ -87,7 +89,10 @@ def preflight(config: DictConfig) -> list[Issue]:
     """
     certain = not _joins_cluster(config)
     here = [*_gpus(config), *_rollout_engine(config), *_files(config), *_data(config)]
-    found = [*sharing_issues(config), *_counts(config), *_divisors(config), *_budgets(config)]
+    found = sharing_issues(config)
+    for look in (_counts, _divisors, _budgets):
+        said = {issue.key for issue in found}
+        found += [issue for issue in look(config) if issue.key not in said]
     found += [issue if certain else replace(issue, is_warning=True) for issue in here]
     found = [issue for issue in dict.fromkeys(found) if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
@@ -134,11 +139,11 @@ def _count(config: DictConfig, key: str) -> int | None:
 def _joins_cluster(config: DictConfig) -> bool:
     """Whether the run's processes may be on machines that this one need not be like.
 
-    verl's ``ray.init`` without an address joins a cluster that was started on this machine; a runtime environment may
-    install what is missing here.
+    verl's ``ray.init`` without an address joins a cluster that was started on this machine; workers may have another
+    interpreter, which has other packages.
     """
     address = OmegaConf.select(config, RAY_ADDRESS) or os.environ.get("RAY_ADDRESS")
-    if OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env"):
+    if any(OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.{key}") for key in INTERPRETERS):
         return True
     if address is not None:
         return bool(address != "local")
@@ -282,6 +287,7 @@ def _data(config: DictConfig) -> Iterator[Issue]:
     if OmegaConf.select(config, "data.custom_cls.path"):
         return
     prompt = str(OmegaConf.select(config, "data.prompt_key"))
+    seen: set[str] = set()
     for key in ("data.train_files", "data.val_files"):
         value: Any = OmegaConf.select(config, key)
         for path in map(str, value if isinstance(value, (list, ListConfig)) else [value] if value else []):
@@ -291,7 +297,8 @@ def _data(config: DictConfig) -> Iterator[Issue]:
                 there = path.startswith("~") and Path(path).expanduser().is_file()
                 why = "does not exist" + (": verl does not expand ~" if there else "")
                 yield Issue(f"{key}={path}", why, f"{key}={Path(path).expanduser() if there else '<file>.parquet'}")
-            elif path.endswith(".parquet"):
+            elif path.endswith(".parquet") and path not in seen:
+                seen.add(path)
                 yield from _columns(key, path, prompt)
 
 

@@ -203,7 +203,7 @@ def ulysses(engine: Engine) -> Issue | None:
         return None
     text = engine.hf_config.get_text_config()
     setting = f"{engine.sp_key}={size}"
-    if bound := [mixer.name for mixer in _mixers(text) if not mixer.spreads_over_ranks]:
+    if bound := [mixer.name for mixer in _mixers(text) if not mixer.ulysses]:
         why = f"{', '.join(bound)} layers of {text.model_type} do not mix tokens that are spread over ranks"
         return Issue(setting, why, f"{engine.sp_key}=1")
     heads = getattr(text, "num_attention_heads", 0)  # 0: a config of the checkpoint's own names them otherwise
@@ -286,7 +286,7 @@ def padded_groups(engine: Engine) -> Issue | None:
         broken.append((f"{OPTIONS}.verify={engine.option('verify')}", why))
     if engine.hf_config is not None:
         kind, mixers = engine.hf_config.model_type, _mixers(engine.hf_config.get_text_config())
-        if bound := [mixer.name for mixer in mixers if not mixer.mixes_padded_groups]:
+        if bound := [mixer.name for mixer in mixers if not mixer.padded_groups]:
             why = f"{', '.join(bound)} layers of {kind} share packed tokens only"
             broken.append((engine.model_setting("use_remove_padding"), why))
         elif not modality_obstacles(engine.hf_config) and not modality_of(engine.hf_config).in_padded_groups:
@@ -405,9 +405,7 @@ def padded_groups_of_the_trainer(config: DictConfig) -> Issue | None:
         broken.append(("trainer.balance_batch=True", why))
     dynamic, n = f"{ROLLOUT}.log_prob_use_dynamic_bsz", OmegaConf.select(config, f"{ROLLOUT}.n")
     if OmegaConf.select(config, dynamic):
-        broken.append(
-            (f"{dynamic}=True", TORN_BY_TOKENS)
-        )
+        broken.append((f"{dynamic}=True", TORN_BY_TOKENS))
     sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
     sizes += [f"{REF}.log_prob_micro_batch_size_per_gpu"] if REF in roles_of(config) else []
     for key in sizes:

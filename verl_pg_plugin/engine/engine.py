@@ -56,7 +56,7 @@ from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, ro
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.memory import TokenMemory
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.planning.micro_batches import MICRO_BATCH_COST, CacheWeights
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class SharedPrefixEngine(FSDPEngine):
         shared_model: what is known of the model, once it is built.
         verifier: checks live micro-batches.
         log_prob_head: computes log-probs in place of logits; None where all logits are held at once.
+        micro_batch_cost: see ``plan_mini_batch``.
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
@@ -83,6 +84,7 @@ class SharedPrefixEngine(FSDPEngine):
     """
 
     log_prob_head: LogProbHead | None = None
+    micro_batch_cost = MICRO_BATCH_COST
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         check_engine(engine_config, model_config)  # first: a setting is refused in our words and not in verl's
@@ -140,18 +142,7 @@ class SharedPrefixEngine(FSDPEngine):
             BatchError, RankError: in front of the first forward, on every rank.
             MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
         """
-        sp_size = self.ulysses_sequence_parallel_size
-        plan = plan_mini_batch(
-            data,
-            self.modality,
-            self.shared_model.flops,
-            packed=self.packed,
-            weights=self._cache_weights(forward_only),
-            forward_only=forward_only,
-            fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
-            sp_size=sp_size,
-            dp_rank=self.get_data_parallel_rank(),
-        )
+        plan = self.plan(data, forward_only)
         self._tell_loss(plan.data)
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
         cache, costs, results = PrefixCache(), MiniBatchCosts(), []
@@ -172,8 +163,23 @@ class SharedPrefixEngine(FSDPEngine):
             result["loss"] = result["loss"].item()
         output = _in_order(results, plan)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
-        output["metrics"].update(mini_batch_metrics(figures, sp_size, self.kernel.name))
+        output["metrics"].update(mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name))
         return output
+
+    def plan(self, data: TensorDict, forward_only: bool) -> Plan:
+        """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
+        return plan_mini_batch(
+            data,
+            self.modality,
+            self.shared_model.flops,
+            packed=self.packed,
+            weights=self._cache_weights(forward_only),
+            forward_only=forward_only,
+            fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
+            sp_size=self.ulysses_sequence_parallel_size,
+            dp_rank=self.get_data_parallel_rank(),
+            micro_batch_cost=self.micro_batch_cost,
+        )
 
     def _run(
         self,

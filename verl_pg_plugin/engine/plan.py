@@ -18,6 +18,7 @@ from verl_pg_plugin.layout import Layout, PackedLayout, PrefixOrder
 from verl_pg_plugin.modalities import BatchError, Modality
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import (
+    MICRO_BATCH_COST,
     CacheWeights,
     MicroBatch,
     MicroBatchLimits,
@@ -125,6 +126,7 @@ def plan_mini_batch(
     fused_head: bool = False,
     sp_size: int = 1,
     dp_rank: int = 0,
+    micro_batch_cost: float = MICRO_BATCH_COST,
 ) -> Plan:
     """Plan the mini-batches of all ranks; a collective of the host.
 
@@ -138,6 +140,7 @@ def plan_mini_batch(
         fused_head: log-probs come from verl's fused kernels.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
+        micro_batch_cost: fixed cost of a micro-batch, in tokens; decides how short a prefix is worth carrying.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -148,13 +151,13 @@ def plan_mini_batch(
         check_batch(data, packed, fused_head)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order = sequences.order()
-        draft = _draft(sequences, order, limits, weights, 1, packed, forward_only)
+        draft = _draft(sequences, order, limits, weights, 1, packed, forward_only, micro_batch_cost)
         ranks.tell(draft.told(flops, sequences.content.needs_encoder))
     wanted = max(told.num_micro_batches for told in ranks.told)
     if any(told.num_micro_batches < wanted for told in ranks.told):
         with Agreement() as ranks:  # those with fewer have cut theirs again, and their costs differ
             if sum(map(len, draft.groups)) < wanted:
-                draft = _draft(sequences, order, limits, weights, wanted, packed, forward_only)
+                draft = _draft(sequences, order, limits, weights, wanted, packed, forward_only, micro_batch_cost)
             ranks.tell(draft.told(flops, sequences.content.needs_encoder))
 
     told = ranks.told[::sp_size]
@@ -177,6 +180,7 @@ def _draft(
     at_least: int,
     packed: bool,
     forward_only: bool,
+    micro_batch_cost: float,
 ) -> _Draft:
     """Cut and lay out a mini-batch, into as many micro-batches as the limits ask for, or ``at_least``."""
     if at_least > len(order.sequences):
@@ -185,7 +189,9 @@ def _draft(
             "ranks must run as many; spread sequences evenly over ranks, or raise ppo_max_token_len_per_gpu and "
             "log_prob_max_token_len_per_gpu"
         )
-    groups = cut_micro_batches(order, limits, weights, at_least, forward_only=forward_only)
+    groups = cut_micro_batches(
+        order, limits, weights, at_least, forward_only=forward_only, micro_batch_cost=micro_batch_cost
+    )
     draft = _Draft(groups)
     for group in groups:
         first = first_label(group, sequences.prompt_lengths) if len(group) > 1 else 0

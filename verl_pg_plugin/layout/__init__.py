@@ -1,16 +1,31 @@
-"""Pure index maths: token sequences in, rows of one forward out. No verl, no model, no device."""
+"""Pure index maths: sequences of tokens in, packed tokens of one forward out. No verl, no model, no device."""
 
-from verl_pg_plugin.layout.packed_layout import PackedLayout, build_packed_layout
-from verl_pg_plugin.layout.padded_layout import PaddedLayout, build_padded_layout
-from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
-from verl_pg_plugin.layout.protocol import Layout
+from typing import TypeAlias
+
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.packed import (
+    Chunk,
+    PackedLayout,
+    build_chunk_layout,
+    build_packed_layout,
+    idle_prefill,
+)
+from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
+
+Layout: TypeAlias = PackedLayout | PaddedLayout
+"""What a forward runs. Both kinds tell ``num_tokens``, ``num_groups``, ``num_logical_tokens``, ``segments``, ``head_index``,
+``shares_tokens``, ``reads_ancestors``, ``num_gathered_kv``, ``is_chunk`` and ``prefill``."""
 
 __all__ = [
+    "Chunk",
+    "IntArray",
     "Layout",
     "PackedLayout",
     "PaddedLayout",
     "PrefixOrder",
+    "build_chunk_layout",
     "build_packed_layout",
     "build_padded_layout",
     "build_prefix_order",
+    "idle_prefill",
 ]

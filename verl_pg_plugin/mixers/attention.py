@@ -22,9 +22,9 @@ class Attention:
     name: ClassVar[str] = ATTENTION
     layer_types: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
     stateful_model_types: ClassVar[frozenset[str]] = frozenset()
-    spreads_over_ranks: ClassVar[bool] = True
-    carries: ClassVar[bool] = True
-    mixes_padded_groups: ClassVar[bool] = True
+    ulysses: ClassVar[bool] = True
+    prefix_cache: ClassVar[bool] = True
+    padded_groups: ClassVar[bool] = True
 
     def obstacles(self, config: PretrainedConfig) -> list[str]:
         reasons = []
@@ -55,7 +55,7 @@ class Attention:
             if layers[kind]
         )
 
-    def row_flops(self, config: PretrainedConfig) -> float:
+    def token_flops(self, config: PretrainedConfig) -> float:
         return 0.0
 
 

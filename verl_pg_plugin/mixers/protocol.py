@@ -32,18 +32,18 @@ class Mixer(Protocol):
         name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
-        spreads_over_ranks: whether it mixes rows of a Ulysses group.
-        carries: whether it reads rows that another micro-batch has computed; in a model with one that does not, each
+        ulysses: whether it mixes rows of a Ulysses group.
+        prefix_cache: whether it reads rows that another micro-batch has computed; in a model with one that does not, each
             part of an oversized group computes what it shares again.
-        mixes_padded_groups: whether it mixes the rows of upstream's padded groups, and not packed ones only.
+        padded_groups: whether it mixes the rows of upstream's padded groups, and not packed ones only.
     """
 
     name: ClassVar[str]
     layer_types: ClassVar[frozenset[str]]
     stateful_model_types: ClassVar[frozenset[str]]
-    spreads_over_ranks: ClassVar[bool]
-    carries: ClassVar[bool]
-    mixes_padded_groups: ClassVar[bool]
+    ulysses: ClassVar[bool]
+    prefix_cache: ClassVar[bool]
+    padded_groups: ClassVar[bool]
 
     def obstacles(self, config: PretrainedConfig) -> list[str]:
         """Why its layers in a model with this text config cannot share rows; empty if they can."""
@@ -60,5 +60,5 @@ class Mixer(Protocol):
     def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
         """FLOPs that grow with pairs of tokens, of its layers in a model with this text config."""
 
-    def row_flops(self, config: PretrainedConfig) -> float:
+    def token_flops(self, config: PretrainedConfig) -> float:
         """Forward FLOPs of one row over all of its layers, beside pairs and weights."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 
 SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError
 
 WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})

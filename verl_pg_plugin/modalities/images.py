@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.attention.ulysses import UlyssesRows
+from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.layout import Layout, PackedLayout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
 from verl_pg_plugin.modalities.text import counted, multi_modal_inputs, read_positions, read_tokens
@@ -87,8 +87,8 @@ class Images:
     def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs:
         """Images whose tokens are in the layout, once each and in their order.
 
-        Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP gathers
-        the vision encoder's weights on all ranks or on none. Nothing reads that token, so its gradients are zero.
+        Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP
+        gathers the vision encoder's weights on all ranks or on none. Nothing reads that token: its gradients are zero.
         """
         if self.num_padding_tokens(layout, runs_encoder):
             return self._blank()
@@ -152,9 +152,9 @@ def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     show an image, and ``deepstack_visual_embeds``, (their number, E) for each of the first layers.
     """
     shared = kwargs.get("prefix_grouper")
-    if not isinstance(shared, UlyssesRows):
+    if not isinstance(shared, UlyssesAttention):
         return None
-    num_tokens = shared.num_rows // dist.get_world_size(shared.group)
+    num_tokens = shared.num_tokens // dist.get_world_size(shared.group)
     start = num_tokens * dist.get_rank(shared.group)
     own = slice(start, start + num_tokens)
     changed = {

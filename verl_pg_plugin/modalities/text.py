@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout.order import IntArray
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")

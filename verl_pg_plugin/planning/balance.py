@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 from verl_pg_plugin.planning.order import FloatArray
 
 __all__ = ["Balance", "SegmentPrice", "balance_groups", "cost_together"]

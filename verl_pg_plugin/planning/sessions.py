@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verl_pg_plugin.layout.prefix_order import IntArray, PrefixOrder
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 
 __all__ = ["common_prefix", "order_by_sessions"]
 

@@ -45,10 +45,10 @@ class Windows:
         place = layout.segment_start[:, None] + offset  # among the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        rows = layout.kv_rows[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
+        rows = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
         segment, column = np.nonzero(~missing & (offset >= 0))
         return cls(
-            gather=Gather.of(to_device(rows.reshape(-1), torch.int32, device), layout.num_rows),
+            gather=Gather.of(to_device(rows.reshape(-1), torch.int32, device), layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
             fixed=to_device(rows[segment, column], torch.int64, device),
             place=to_device(segment * 2 * reach + column, torch.int64, device),

@@ -106,7 +106,7 @@ class SharedRowOps:
                 "a Gated DeltaNet layer was made to mix shared rows and got no layout of any; set "
                 "actor_rollout_ref.actor.use_prefix_grouper=False"
             )
-        return self.rows, self.rows.layout.num_rows
+        return self.rows, self.rows.layout.num_tokens
 
 
 def install(model: nn.Module) -> int:

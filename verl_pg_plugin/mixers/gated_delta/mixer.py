@@ -21,9 +21,9 @@ class GatedDelta:
     name: ClassVar[str] = GATED_DELTA
     layer_types: ClassVar[frozenset[str]] = frozenset({LINEAR})
     stateful_model_types: ClassVar[frozenset[str]] = TEXT_MODEL_TYPES | MULTIMODAL_MODEL_TYPES
-    spreads_over_ranks: ClassVar[bool] = False
-    carries: ClassVar[bool] = False
-    mixes_padded_groups: ClassVar[bool] = False
+    ulysses: ClassVar[bool] = False
+    prefix_cache: ClassVar[bool] = False
+    padded_groups: ClassVar[bool] = False
 
     def obstacles(self, config: PretrainedConfig) -> list[str]:
         if config.model_type in TEXT_MODEL_TYPES:
@@ -44,7 +44,7 @@ class GatedDelta:
         """None: a row reads a state of fixed size, however many rows are before it."""
         return ()
 
-    def row_flops(self, config: PretrainedConfig) -> float:
+    def token_flops(self, config: PretrainedConfig) -> float:
         """The recurrence with a K x V state per head: two FLOPs per number to read it, to correct it, to query it.
 
         The chunked kernels multiply more, to be faster; that is how they compute and not what a row needs.

@@ -1,0 +1,148 @@
+"""Checkpoints that cannot run are refused before Ray starts; those that can are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from config_support import TINY, save_checkpoint
+
+from verl_pg_plugin.config import Mode, checkpoints
+from verl_pg_plugin.config.checkpoints import checkpoint_issues, read_hf_config
+from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL
+
+PATH = f"{MODEL}.path"
+
+
+@pytest.fixture
+def issues_of(make_config):
+    def run(path: Path | str, mode: Mode = Mode.PACKED, section: str = MODEL, **settings):
+        return list(checkpoint_issues(make_config(mode, {f"{section}.path": str(path), **settings}), section))
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "Mistral", "Gemma3Text", "Qwen3Moe", "GptOss"])
+def test_decoders_that_use_the_attention_interface_are_accepted(issues_of, tmp_path, name):
+    assert issues_of(save_checkpoint(tmp_path, getattr(transformers, f"{name}Config")(**TINY))) == []
+
+
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+ROPE_BY_LAYER_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": DYNAMIC_ROPE,
+}
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "why"),
+    [
+        (transformers.T5Config(), "encoder-decoder"),
+        (transformers.Qwen2VLConfig(), "multimodal"),
+        (transformers.MiniMaxConfig(), "linear attention that is not known to be Gated DeltaNet"),
+        (transformers.JambaConfig(), "layers other than causal attention: mamba"),
+        (transformers.RwkvConfig(), "recurrent state"),
+        (transformers.Llama4TextConfig(), "chunked_attention"),
+        (transformers.BloomConfig(), "attention interface"),
+        (transformers.BertConfig(), "is an encoder"),
+        (transformers.DogeConfig(), "a mask of its own"),
+        (transformers.AriaTextConfig(), "experts' weights one by one"),
+        (transformers.PhimoeConfig(router_jitter_noise=0.0), "draws experts at random"),
+        (transformers.PersimmonConfig(), "num_key_value_heads"),
+        (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
+        (transformers.OPTConfig(num_key_value_heads=12), "dropout=0.1: a shared prefix"),
+        (transformers.MixtralConfig(router_jitter_noise=0.01), "router_jitter_noise=0.01"),
+        (transformers.PhiConfig(resid_pdrop=0.1), "resid_pdrop=0.1"),
+        (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
+        (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
+        (transformers.Gemma3TextConfig(**TINY, rope_parameters=ROPE_BY_LAYER_TYPE), "rope_type=dynamic"),
+        (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_architectures_that_would_be_computed_wrongly_are_refused(issues_of, tmp_path, hf_config, why):
+    checkpoint = save_checkpoint(tmp_path, hf_config)
+    (issue,) = issues_of(checkpoint)
+    assert why in issue.why
+    assert "override_config" in issue.fix or "use_prefix_grouper=False" in issue.fix
+    assert issues_of(checkpoint, Mode.RMPAD) == [], "stock verl may run it"
+
+
+def test_a_checkpoint_that_verl_builds_without_its_head_is_refused(issues_of, tmp_path):
+    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    save_checkpoint(tmp_path, transformers.GPT2Config(**still))
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "architectures": ["GPT2LMHeadModel"]}))
+    (issue,) = issues_of(tmp_path)
+    assert "verl builds gpt2 without its LM head: GPT2LMHeadModel" in issue.why
+
+
+def test_dropout_is_named_by_its_key_and_lifted_by_the_advised_override(issues_of, tmp_path, checkpoint):
+    key = f"{MODEL}.override_config.attention_dropout"
+    path = save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1))
+    (issue,) = issues_of(path)
+    assert (issue.setting, issue.fix) == (f"{key}=0.1", f"++{key}=0.0")
+    assert issues_of(path, **{key: 0.0}) == []
+    assert issues_of(checkpoint, **{key: 0.2})[0].key == key
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_folder_that_is_missing_or_no_checkpoint_is_refused_in_every_mode(issues_of, tmp_path, mode, monkeypatch):
+    (issue,) = issues_of("./no/such/folder", mode)
+    assert (issue.setting, issue.why) == (f"{PATH}=./no/such/folder", "no such folder")
+    assert "no config.json" in issues_of(tmp_path, mode)[0].why
+    save_checkpoint(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{PATH}={tmp_path}/model (verl does not expand ~)" in issues_of("~/model", mode)[0].fix
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-4B", "hdfs://cluster/models/qwen3"])
+def test_paths_that_workers_download_are_left_to_them(issues_of, make_config, path):
+    assert issues_of(path) == []
+    assert read_hf_config(make_config(Mode.PACKED, {PATH: path})) is None
+
+
+def test_a_model_in_the_cache_is_looked_at(issues_of, tmp_path, monkeypatch):
+    folder = save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1))
+    monkeypatch.setattr(checkpoints, "try_to_load_from_cache", lambda repo, name: f"{folder}/config.json")
+    assert "attention_dropout" in issues_of("somebody/model")[0].why
+
+
+@pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_architecture"}', "{}"])
+def test_unreadable_or_unknown_config_is_one_line(issues_of, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    (issue,) = issues_of(tmp_path)
+    assert "transformers cannot read its config.json" in issue.why
+    assert "\n" not in issue.why
+
+
+def test_config_without_architecture(issues_of, tmp_path):
+    transformers.Qwen3Config(**TINY).save_pretrained(tmp_path)
+    assert '"architectures": [' in issues_of(tmp_path)[0].fix
+
+
+def test_code_of_a_checkpoint_never_runs_in_front_of_ray(issues_of, tmp_path):
+    marker = tmp_path / "executed"
+    (tmp_path / "configuration_own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PretrainedConfig\n"
+        f"Path({str(marker)!r}).touch()\n"
+        "class OwnConfig(PretrainedConfig):\n"
+        "    model_type = 'own'\n"
+    )
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    own = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert f"{MODEL}.trust_remote_code=True" in issues_of(tmp_path)[0].fix
+    assert issues_of(tmp_path, **{f"{MODEL}.trust_remote_code": True}) == []
+    assert not marker.exists()
+
+
+def test_a_critic_needs_a_token_classifier(issues_of, models):
+    critic = {"algorithm.adv_estimator": "gae"}
+    (issue,) = issues_of(models / "olmo2", section=CRITIC_MODEL, **critic)
+    assert issue.setting == f"{CRITIC_MODEL}.path={models}/olmo2"
+    assert "no token classifier for 'olmo2'" in issue.why
+    assert issues_of(models / "olmo2", Mode.RMPAD, section=CRITIC_MODEL, **critic) == []

@@ -1,0 +1,112 @@
+"""Layers are compiled by default unless something is known against it; one reason says what."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch._dynamo import config
+from torch._inductor.cpp_builder import cpp_compiler_search
+from torch._inductor.exc import InvalidCxxCompiler
+
+from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
+from verl_pg_plugin.config import compile as under_test
+from verl_pg_plugin.config.compile import compiler_obstacle, decide, layer_compilation
+from verl_pg_plugin.config.mode import Engine
+
+
+def engine(**changed: Any) -> Engine:
+    """A packed Qwen3 on a GPU; ``config__X`` and ``model__X`` change a field of one of its configs."""
+    configs: dict[str, dict[str, Any]] = {
+        "config": {"strategy": "fsdp2", "use_prefix_grouper": True, "prefix_grouper": {"compile_layers": "auto"}},
+        "model": {"use_remove_padding": True},
+        "hf": {"model_type": "qwen3", "auto_map": None},
+    }
+    device = changed.pop("device", "cuda")
+    for name, value in changed.items():
+        part, _, field = name.partition("__")
+        configs[part][field] = value
+    return Engine(
+        "actor_rollout_ref.actor", configs["config"], configs["model"], device, SimpleNamespace(**configs["hf"])
+    )
+
+
+@pytest.fixture(autouse=True)
+def compiler_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "machine" not in request.node.name:
+        monkeypatch.setattr(under_test, "compiler_obstacle", lambda device: "")
+
+
+def test_auto_compiles_a_type_that_nothing_is_known_against() -> None:
+    assert layer_compilation(engine()) == (
+        True,
+        "prefix_grouper.compile_layers=auto: nothing is known against it for qwen3 on cuda",
+    )
+    assert decide("auto", "a_new_type", "cuda")[0]
+
+
+OWN = {"AutoModelForCausalLM": "modeling.Own"}
+LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
+    # what is changed, part of the reason, whether True would compile
+    ({"model__use_remove_padding": False}, "padded groups", False),
+    ({"config__strategy": "fsdp"}, "flat parameters", False),
+    ({"hf__model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
+    ({"config__strategy": "fsdp", "config__use_orig_params": True}, "strategy=fsdp", True),
+    ({"device": "cpu"}, "this device is cpu", True),
+    ({"hf__auto_map": OWN, "model__trust_remote_code": True}, "a model class of its own", True),
+    ({"model__use_liger": True}, "Liger", True),
+    ({"model__tiled_mlp": {"enabled": True}}, "tiled MLP", True),
+    ({"hf__model_type": "granitemoe"}, "granitemoe have experts of their own", True),
+    ({"hf__model_type": "starcoder2"}, "1.19 times as far from float32", True),
+]
+
+
+@pytest.mark.parametrize(("changed", "why", "true_compiles"), LEFT_ALONE)
+def test_auto_leaves_alone_what_speaks_against_it_and_says_why(
+    changed: dict[str, Any], why: str, true_compiles: bool
+) -> None:
+    compiles, reason = layer_compilation(engine(**changed))
+    assert not compiles
+    assert why in reason
+    assert ("++prefix_grouper.compile_layers=True compiles" in reason) == true_compiles
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
+    assert decide(asked, "own", "cpu") == (asked, f"prefix_grouper.compile_layers={asked}")
+    assert layer_compilation(engine(config__prefix_grouper={"compile_layers": asked}, device="cpu"))[0] is asked
+
+
+def test_every_type_of_the_lists_has_a_reason_and_a_version() -> None:
+    assert not UNCOMPILED.keys() & WRONG_COMPILED.keys()
+    for why in (*UNCOMPILED.values(), *WRONG_COMPILED.values()):
+        assert any(package in why for package in ("torch ", "transformers ", "fla ")), why
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [("disable", True, "is switched off"), ("suppress_errors", True, "would hide failures")],
+)
+def test_machine_whose_torch_compiles_nothing_or_hides_failures_is_told(setting, value, why) -> None:
+    with config.patch(setting, value):
+        assert why in compiler_obstacle("cpu")
+
+
+@pytest.mark.parametrize("named", ["no-such-compiler", f"{sys.executable} -O"])
+def test_machine_without_the_compiler_that_cxx_names_is_told_before_torch_fails(named: str, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", named)
+    assert "CXX=" in compiler_obstacle("cpu")
+    with pytest.raises(InvalidCxxCompiler):
+        cpp_compiler_search((named,))
+
+
+def test_machine_without_triton_or_a_c_compiler_compiles_nothing_on_a_gpu(monkeypatch) -> None:
+    there = under_test.importlib.util.find_spec("torch")
+    monkeypatch.setattr(under_test.importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in compiler_obstacle("cuda")
+    monkeypatch.setattr(under_test.importlib.util, "find_spec", lambda name: there)
+    monkeypatch.setattr(under_test.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert "Triton needs a C compiler and finds none: install gcc" in compiler_obstacle("cuda")

@@ -1,0 +1,84 @@
+"""An option that there is not, or a value that is not taken, is one clear error with what is taken instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.config.options import GONE, OPTION_NAMES, option_issues
+
+WRONG = [
+    (
+        "attention_kernel",
+        "flash",
+        "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_var",
+    ),
+    ("attention_kernel", None, "is unknown"),
+    ("activations", "mlp", "is unknown; the values are auto, attention, inputs"),
+    ("activations", True, "is unknown"),
+    ("activations", ["inputs"], "is unknown"),
+    *(("logits_chunk_size", value, "is not an integer of at least 0") for value in (-1, 1.5, "16k", True, None)),
+    ("compile_layers", "maybe", "is neither auto nor a boolean; the values are auto, True and False without quotes"),
+    ("compile_layers", 1, "is neither auto nor a boolean"),
+    ("carry", "always", "is unknown; the values are auto, never"),
+    *(
+        ("verify", value, "is unknown; the values are off, first and every_<number of micro-batches>")
+        for value in ("always", True, "every_0", "every_", 50)
+    ),
+    *(
+        ("verify_tolerance", value, "is not a finite number above 0")
+        for value in (0.0, float("inf"), float("nan"), "tight", True)
+    ),
+]
+
+
+def test_there_are_seven_options_and_none_takes_everything():
+    assert len(OPTION_NAMES) == 7
+    assert {name for name, _, _ in WRONG} == set(OPTION_NAMES)
+
+
+@pytest.mark.parametrize(("name", "value", "why"), WRONG)
+def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
+    (issue,) = option_issues({name: value})
+    assert issue.why.startswith(why)
+    assert issue.fix.startswith(f"++prefix_grouper.{name}=")
+    with pytest.raises(ValueError, match=rf"prefix_grouper.{name}=.*; set \+\+prefix_grouper.{name}="):
+        PrefixGrouperOptions(**{name: value})
+
+
+REPLACED = {
+    ("recompute_attention", True): "activations=inputs for True",
+    ("keep_activations", "all"): "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    ("keep_activations", 20.0): "++prefix_grouper.activations=attention",
+    ("verify_every", 50): "++prefix_grouper.verify=every_50",
+    ("static_rows", True): "remove it",
+    ("min_dedup_ratio", 1.5): "remove it",
+    ("on_mismatch", "rmpad"): "remove it",
+    ("console", "full"): "remove it",
+    ("verify_rows", 3): "remove it",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), REPLACED)
+def test_an_option_of_earlier_versions_is_refused_with_what_replaces_it(name, value):
+    (issue,) = option_issues({name: value})
+    assert issue.setting == f"prefix_grouper.{name}={value}"
+    assert REPLACED[name, value] in issue.fix
+    assert {gone for gone, _ in REPLACED} == set(GONE)
+
+
+def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
+    (issue,) = option_issues({"verfy": "first"})
+    assert issue.fix == "did you mean ++prefix_grouper.verify=first?"
+    (issue,) = option_issues({"zzz": 1})
+    assert issue.fix == "remove it"
+
+
+def test_what_the_values_mean():
+    assert [PrefixGrouperOptions(activations=value).keeps_attention for value in ("auto", "attention", "inputs")] == [
+        True,
+        True,
+        False,
+    ]
+    periods = {"off": None, "first": 0, "every_7": 7, "every_n": 100}
+    assert {value: PrefixGrouperOptions(verify=value).verify_period for value in periods} == periods

@@ -1,0 +1,253 @@
+"""What works passes, however unusual; what is certain to fail is listed at once, with its key, its cause and a fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_support import CRITIC, DYNAMIC, FSDP_EXAMPLE, parse, save_data
+from omegaconf import DictConfig
+
+from verl_pg_plugin.config import Mode, preflight, rules
+from verl_pg_plugin.config.preflight import ConfigError, check
+from verl_pg_plugin.issue import Issue
+
+ACTOR, REF, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model", "rollout"))
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async data.train_batch_size=1024 "
+    f"{ROLLOUT}.checkpoint_engine.backend=nccl {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4 "
+    "trainer.n_gpus_per_node=4 "
+)
+
+WORKING: dict[str, str] = {
+    # verl's examples for FSDP, with the flag
+    "qwen2-7b": f"{ACTOR}.ppo_micro_batch_size_per_gpu=40 {ACTOR}.use_kl_loss=True",
+    "qwen2-7b_seq_balance": f"{DYNAMIC} {ACTOR}.use_kl_loss=True {ROLLOUT}.name=sglang {ROLLOUT}.mode=async",
+    "qwen2-7b_math": f"{DYNAMIC} data.train_files=[{{data}},{{data}}] data.val_files=[{{data}},{{data}}]",
+    "qwen2-7b_hsdp": f"{DYNAMIC} {ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4",
+    "qwen2_5-3b_lora": f"{MODEL}.lora_rank=64 {MODEL}.lora_alpha=32 {ROLLOUT}.load_format=safetensors "
+    f"{ROLLOUT}.layered_summon=True {MODEL}.use_shm=True data.shuffle=False",
+    "qwen3_8b_gpg": f"{DYNAMIC} algorithm.adv_estimator=gpg {ACTOR}.policy_loss.loss_mode=gpg "
+    f"{ACTOR}.use_kl_loss=False",
+    "qwen3_8b_cispo": f"{DYNAMIC} {ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=10",
+    "qwen3_8b_gmpo": f"{DYNAMIC} {ACTOR}.policy_loss.loss_mode=geo_mean",
+    "qwen3_8b_rloo": f"{DYNAMIC} algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True",
+    "mistral_skywork": f"{ACTOR}.ppo_micro_batch_size_per_gpu=10 {ROLLOUT}.tensor_model_parallel_size=4 "
+    "reward.num_workers=8 reward.reward_model.enable=True reward.reward_model.model_path=Skywork/Reward "
+    "reward.reward_model.rollout.name=vllm data.train_files={unscored} data.val_files={unscored}",
+    "qwen2-7b_ppo": f"{CRITIC} {DYNAMIC} {ROLLOUT}.n=1 {ACTOR}.use_kl_loss=False",
+    "qwen3_8b_ppo_with_the_ignored_ulysses_of_the_critic": f"{CRITIC} {ROLLOUT}.n=1 "
+    "critic.ulysses_sequence_parallel_size=2 critic.use_dynamic_bsz=True",
+    "qwen2-7b_sp2": f"{DYNAMIC} {ACTOR}.ulysses_sequence_parallel_size=2 {REF}.ulysses_sequence_parallel_size=2",
+    "qwen2_5_vl-7b": f"{MODEL}.path={{models}}/qwen3_vl {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2 "
+    f"{MODEL}.override_config.attn_implementation=sdpa data.image_key=images {ROLLOUT}.enable_chunked_prefill=False",
+    "fsdp2_offload": f"{ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2 {ACTOR}.fsdp_config.offload_policy=True",
+    "two_nodes": "trainer.nnodes=2 trainer.n_gpus_per_node=16",
+    "npu_profiler": f"{ACTOR}.profiler.enable=True {ACTOR}.profiler.ranks=[0] global_profiler.steps=[1]",
+    "separate_async": SEPARATE,
+    # Unusual, and stock verl trains
+    "budget_below_the_longest_possible_sequence": f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=1200",
+    "numbers_for_booleans": f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
+    "floats_for_counts": f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=24576.0",
+    "an_agent_loop_that_scores": "data.train_files={unscored} data.val_files={unscored}",
+    "a_reward_file_in_latin_1": "reward.custom_reward_function.path={latin1} reward.custom_reward_function.name=score",
+    "a_reward_function_made_by_globals": "reward.custom_reward_function.path={made} "
+    "reward.custom_reward_function.name=score",
+    "a_reward_module": "reward.custom_reward_function.path=pkg://my.rewards",
+    "a_loss_and_an_estimator_of_the_users": f"{MODEL}.external_lib=my_lib algorithm.adv_estimator=mine "
+    f"{ACTOR}.policy_loss.loss_mode=mine",
+    "a_logger_that_is_not_installed": "trainer.logger=[console,clearml]",
+    "a_trainer_of_the_users": "trainer.v1.trainer_mode=mine",
+    "a_rollout_engine_of_a_plugin": f"{ROLLOUT}.name=mine",
+    "data_elsewhere": "data.train_files=hdfs://cluster/rows.parquet data.val_files=s3://bucket/rows.parquet",
+    "data_by_pattern": "data.train_files=/no/such/folder/*.parquet",
+    "data_of_a_class_of_the_users": "data.custom_cls.path={made} data.custom_cls.name=Rows data.train_files=nowhere",
+    "no_validation_files": "data.val_files=[]",
+    "a_hub_model": f"{MODEL}.path=somebody/model",
+    "a_model_on_hdfs": f"{MODEL}.path=hdfs://cluster/model",
+    "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
+    "an_architecture_of_an_external_lib": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib",
+    "micro_batch_size_unused_under_dynamic_bsz": f"{DYNAMIC} {ACTOR}.ppo_micro_batch_size_per_gpu=0",
+    "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
+    "a_flag_of_another_engine": f"{ACTOR}.megatron.context_parallel_size=2",
+    "eager_attention_is_replaced": f"{MODEL}.override_config.attn_implementation=eager",
+    "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
+    "mtp_of_the_reference_policy_alone": f"{REF}.use_kl_loss=True",
+    "compiled": f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2",
+    "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
+    "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, models: Path, data_file: Path) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "latin1.py").write_bytes("# coding: latin-1\ndef score(**row): return 'é'\n".encode("latin-1"))
+    (folder / "made.py").write_text("globals()['score'] = lambda **row: 0.0\n")
+    (folder / "broken.parquet").write_text("no parquet")
+    (folder / "empty").mkdir()
+    (folder / "own").mkdir()
+    (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
+    save_data(folder / "unscored.parquet", data_source=None, reward_model=None)
+    save_data(folder / "question.parquet", prompt=None, question=["a"] * 8)
+    return {
+        "checkpoint": str(checkpoint),
+        "models": str(models),
+        "data": str(data_file),
+        "folder": str(folder),
+        "latin1": str(folder / "latin1.py"),
+        "made": str(folder / "made.py"),
+        "unscored": str(folder / "unscored.parquet"),
+        "own": str(folder / "own"),
+    }
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """This machine has so many GPUs, and every package that is asked for."""
+
+    def have(count: int, installed: bool = True) -> None:
+        for module in (preflight, rules):
+            monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+        monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: count)
+        if installed:
+            monkeypatch.setattr(preflight, "version", lambda package: "1.0")
+
+    return have
+
+
+@pytest.fixture
+def config_of(make_config, places) -> Callable[..., DictConfig]:
+    def make(overrides: str, mode: Mode = Mode.PACKED) -> DictConfig:
+        return make_config(mode, parse(overrides.format(**places)))
+
+    return make
+
+
+def errors(config: DictConfig) -> list[Issue]:
+    return [issue for issue in preflight.preflight(config) if not issue.is_warning]
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, monkeypatch) -> None:
+    on_gpus(32 if name == "two_nodes" else 8)
+    # verl's own validation would load the user's losses and vLLM; it speaks for itself.
+    monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
+    monkeypatch.setattr(rules, "compiler_obstacle", lambda device: "")
+    assert errors(config_of(FSDP_EXAMPLE + WORKING[name])) == []
+    assert len(WORKING) >= 30
+
+
+COUNT = "is not a positive integer"
+REFUSED: list[tuple[str, str, str, str]] = [
+    # overrides, key that is named, part of the cause, part of the fix
+    (f"{ROLLOUT}.n=0", f"{ROLLOUT}.n", COUNT, f"{ROLLOUT}.n=<positive integer>"),
+    (f"{ROLLOUT}.n=four", f"{ROLLOUT}.n", COUNT, ""),
+    (f"{ROLLOUT}.n=1.5", f"{ROLLOUT}.n", COUNT, ""),
+    ("data.max_prompt_length=1k", "data.max_prompt_length", COUNT, ""),
+    ("trainer.nnodes=two", "trainer.nnodes", COUNT, ""),
+    (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", f"{ACTOR}.ppo_micro_batch_size_per_gpu", COUNT, ""),
+    (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=0",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+        COUNT,
+        "",
+    ),
+    (f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=16k", f"{ACTOR}.ppo_max_token_len_per_gpu", COUNT, ""),
+    (f"{MODEL}.lora_rank=abc", f"{MODEL}.lora_rank", "0 is no adapter", f"{MODEL}.lora_rank=0"),
+    ("trainer.n_gpus_per_node=4 ray_kwargs.ray_init.num_gpus=null", "trainer.n_gpus_per_node", "and 1 are there", "=1"),
+    (
+        "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6 "
+        f"{ACTOR}.ppo_mini_batch_size=6 {ROLLOUT}.n=5",
+        f"{ACTOR}.ppo_mini_batch_size",
+        "does not divide into 8 data-parallel ranks",
+        f"{ACTOR}.ppo_mini_batch_size=8, or {ROLLOUT}.n=8",
+    ),
+    (
+        "trainer.n_gpus_per_node=3 ray_kwargs.ray_init.num_gpus=3 data.train_batch_size=6 "
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{ACTOR}.ulysses_sequence_parallel_size",
+        "it does not divide them",
+        f"{ACTOR}.ulysses_sequence_parallel_size=1",
+    ),
+    (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size", "takes 2 GPUs", "=1"),
+    (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name", "vllm is not installed", "pip install 'verl[vllm]'"),
+    ("data.train_files=no_such.parquet", "data.train_files", "does not exist", "data.train_files="),
+    ("data.val_files=[{data},{folder}/gone.parquet]", "data.val_files", "does not exist", ""),
+    ("data.train_files={folder}/broken.parquet", "data.train_files", "cannot be read as parquet", ""),
+    ("data.prompt_key=question", "data.prompt_key", "has no column 'question'; it has prompt", "prompt_key=prompt"),
+    ("reward.custom_reward_function.path=/gone.py", "reward.custom_reward_function.path", "no such file", "=<file>"),
+    (f"{MODEL}.path=/no/such/model", f"{MODEL}.path", "no such folder", "save_pretrained"),
+    (f"{MODEL}.path={{folder}}/empty", f"{MODEL}.path", "has no config.json", ""),
+    (f"{MODEL}.path={{own}}", f"{MODEL}.path", "cannot read its config.json", "trust_remote_code=True"),
+    (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.use_prefix_grouper", "is not a boolean", "=True or False"),
+    (f"{MODEL}.use_remove_padding=packed", f"{MODEL}.use_remove_padding", "is not a boolean", ""),
+    ("prefix_grouper=fast", "prefix_grouper", "is not a section of options", ""),
+    ("prefix_grouper.attention_kernel=flash", "prefix_grouper.attention_kernel", "the values are auto, ", "=auto"),
+    (
+        "prefix_grouper.verfy=first",
+        "prefix_grouper.verfy",
+        "there is no such option",
+        "did you mean ++prefix_grouper.veri",
+    ),
+    ("prefix_grouper.attention_kernel=flash_attn_2", "prefix_grouper.attention_kernel", "needs a cuda device", "=auto"),
+    (f"{ACTOR}.fsdp_config._target_=no.such.Class", f"{ACTOR}.fsdp_config._target_", "cannot be imported", "++"),
+    (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", f"{ACTOR}.fsdp_config._target_", "", "++"),
+    (f"{REF}.fsdp_config.use_prefix_grouper=False", f"{REF}.fsdp_config.use_prefix_grouper", "must follow", "=True"),
+    (f"{ACTOR}.strategy=megatron {REF}.strategy=fsdp", f"{ACTOR}.strategy", "verl's FSDP engine", "model_engine=dp"),
+    ("distillation.enabled=True", "distillation.enabled", "teacher log-probs follow", "=False"),
+    (f"{ACTOR}.qat.enable=True", f"{ACTOR}.qat.enable", "quantization-aware training", "=False"),
+    (f"{ACTOR}.loss_agg_mode=mean", "", "Invalid loss_agg_mode: mean", "change what it names"),
+    (f"{ACTOR}.fsdp_config.no_such_field=1", "", "no_such_field", ""),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "why", "fix"), REFUSED, ids=[row[0][:60] for row in REFUSED])
+def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(
+    overrides: str, key: str, why: str, fix: str, config_of, monkeypatch
+) -> None:
+    if "num_gpus=null" in overrides:
+        monkeypatch.setattr(preflight, "get_device_name", lambda: "cuda")
+        monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
+    (issue,) = errors(config_of(overrides))
+    assert issue.key == key
+    assert why in issue.why
+    assert fix in issue.fix
+
+
+def test_all_errors_are_listed_at_once_and_warnings_are_logged(config_of, caplog) -> None:
+    with pytest.raises(ConfigError, match="3 problems in the configuration") as raised:
+        check(config_of(f"{ACTOR}.qat.enable=True distillation.enabled=True prefix_grouper.console=full"))
+    assert "1. " in str(raised.value)
+    check(config_of(f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=900"))
+    assert f"{ACTOR}.ppo_max_token_len_per_gpu=900: holds 900 tokens, and a sequence may have 1024" in caplog.text
+
+
+def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(config_of) -> None:
+    elsewhere = f"{ROLLOUT}.name=vllm data.train_files=/there.parquet prefix_grouper.attention_kernel=flash_attn_4 "
+    assert len(errors(config_of(elsewhere))) == 3
+    found = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
+    assert [issue.is_warning for issue in found] == [True] * 3
+
+
+@pytest.mark.parametrize(("there", "wanted", "fix"), [(4, 4, None), (3, 4, "=3"), (0, 4, "run where nvidia-smi lists")])
+def test_gpus_that_are_asked_for_and_not_there(there: int, wanted: int, fix: str | None, config_of, on_gpus) -> None:
+    on_gpus(there)
+    config = config_of(f"ray_kwargs.ray_init.num_gpus=null trainer.n_gpus_per_node={wanted}")
+    assert [issue.fix[-len(fix or "") :] == fix or issue.fix.startswith(fix or "") for issue in errors(config)] == (
+        [True] if fix else []
+    )
+
+
+def test_gpus_of_a_rollout_of_its_own_count(config_of, on_gpus) -> None:
+    on_gpus(7)
+    (issue,) = errors(config_of(FSDP_EXAMPLE + SEPARATE))
+    assert "8 GPUs are asked for, and 7 are there" in issue.why
+    assert issue.fix == "trainer.n_gpus_per_node=3"
+
+
+def test_a_setting_that_follows_another_one_is_not_said_twice(config_of) -> None:
+    """verl's own config lets the reference policy follow the actor."""
+    (issue,) = errors(config_of(f"{ACTOR}.ulysses_sequence_parallel_size=3"))
+    assert issue.key == f"{ACTOR}.ulysses_sequence_parallel_size"

@@ -1,0 +1,157 @@
+"""Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, carrying, carrying_engine, split_groups
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    clone,
+    full_gradients,
+    make_engine,
+    response_values,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
+from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def engine(qwen3: str, process_group: None) -> Any:
+    return carrying_engine(qwen3)
+
+
+def batch_of(case: str) -> TensorDict:
+    samples, budget = CASES[case]
+    return make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
+
+
+def update_outputs(engine: Any, batch: TensorDict) -> Result:
+    """Outputs of the update itself, where the parts run in reverse order."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        data = clone(batch)
+        tu.assign_non_tensor(data, return_model_output=True)
+        output = engine.forward_backward_batch(data, actor_loss())
+        gradients = full_gradients(engine.module)
+    outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
+    return Result(outputs, gradients, sum(output["loss"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: str) -> None:
+    batch = batch_of(case)
+    expected = run_reference(qwen3, batch, actor_loss())
+    for forward_only in (True, False):
+        assert split_groups(engine, batch, forward_only), "the case is about split groups"
+    assert_same(run_engine(engine, batch, actor_loss()), expected)
+    assert_same(update_outputs(engine, batch), expected)
+
+
+def test_carried_rows_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
+    engine = carrying_engine(qwen3, CacheWeights(1.0, 0.5))
+    batch = make_batch(MIXED, max_token_len_per_gpu=64)
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+
+
+def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: Any) -> None:
+    batch = make_batch(MIXED, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+
+
+@pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
+def test_a_number_of_sequences_bounds_the_memory_of_what_is_carried_too(qwen3: str, owed: float, carries: bool) -> None:
+    engine = carrying_engine(qwen3, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
+    batch = make_batch(ONE_GROUP, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    assert bool(split_groups(engine, batch, forward_only=False)) == carries
+
+
+def test_a_part_that_begins_with_a_duplicate_reads_no_more_than_it_shares(qwen3: str, engine: Any) -> None:
+    batch = make_batch(DUPLICATES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+
+
+def test_two_updates_of_one_batch_give_the_same_bits(engine: Any) -> None:
+    first, second = (update_outputs(engine, batch_of("a_trie_of_three_levels")) for _ in range(2))
+    assert all(torch.equal(gradient, second.gradients[name]) for name, gradient in first.gradients.items())
+
+
+def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> None:
+    batch = batch_of("one_group_of_8")
+    rows = {}
+    for carry in ("auto", "never"):
+        of = engine if carry == "auto" else make_engine(qwen3, packed=True, engine={"carry": carry})
+        with of.train_mode():
+            of.optimizer_zero_grad()
+            metrics = of.forward_backward_batch(clone(batch), actor_loss())["metrics"]
+        (rows[carry],) = metrics["prefix_grouper/physical_tokens"]
+    assert rows["auto"] == 19 + sum(len(sample.response) for sample in ONE_GROUP)
+    assert rows["never"] > rows["auto"] + 19
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_a_gradient_that_is_not_handed_back_is_noticed_here(
+    qwen3: str, engine: Any, outputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without pending gradients the case above is far off."""
+    pop = PrefixCache.pop
+
+    def forgetful(self: PrefixCache, keep: int) -> list:
+        blocks = pop(self, keep)
+        for block in blocks:
+            for place, pending in block.pending.items():
+                if (place == OUTPUTS) == outputs:
+                    pending.zero_()
+        return blocks
+
+    monkeypatch.setattr(PrefixCache, "pop", forgetful)
+    batch = batch_of("a_trie_of_three_levels")
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, actor_loss()))
+
+
+OPTIONS: dict[str, dict] = {
+    "attention is recomputed": {"engine": {"activations": "inputs"}},
+    "no checkpointing": {"model": {"enable_gradient_checkpointing": False}},
+    "padding and the head in chunks": {
+        "engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}
+    },
+    "every micro-batch is reduced": {
+        "engine": {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
+    },
+    "every micro-batch is verified": {"engine": {"verify": "every_1"}},
+    "entropy is checkpointed": {"engine": {"entropy_checkpointing": True, "logits_chunk_size": 0}},
+    "compiled layers": {"engine": {"compile_layers": True}},
+    "fused kernels": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_carried_groups_stay_exact_with(qwen3: str, option: str) -> None:
+    batch = make_batch(MIXED, max_token_len_per_gpu=56)
+    engine = carrying_engine(qwen3, **OPTIONS[option])
+    with carrying(engine):
+        result = run_engine(engine, batch, actor_loss())
+    assert_same(result, run_reference(qwen3, batch, actor_loss()))

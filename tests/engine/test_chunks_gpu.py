@@ -1,0 +1,123 @@
+"""Carried groups on a GPU: rounding no worse than that of the whole group, under both of verl's FSDP strategies."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl_pg_plugin.engine.saved_attention import SavedAttention
+
+from tests.engine.carried_cases import carrying, carrying_engine
+from tests.engine.test_gpu import BF16, SIZES
+from tests.precision import SMOOTH_LOSS, errors, pooled
+from tests.support import actor_loss, full_gradients, group, make_engine, run_engine, run_reference, save_tiny_model
+from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+
+FACTOR = 1.05
+LOSS = SMOOTH_LOSS
+OPTIONS: dict[str, dict] = {
+    "fsdp2": {"engine": BF16},
+    "fsdp": {"engine": BF16, "strategy": "fsdp"},
+    "compiled layers": {"engine": {**BF16, "compile_layers": True}},
+    "activation offload": {"engine": BF16, "model": {"enable_activation_offload": True}},
+    "head in chunks": {"engine": {**BF16, "logits_chunk_size": 16}},
+}
+
+
+def batch_of(seed: int, budget: int) -> TensorDict:
+    samples = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], seed), *group(150, [100, 40, 77, 90], seed + 10)]
+    return make_batch(samples, max_token_len_per_gpu=budget)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
+
+
+# What an owner is owed fits its micro-batch only if attention is computed again in its backward.
+OWED_MUCH = CacheWeights(carried=0.2, published=0.5, recomputing=0.5)
+
+
+@pytest.mark.parametrize("option", ["fsdp2", "fsdp", "compiled layers", "head in chunks"])
+def test_an_owner_that_computes_attention_again_gives_the_gradient_of_one_that_keeps_it(
+    qwen3: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    engine = carrying_engine(qwen3, OWED_MUCH, **OPTIONS[option])
+    dropped, calls = SavedAttention.dropped, []
+    gradients = []
+    for drop in (lambda self: calls.append(self) or dropped(self), lambda self: nullcontext()):
+        monkeypatch.setattr(SavedAttention, "dropped", drop)
+        with engine.train_mode(), carrying(engine):
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
+            gradients.append(full_gradients(engine.module))
+    assert calls, "no owner computed attention again"
+    again, kept = gradients
+    assert all(torch.equal(gradient, kept[name]) for name, gradient in again.items())
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_error_of_carried_groups_is_that_of_whole_groups(qwen3: str, option: str) -> None:
+    whole = make_engine(qwen3, packed=True, **OPTIONS[option])
+    carried = carrying_engine(qwen3, **OPTIONS[option])
+    found: dict[str, list[dict[str, float]]] = {"whole": [], "carried": []}
+    for seed in (1, 2, 3):
+        reference = run_reference(qwen3, batch_of(seed, 4096), actor_loss(**LOSS))
+        found["whole"].append(errors(run_engine(whole, batch_of(seed, 4096), actor_loss(**LOSS)), reference))
+        found["carried"].append(errors(run_engine(carried, batch_of(seed, 480), actor_loss(**LOSS)), reference))
+    expected = pooled(found["whole"])
+    worse = {name: error / expected[name] for name, error in pooled(found["carried"]).items()}
+    assert max(worse.values()) <= FACTOR, worse
+
+
+def test_two_updates_give_the_same_bits(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    engine = carrying_engine(qwen3, engine=BF16)
+    gradients = []
+    for _ in range(2):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
+            gradients.append(full_gradients(engine.module))
+    first, second = gradients
+    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
+
+
+def test_nothing_of_a_chain_stays_allocated(qwen3: str) -> None:
+    engine = carrying_engine(qwen3, engine=BF16)
+    allocated = []
+    for _ in range(3):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
+            engine.optimizer_zero_grad()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[1] == allocated[2]
+
+
+def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, **SIZES)
+    engine = make_engine(path, packed=True, engine=BF16)
+
+    def peak(responses: int) -> float:
+        with engine.train_mode():
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                engine.optimizer_zero_grad()
+                metrics = engine.forward_backward_batch(
+                    make_batch(group(2048, [256] * responses, 1), max_token_len_per_gpu=4096), actor_loss(**LOSS)
+                )["metrics"]
+        assert metrics["prefix_grouper/chains"] == [1.0]
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(64) < 1.1 * peak(16)

@@ -1,0 +1,128 @@
+"""Ranks with different numbers of oversized groups export together, and Ulysses ranks carry their own heads."""
+
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import _init_utils
+from verl.utils import tensordict_utils as tu
+
+from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying, carrying_engine, trie
+from tests.engine.ranks import on_ranks
+from tests.support import Result, actor_loss, assert_same, clone, group, run_engine, run_reference, save_tiny_model
+from verl_pg_plugin.synthetic import make_batch
+
+TRIE, SECOND = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
+SAMPLES = [*ONE_GROUP, *TRIE, *group(6, [7, 1], 3), *group(9, [4, 4], 2), *SECOND]
+ONE, OF_TRIE, SMALL, TWO = (
+    list(range(start, stop)) for start, stop in ((0, 8), (8, 8 + len(TRIE)), (36, 40), (40, len(SAMPLES)))
+)
+SMALL_GROUPS = [*group(6, [7, 1], 3), *group(9, [4, 4], 2), *group(5, [9, 8], 5), *group(7, [3, 6], 6)]
+BUDGET = CASES["small_groups_beside_large_ones"][1]
+SPLITS = {
+    "two against none": ([*ONE, *OF_TRIE], [*SMALL, *TWO[:3]]),
+    "two against one": ([*ONE, *OF_TRIE], [*SMALL, *TWO]),
+    "one against two in fewer micro-batches": (ONE, [*OF_TRIE, *SMALL, *TWO]),
+}
+"""Samples of the two ranks, by the number of groups that exceed a micro-batch on each."""
+STRATEGIES = {"fsdp2": list(SPLITS), "fsdp": ["two against one"]}
+RUNS = [(strategy, split) for strategy, splits in STRATEGIES.items() for split in splits]
+OTHER_SMALL_GROUPS = [*group(8, [2, 9], 31), *group(4, [5, 5], 32), *group(7, [6, 3], 33), *group(5, [8, 4], 34)]
+FOUR_RANKS = [[*ONE_GROUP, *TRIE], SMALL_GROUPS, SECOND, OTHER_SMALL_GROUPS]
+"""Samples of four ranks with two, no, one and no groups that exceed a micro-batch."""
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+def used(split: str) -> list[int]:
+    return sorted(row for rows in SPLITS[split] for row in rows)
+
+
+def run_splits(rank: int, path: str) -> dict[tuple[str, str], Result]:
+    """Results of every split."""
+    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+    _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    engines = {
+        "fsdp2": carrying_engine(path),
+        "fsdp": carrying_engine(path, strategy="fsdp", engine={"use_orig_params": True}),
+    }
+    results = {}
+    for strategy, split in RUNS:
+        engine, rows = engines[strategy], SPLITS[split]
+        batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
+        local = tu.index_select_tensor_dict(batch, [used(split).index(row) for row in rows[rank]])
+        with carrying(engine):
+            results[strategy, split] = run_engine(engine, clone(local), actor_loss())
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(qwen3: str) -> list[dict[tuple[str, str], Result]]:
+    return on_ranks(2, run_splits, qwen3)
+
+
+@pytest.mark.parametrize(("strategy", "split"), RUNS)
+def test_ranks_with_unequal_numbers_of_oversized_groups_are_exact(
+    qwen3: str, results: list[dict[tuple[str, str], Result]], strategy: str, split: str
+) -> None:
+    batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
+    expected = run_reference(qwen3, batch, actor_loss())
+    for rank, rows in enumerate(SPLITS[split]):
+        mine = [used(split).index(row) for row in rows]
+        outputs = {name: [values[i] for i in mine] for name, values in expected.outputs.items()}
+        assert_same(results[rank][strategy, split], Result(outputs, expected.gradients))
+
+
+def rows_of_rank(rank: int) -> list[int]:
+    start = sum(map(len, FOUR_RANKS[:rank]))
+    return list(range(start, start + len(FOUR_RANKS[rank])))
+
+
+def run_one_of_four(rank: int, path: str) -> Result:
+    engine = carrying_engine(path)
+    batch = make_batch([sample for samples in FOUR_RANKS for sample in samples], max_token_len_per_gpu=56)
+    with carrying(engine):
+        return run_engine(engine, clone(tu.index_select_tensor_dict(batch, rows_of_rank(rank))), actor_loss())
+
+
+@pytest.mark.slow
+def test_four_ranks_with_unequal_numbers_of_oversized_groups_are_exact(qwen3: str) -> None:
+    batch = make_batch([sample for samples in FOUR_RANKS for sample in samples])
+    expected = run_reference(qwen3, batch, actor_loss())
+    for rank, result in enumerate(on_ranks(4, run_one_of_four, qwen3)):
+        outputs = {name: [values[i] for i in rows_of_rank(rank)] for name, values in expected.outputs.items()}
+        assert_same(result, Result(outputs, expected.gradients))
+
+
+def run_ulysses(rank: int, path: str, sp_size: int) -> Any:
+    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": sp_size})
+    with carrying(engine):
+        return run_engine(engine, make_batch(MIXED, max_token_len_per_gpu=BUDGET // sp_size), actor_loss())
+
+
+@pytest.mark.parametrize("sp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ulysses_ranks_carry_the_keys_of_their_heads(qwen3: str, sp_size: int) -> None:
+    expected = run_reference(qwen3, make_batch(MIXED), actor_loss())
+    for result in on_ranks(sp_size, run_ulysses, qwen3, sp_size):
+        assert_same(result, expected)
+
+
+def run_hybrid(rank: int, path: str, split: str) -> tuple[list[int], Result]:
+    """Two data-parallel ranks of two sequence-parallel ones each, weights sharded over two and replicated twice."""
+    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "fsdp_size": 2})
+    mine = [used(split).index(row) for row in SPLITS[split][engine.get_data_parallel_rank()]]
+    batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=28)
+    with carrying(engine):
+        return mine, run_engine(engine, clone(tu.index_select_tensor_dict(batch, mine)), actor_loss())
+
+
+@pytest.mark.slow
+def test_sequence_and_data_parallel_ranks_carry_together(qwen3: str) -> None:
+    split = "two against one"
+    batch = make_batch([SAMPLES[row] for row in used(split)])
+    expected = run_reference(qwen3, batch, actor_loss())
+    for mine, result in on_ranks(4, run_hybrid, qwen3, split):
+        outputs = {name: [values[i] for i in mine] for name, values in expected.outputs.items()}
+        assert_same(result, Result(outputs, expected.gradients))

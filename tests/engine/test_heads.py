@@ -1,0 +1,161 @@
+"""The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional as verl_F
+
+from tests.architectures.tiny_configs import tiny_config
+from tests.engine.ranks import on_ranks
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    group,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.architectures import skeleton
+from verl_pg_plugin.engine import heads
+from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head
+from verl_pg_plugin.synthetic import make_batch
+
+SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
+SETTINGS = {"temperature": 0.7, "calculate_sum_pi_squared": True}
+
+
+def run_on_rank(rank: int, path: str) -> Result:
+    engine = make_engine(path, packed=True, engine={"logits_chunk_size": 4})
+    batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **SETTINGS), [2 * rank, 2 * rank + 1])
+    return run_engine(engine, batch, actor_loss())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+def test_two_ranks_with_temperature_and_all_outputs(tmp_path: Path, tied: bool) -> None:
+    path = save_tiny_model(tmp_path, tie_word_embeddings=tied)
+    reference = run_reference(path, make_batch(SAMPLES, **SETTINGS), actor_loss())
+    for rank, result in enumerate(on_ranks(2, run_on_rank, path)):
+        outputs = {name: rows[2 * rank : 2 * rank + 2] for name, rows in reference.outputs.items()}
+        assert_same(result, Result(outputs, reference.gradients))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden"])
+def test_what_is_frozen_costs_no_gradient_and_the_rest_gets_its_own(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(6, 11), torch.randn(1, 10, 6)
+    leaves = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != frozen)
+    request = LogProbRequest(torch.arange(10), 0.7, True, False, verl_F.entropy_from_logits)
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    whole = request.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
+    expected = torch.autograd.grad(whole.square().sum(), wanted)
+    chunked = LogProbHead(head, 3)
+    assert chunked.takes(request)
+    add_product = heads._add_product
+    products: list[torch.Tensor] = []
+    monkeypatch.setattr(heads, "_add_product", lambda *args: (products.append(args[0]), add_product(*args)))
+    found = torch.autograd.grad(head(hidden).square().sum(), wanted)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(products) == (0 if frozen == "weight" else 4), "one for each chunk"
+
+
+def test_it_steps_aside_with_a_warning_where_adapters_are_on_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)))
+    assert install_chunked_head(model, 4) is None
+    assert "the head is a torch.nn.modules.container.Sequential" in caplog.text
+
+
+def test_it_steps_aside_with_a_warning_where_logits_are_capped_behind_the_head(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert install_chunked_head(skeleton(tiny_config("gemma2")), 4) is None
+    assert "Gemma2ForCausalLM changes what its head puts out" in caplog.text
+    assert install_chunked_head(skeleton(tiny_config("gemma2", final_logit_softcapping=None)), 4) is not None
+
+
+def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
+    """Added in bf16, the parts of 512 chunks would leave an error of several roundings, and not of one."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(8, 16).to(torch.bfloat16)
+    hidden = torch.rand(1, 512, 8, generator=generator).to(torch.bfloat16)
+    request = LogProbRequest(torch.zeros(512, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
+    parameters = [head.weight, head.bias]
+    whole = request.outputs(torch.nn.functional.linear(hidden, *parameters).squeeze(0))
+    expected = torch.autograd.grad(whole.sum(), parameters)
+    assert LogProbHead(head, 1).takes(request)
+    found = torch.autograd.grad(head(hidden).sum(), parameters)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+        assert error <= 2**-7, "one step of bf16"
+
+
+def test_up_to_two_chunks_are_left_whole() -> None:
+    head = LogProbHead(torch.nn.Linear(2, 3), 4)
+    request = LogProbRequest(torch.zeros(8, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
+    assert not head.takes(request)
+    assert head.takes(replace(request, labels=torch.zeros(9, dtype=torch.int64)))
+
+
+def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
+    seen = []
+
+    def entropy(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return verl_F.entropy_from_logits(logits)
+
+    head = torch.nn.Linear(4, 11)
+    request = LogProbRequest(torch.arange(6), 1.0, True, False, entropy)
+    assert LogProbHead(head, 2).takes(request)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = head(torch.randn(1, 6, 4))
+    outputs.sum().backward()
+    assert seen == [torch.bfloat16] * 6, "three chunks, there and back"
+
+
+LOGITS = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+REQUEST = LogProbRequest(torch.arange(6), 1.0, False, False, verl_F.entropy_from_logits)
+
+
+def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, labels[:, None])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_one_temperature_divides_all_logits(temperature: float) -> None:
+    found = replace(REQUEST, temperature=temperature).outputs(LOGITS)
+    torch.testing.assert_close(found, log_probs(LOGITS / temperature, REQUEST.labels))
+
+
+def test_a_chunk_takes_the_temperatures_and_labels_of_its_own_rows() -> None:
+    temperature = torch.linspace(0.5, 2.0, 6)
+    request, rows = replace(REQUEST, temperature=temperature), slice(2, 5)
+    expected = log_probs(LOGITS[rows] / temperature[rows].double()[:, None], REQUEST.labels[rows])
+    torch.testing.assert_close(request.outputs(LOGITS[rows], rows), expected)
+    torch.testing.assert_close(request.outputs(LOGITS)[rows], expected)
+
+
+def test_outputs_of_bf16_logits_are_float32() -> None:
+    request = replace(REQUEST, with_entropy=True, with_sum_pi_squared=True)
+    outputs = request.outputs(LOGITS.bfloat16())
+    assert outputs.dtype == torch.float32
+    assert outputs.shape == (6, len(request.names))
+
+
+def test_a_request_is_done_in_one_forward_and_the_next_has_logits() -> None:
+    head = torch.nn.Linear(4, 11)
+    chunked = LogProbHead(head, chunk_size=2)
+    assert chunked.takes(REQUEST)
+    hidden = torch.randn(1, 6, 4)
+    assert head(hidden).shape == (1, 6, 1)
+    assert head(hidden).shape == (1, 6, 11)

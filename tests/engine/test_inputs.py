@@ -1,0 +1,107 @@
+"""Slices of packed rows: the ranks of a Ulysses group hold every row once, padding after the last."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from tests.engine.ranks import on_ranks
+from tests.layout.tries import batch_of
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.engine.inputs import ModelInputs, TokenShard, packed_inputs
+from verl_pg_plugin.modalities import TEXT
+
+
+def test_one_rank_holds_all_rows_and_padding() -> None:
+    shard = TokenShard(7)
+    assert shard.take(np.arange(5)).tolist() == [0, 1, 2, 3, 4, 0, 0]
+    assert shard.own(np.array([1, 4])).tolist() == [0, 1]
+    x = torch.ones(7, 2)
+    assert shard.gather(x) is x
+
+
+@given(num_rows=st.integers(1, 50), padding=st.integers(0, 50), data=st.data())
+def test_padding_changes_no_row(num_rows: int, padding: int, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, num_rows - 1), unique=True).map(sorted))
+    shard = TokenShard(num_rows + padding)
+    values = np.arange(1, num_rows + 1)
+    assert shard.take(values).tolist() == [*values.tolist(), *[0] * padding]
+    assert shard.own(np.array(rows, dtype=np.int64)).tolist() == list(range(len(rows)))
+
+
+def slices(rank: int) -> dict[int, tuple[list[int], list[int], float]]:
+    """Rows, head rows and the gradient through the gather of a few layouts."""
+    found = {}
+    for num_rows in (1, 2, 7, 8):
+        padded = num_rows + num_rows % 2
+        shard = TokenShard(padded, dist.group.WORLD)
+        head_index = np.flatnonzero(np.arange(num_rows) % 3 != 1)
+        x = torch.full((shard.num_tokens, 1), float(rank), requires_grad=True)
+        weights = torch.arange(1.0, padded + 1)
+        (shard.gather(x).squeeze(1) * weights).sum().backward()
+        assert x.grad is not None
+        found[num_rows] = (
+            shard.take(np.arange(1, num_rows + 1)).tolist(),
+            head_index[shard.own(head_index)].tolist(),
+            x.grad.sum().item(),
+        )
+    return found
+
+
+def test_two_ranks_hold_every_row_once() -> None:
+    first, second = on_ranks(2, slices)
+    for num_rows, (rows, head_index, gradient) in first.items():
+        others, other_head_rows, other_gradient = second[num_rows]
+        padding = num_rows % 2
+        assert rows + others == [*range(1, num_rows + 1), *[0] * padding]
+        assert head_index + other_head_rows == [row for row in range(num_rows) if row % 3 != 1]
+        # Each rank computes the whole loss; averaging over both must leave the gradient of one.
+        assert (gradient + other_gradient) / 2 == sum(range(1, num_rows + padding + 1))
+
+
+PROMPT = tuple(range(100, 112))
+LAYOUT = batch_of((PROMPT, (1, 2, 3)), (PROMPT, (4, 5))).layout()
+RANKS, PADDED = 3, 18
+BATCH = TensorDict({}, batch_size=2)
+
+
+@pytest.fixture
+def of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ModelInputs]:
+    """Rows of a group of three ranks, the first of which has no row with a label in a response."""
+    inputs: list[ModelInputs] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
+    for rank in range(RANKS):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        inputs.append(
+            packed_inputs(
+                LAYOUT, BATCH, select_kernel("sdpa", "cpu"), TEXT, torch.device("cpu"), runs_encoder=False,
+                token_multiple=PADDED, sp_group=object(),  # type: ignore[arg-type]
+            )
+        )
+    return inputs
+
+
+def test_slices_hold_every_token_once_and_padding_after_the_last(of_ranks: list[ModelInputs]) -> None:
+    padding = [0] * (PADDED - LAYOUT.num_tokens)
+    for name in ("input_ids", "position_ids"):
+        together = torch.cat([getattr(rows, name) for rows in of_ranks], dim=1)
+        assert together.tolist() == [[*getattr(LAYOUT, name).tolist(), *padding]]
+
+
+def test_every_label_is_computed_on_the_rank_that_holds_it(of_ranks: list[ModelInputs]) -> None:
+    heads = torch.cat([rows.input_ids[0, rows.head_columns] for rows in of_ranks[1:]])
+    labels = torch.cat([rows.labels for rows in of_ranks[1:]])
+    assert heads.tolist() == LAYOUT.input_ids[LAYOUT.head_index].tolist()
+    assert labels.tolist() == LAYOUT.labels[LAYOUT.head_index].tolist()
+    sequences = torch.cat([rows.label_sequence for rows in of_ranks[1:]])
+    assert sequences.tolist() == LAYOUT.head_sequence.tolist()
+
+
+def test_a_rank_without_labels_runs_the_head_on_a_token_that_nobody_reads(of_ranks: list[ModelInputs]) -> None:
+    """FSDP gathers the head's weight on all ranks or on none."""
+    first = of_ranks[0]
+    assert first.head_columns.tolist() == first.label_sequence.tolist() == [0]
+    assert first.labels.tolist() == [101]

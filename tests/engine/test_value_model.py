@@ -1,0 +1,120 @@
+"""The critic's values and gradients are those of every sequence computed alone."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verl.workers.engine import EngineRegistry
+from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithValueHead
+
+from tests.engine.test_exactness import CASES, MIXED
+from tests.engine.value_models import (
+    critic_batch,
+    critic_loss,
+    make_value_engine,
+    run_value_reference,
+    save_value_model,
+)
+from tests.models.models import save_qwen3
+from tests.support import assert_same, clone, run_engine, save_tiny_model
+from verl_pg_plugin.cli.patch_model import patch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+FIXED = {"use_remove_padding": False, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_value_model(tmp_path_factory.mktemp("value"))
+
+
+@pytest.fixture(scope="module")
+def packed(path: str, process_group: None) -> Any:
+    return make_value_engine(path)
+
+
+def test_verl_builds_our_engine_for_the_critic() -> None:
+    for strategy in ("fsdp", "fsdp2"):
+        assert EngineRegistry.get_engine_cls("value_model", strategy) is PrefixGrouperFSDPEngineWithValueHead
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, path: str, case: str) -> None:
+    batch = critic_batch(CASES[case])
+    assert_same(run_engine(packed, batch, critic_loss()), run_value_reference(path, batch))
+
+
+def test_a_critic_may_keep_its_layers(path: str) -> None:
+    engine = make_value_engine(path, options={"keep_activations": "all"})
+    assert engine.keeper.layers.num_layers > 0
+    batch = critic_batch(MIXED, max_token_len_per_gpu=36)
+    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))
+
+
+@pytest.mark.parametrize("budget", [36, 60])
+def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(packed: Any, path: str, budget: int) -> None:
+    batch = critic_batch(MIXED, max_token_len_per_gpu=budget)
+    assert_same(run_engine(packed, batch, critic_loss()), run_value_reference(path, batch))
+
+
+def test_padded_groups(path: str) -> None:
+    batch = critic_batch(MIXED, **FIXED)
+    assert_same(
+        run_engine(make_value_engine(path, padded=True), batch, critic_loss()), run_value_reference(path, batch)
+    )
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_other_architectures(model_type: str, tmp_path: Path) -> None:
+    path, batch = save_value_model(tmp_path, model_type), critic_batch(MIXED)
+    assert_same(run_engine(make_value_engine(path), batch, critic_loss()), run_value_reference(path, batch))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_value_class_that_the_checkpoint_brings_along(path: str, tmp_path: Path, padded: bool) -> None:
+    """``Qwen3ForValue`` reads a checkpoint of transformers' classifier."""
+    patched = tmp_path / "patched"
+    shutil.copytree(path, patched)
+    patch(patched)
+    batch = critic_batch(MIXED, **(FIXED if padded else {}))
+    engine = make_value_engine(str(patched), padded=padded, model={"trust_remote_code": True})
+    assert any(base.__name__ == "Qwen3ForValue" for base in type(engine.module).__mro__)
+    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))
+
+
+def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
+    """verl's critic usually starts from the actor's checkpoint."""
+    engine = make_value_engine(save_qwen3(tmp_path))
+    batch, losses = critic_batch(MIXED), []
+    for _ in range(4):
+        with engine.train_mode():
+            losses.append(sum(engine.train_batch(clone(batch), critic_loss())["loss"]))
+    assert losses[-1] < losses[0]
+
+
+def test_values_carry_the_metrics_of_the_mode(packed: Any) -> None:
+    with packed.train_mode():
+        metrics = packed.forward_backward_batch(critic_batch(MIXED), critic_loss())["metrics"]
+    assert metrics["prefix_grouper/dedup_ratio"][0] > 1
+    assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
+
+
+def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "olmo2")
+    with pytest.raises(ValueError, match=r"no token classifier for 'olmo2'.*critic\.model\.path"):
+        make_value_engine(path)
+
+
+def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(path: str, packed: Any) -> None:
+    """verl alone asks for flash-attn, which no CPU has."""
+    batch = critic_batch(MIXED[:3])
+    off = make_value_engine(path, sharing=False)
+    assert_same(run_engine(off, batch, critic_loss()), run_engine(packed, batch, critic_loss()))
+
+
+def test_verls_own_loader_is_put_back() -> None:
+    from verl.utils import model
+
+    assert model.load_valuehead_model.__module__ == "verl.utils.model"

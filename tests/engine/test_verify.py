@@ -1,0 +1,172 @@
+"""Verify mode compares the samples it should, as often as it should, and says what differs."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import transformers
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine import EngineRegistry
+
+from tests.engine.carried_cases import carrying_engine
+from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
+from tests.engine.verifying import ALWAYS, SAMPLES, break_layouts, infer, update, wrong_kv_row
+from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
+from verl_pg_plugin.engine.batch import Sequences
+from verl_pg_plugin.engine.verify import MismatchError
+from verl_pg_plugin.modalities import SHARING_OFF
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
+    engine = break_layouts(make_engine(qwen3, packed=True, engine={"verify": "first"}), wrong_kv_row)
+    batch = make_batch(SAMPLES)
+    tu.assign_non_tensor_stack(batch, "uid", [f"prompt-{i // 2}" for i in range(len(SAMPLES))])
+    with pytest.raises(MismatchError) as caught:
+        infer(engine, batch)
+    message = str(caught.value)
+    for part in (
+        r"^sample \d \(uid prompt-\d\) of the 7 in forward-only micro-batch 0",
+        r"of response token \d+ of \d+ is -?[\d.]+, and alone -?[\d.]+ \(error [\d.]+, tolerance [\d.e-]+",
+        r"2 layers, all through packed attention, torch\.float32, attention kernel sdpa",
+        r"use_prefix_grouper=False.*verify_tolerance",
+    ):
+        assert re.search(part, message), message
+
+
+def test_first_verifies_one_micro_batch_of_each_kind(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=120)
+    verified = [step(engine, batch)["prefix_grouper/verified_rows"] for step in (infer, update, infer, update)]
+    assert verified == [[2.0], [2.0], [0.0], [0.0]]
+
+
+def test_first_waits_for_a_micro_batch_that_shares_something(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
+    lone = make_batch(SAMPLES[6:])
+    verified = [infer(engine, batch)["prefix_grouper/verified_rows"][0] for batch in (lone, make_batch(SAMPLES), lone)]
+    assert verified == [0, 2, 0]
+
+
+def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
+    """They share rows, and no sequence attends to rows of another: a wrong key would go unseen."""
+    engine = break_layouts(make_engine(qwen3, packed=True, engine={"verify": "first"}), wrong_kv_row)
+    turns = make_batch([Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(4)])
+    assert [infer(engine, turns)["prefix_grouper/verified_rows"][0] for _ in range(2)] == [2, 0]
+    with pytest.raises(MismatchError):
+        infer(engine, make_batch(SAMPLES))
+
+
+def test_first_is_not_spent_on_the_owner_of_a_chain(qwen3: str) -> None:
+    """The owner of a prompt that fills a micro-batch reads no row but its own."""
+    engine = carrying_engine(qwen3, engine={"verify": "first"})
+    batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    verified = [infer(engine, batch)["prefix_grouper/verified_rows"][0] for _ in range(2)]
+    assert verified == [2, 0], "the owner, and the first part that reads what it left"
+
+
+def test_every_n_counts_micro_batches_across_mini_batches(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"verify": "every_3"})
+    batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)  # two micro-batches
+    assert [infer(engine, batch)["prefix_grouper/verified_rows"][0] for _ in range(6)] == [2, 2, 0, 2, 2, 0]
+
+
+def test_samples_take_turns_and_the_one_that_shares_most_comes_first(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(qwen3, packed=True, engine={**ALWAYS})
+    chosen: list[list[int]] = []
+    choose = engine.verifier.choose
+
+    def record(sequences: Sequences) -> list[int]:
+        rows = choose(sequences)
+        chosen.append((sequences.prompt_lengths + np.diff(sequences.offsets))[rows].tolist())
+        return rows
+
+    monkeypatch.setattr(engine.verifier, "choose", record)
+    fillers = [Sample([2] * 127, [2], mask=[0])] * 2
+    for _ in range(5):
+        infer(engine, make_batch([*SAMPLES, *fillers]))
+    sizes = [2 * len(s.prompt) + len(s.response) for s in [*SAMPLES, *fillers]]
+    assert chosen[0][0] == sizes[2], "the longest response of the longest shared prompt"
+    assert set(chosen[0]).isdisjoint(sizes[6:]), "no lone sample and no filler row"
+    assert {size for rows in chosen for size in rows} == set(sizes)
+
+
+def test_gradients_and_outputs_are_those_of_a_run_without(qwen3: str) -> None:
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=120)
+    engine = make_engine(qwen3, packed=True, engine=ALWAYS)
+    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+
+
+def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
+    broken = {"verify": "first"}
+    batch = make_batch(SAMPLES)
+    loose = break_layouts(make_engine(qwen3, packed=True, engine={**broken, "verify_tolerance": 10.0}), wrong_kv_row)
+    assert infer(loose, batch)["prefix_grouper/verify_max_error"][0] > 0.01
+    strict = make_engine(qwen3, packed=True, engine={**broken, "verify_tolerance": 1e-9})
+    with pytest.raises(MismatchError, match="tolerance 1e-09"):
+        infer(strict, batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": {"logits_chunk_size": 3}},
+        {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
+    ],
+    ids=str,
+)
+def test_other_options_are_verified_too(qwen3: str, options: dict) -> None:
+    options["engine"] = {**ALWAYS, **options.get("engine", {})}
+    engine = make_engine(qwen3, packed=True, **options)
+    batch = make_batch(SAMPLES, max_token_len_per_gpu=190)
+    assert infer(engine, batch)["prefix_grouper/verified_rows"][0] >= 2
+    assert update(engine, batch)["prefix_grouper/verify_max_error"][0] < 1e-4
+
+
+def test_a_critic_is_verified_by_its_values(tmp_path: Path) -> None:
+    path = save_value_model(tmp_path)
+    batch = critic_batch(SAMPLES)
+    value = {
+        "engine": {"verify": "first"},
+        "model": {"model_type": "value_model"},
+        "engine_cls": EngineRegistry.get_engine_cls("value_model", "fsdp2"),
+    }
+    engine = make_engine(path, packed=True, **value)
+    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))
+    broken = break_layouts(make_engine(path, packed=True, **value), wrong_kv_row)
+    with pytest.raises(MismatchError, match="values of response token"):
+        update(broken, batch, critic_loss())
+
+
+def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
+    monkeypatch.setattr(engine, "shared_model", replace(engine.shared_model, layers=Counter(attention=3)))
+    with pytest.raises(RuntimeError, match=f"ran in 2 of 3 layers.*{SHARING_OFF}"):
+        infer(engine, make_batch(SAMPLES))
+
+
+def test_dropout_is_refused_whether_verified_or_not(qwen3: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
+    for when in ("first", "off"):
+        with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*use_prefix_grouper=False"):
+            make_engine(qwen3, packed=True, engine={"verify": when}, model=lora)
+
+
+def test_the_padded_mode_is_refused(qwen3: str) -> None:
+    padded = {"engine": {"verify": "first", "use_dynamic_bsz": False}, "model": {"use_remove_padding": False}}
+    with pytest.raises(ValueError, match=r"use_remove_padding=True.*verify=off"):
+        make_engine(qwen3, packed=True, **padded)

@@ -1,0 +1,186 @@
+"""A batch whose images do not fit its tokens stops with its cause and its fix."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl_pg_plugin.engine.batch.sequences import BatchError, lay_out_packed, read_sequences
+
+from tests.modalities.image_cases import CAT, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
+from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
+from tests.support import actor_loss, clone, make_engine
+from verl_pg_plugin.modalities import Images
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_vision_model(tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def model(path: str) -> Any:
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def packed(path: str, process_group: None) -> Any:
+    return make_engine(path, packed=True)
+
+
+def with_inputs(row: int, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[TensorDict], None]:
+    def apply(batch: TensorDict) -> None:
+        rows = [dict(getattr(given, "data", given)) for given in batch["multi_modal_inputs"]]
+        rows[row] = change(rows[row])
+        tu.assign_non_tensor_stack(batch, "multi_modal_inputs", rows)
+
+    return apply
+
+
+def with_token(index: int, token: int) -> Callable[[TensorDict], None]:
+    def apply(batch: TensorDict) -> None:
+        batch["input_ids"].values()[index] = token
+
+    return apply
+
+
+def without(name: str) -> Callable[[TensorDict], None]:
+    return lambda batch: batch.pop(name)
+
+
+def in_one_plane(batch: TensorDict) -> None:
+    batch["position_ids"] = make_batch([shot.sample for shot in TWO_GROUPS])["position_ids"]
+
+
+BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
+    "no_pictures_for_placeholders": (without("multi_modal_inputs"), r"row 0 has 24 placeholders 90.*0 images need 0"),
+    "one_row_without_its_picture": (with_inputs(2, lambda given: {}), r"row 2 has 24 placeholders 90.*need 0"),
+    "a_sampled_placeholder": (with_token(-2, IMAGE), r"row 5 has 25 placeholders 90.*sampled the placeholder"),
+    "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"row 5 has 1 placeholders 91, its 0 videos"),
+    "a_placeholder_overwritten": (with_token(10, 5), r"row 0 has 23 placeholders 90.*need 24"),
+    "a_picture_in_two_pieces": (
+        lambda batch: (with_token(10, 5)(batch), with_token(28, IMAGE)(batch)),
+        "each in one piece",
+    ),
+    "fewer_pixels_than_the_grid": (
+        with_inputs(1, lambda given: {**given, "pixel_values": given["pixel_values"][:-4]}),
+        r"row 1: pixel_values has 92 patches, image_grid_thw ask for 96",
+    ),
+    "a_grid_that_makes_no_whole_tokens": (
+        with_inputs(0, lambda given: {**given, "image_grid_thw": torch.tensor([[1, 3, 3]])}),
+        "row 0: image_grid_thw of 3 x 3 patches do not make whole tokens",
+    ),
+    "a_grid_of_floats": (
+        with_inputs(0, lambda given: {**given, "image_grid_thw": given["image_grid_thw"].float()}),
+        "row 0: image_grid_thw must hold three positive integers",
+    ),
+    "pixels_without_a_grid": (
+        with_inputs(0, lambda given: {"pixel_values": given["pixel_values"]}),
+        "row 0: image_grid_thw must be a tensor of two dimensions, got NoneType",
+    ),
+    "pixels_in_another_form": (
+        with_inputs(0, lambda given: {**given, "pixel_values": torch.zeros(3, 64, 64)}),
+        r"row 0: pixel_values must be a tensor of two dimensions, got \(3, 64, 64\)",
+    ),
+    "an_output_that_the_model_does_not_take": (
+        with_inputs(3, lambda given: {**given, "image_bound": torch.zeros(1)}),
+        r"row 3: the processor returns image_bound, which.*use_prefix_grouper=False",
+    ),
+    "positions_in_one_plane": (
+        in_one_plane,
+        r"needs position_ids of shape \(4, 216\).*has position_ids of shape \(216,",
+    ),
+    "no_positions": (without("position_ids"), r"needs position_ids of shape \(4, 216\).*has no position_ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_error_names_the_cause(packed: Any, model: Any, case: str) -> None:
+    change, message = BAD[case]
+    batch = clone(image_batch(model, TWO_GROUPS))
+    change(batch)
+    with packed.train_mode(), pytest.raises(BatchError, match=message):
+        packed.forward_backward_batch(batch, actor_loss())
+
+
+def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, model: Any) -> None:
+    whole = Shot([SYSTEM, QUESTION], [[40], CAT])
+    batch = image_batch(model, [whole, whole])
+    ends = batch["input_ids"].offsets()[1:] - 1
+    rows = [row[:-1] for row in batch["input_ids"].unbind()]
+    assert (batch["input_ids"].values()[ends] == 93).all()
+    cut = make_batch([whole.sample] * 2)
+    cut["input_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    cut["position_ids"] = tu.nested_tensor_from_tensor_list(
+        [row[:, :-1] for row in batch["position_ids"].unbind()], ragged_idx=2
+    )
+    tu.assign_non_tensor_stack(cut, "multi_modal_inputs", [dict(whole.inputs)] * 2)
+    with packed.eval_mode(), pytest.raises(BatchError, match=r"row 0 ends in an image.*max_response_length"):
+        packed.infer_batch(cut)
+
+
+def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, model: Any) -> None:
+    """As batches of a text data set come, or those of verl's processor with nothing to process."""
+    batch = image_batch(model, TEXT_ALONE)
+    with packed.eval_mode():
+        want = packed.infer_batch(clone(batch))["model_output"]["log_probs"].values()
+        for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
+            got = packed.infer_batch(clone(batch).exclude(*drop))["model_output"]["log_probs"].values()
+            assert torch.equal(got, want)
+
+
+def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) -> None:
+    """torch then stores their four dimensions as the ragged axis, as it comes out of verl's transfer queue."""
+    samples = [TURNS[0], TURNS[2]]
+    batch = image_batch(model, samples)
+    rows = batch["position_ids"].unbind()
+    other = clone(batch)
+    other["position_ids"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    assert other["position_ids"].values().shape == (8, len(samples[0].tokens))
+    with packed.eval_mode():
+        want, got = (packed.infer_batch(data)["model_output"]["log_probs"].values() for data in (batch, other))
+    assert torch.equal(got, want)
+
+
+def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
+    """Equal tokens and images, and a video shown at another speed: Qwen2.5-VL's positions say so."""
+    modality = Images.of(config_of("qwen3_vl"))
+    batch = image_batch(model, TURNS[:2])
+    shared = lay_out_packed(read_sequences(batch, modality)).num_tokens
+    second = batch["position_ids"].offsets()[1]
+    batch["position_ids"].values()[1, second + 6 : second + 28] += 1
+    apart = lay_out_packed(read_sequences(batch, modality)).num_tokens
+    assert shared == len(TURNS[0].tokens) - 1 + 1
+    assert apart == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
+
+
+@pytest.mark.parametrize("name", ["pixels", "dtype", "kind"])
+def test_images_that_differ_in_anything_are_not_shared(model: Any, name: str) -> None:
+    batch = image_batch(model, TURNS[:2])
+    change = {
+        "pixels": lambda given: {**given, "pixel_values": _one_number_off(given["pixel_values"])},
+        "dtype": lambda given: {**given, "pixel_values": given["pixel_values"].double()},
+        "kind": _as_video,
+    }[name]
+    if name == "kind":
+        ids, (start, stop) = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
+        ids[start:stop][ids[start:stop] == IMAGE] = VIDEO
+    with_inputs(1, change)(batch)
+    layout = lay_out_packed(read_sequences(batch, Images.of(config_of("qwen3_vl"))))
+    assert layout.num_tokens == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
+
+
+def _one_number_off(pixels: torch.Tensor) -> torch.Tensor:
+    """In a place that the quick look does not see."""
+    changed = pixels.clone()
+    changed[40, 7] += 1e-6
+    return changed
+
+
+def _as_video(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"pixel_values_videos": given["pixel_values"], "video_grid_thw": given["image_grid_thw"]}

@@ -1,0 +1,57 @@
+"""Images on a GPU in bf16: as close to float32 as stock verl is, encoder and projector included.
+
+verl replaces forwards in the classes of such models for the whole process, so the stock engine runs last.
+"""
+
+import numpy as np
+import pytest
+import torch
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from tests.engine.test_gpu import BF16
+from tests.modalities.tiny_vision import Shot, Shown, image_batch, load, run_alone, save_vision_model, shots
+from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
+from tests.support import actor_loss, clone, make_engine, run_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8], "mrope_interleaved": True}
+SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "initializer_range": 0.05}
+TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, as flash-attn is compiled for everywhere
+LENGTHS = (60, 33, 90, 5, 71, 64, 20, 48)
+
+
+def words(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 60, count).tolist()
+
+
+def pictured_groups() -> list[Shot]:
+    """Eight responses behind two images, four behind another, and one prompt of text."""
+    cat, chart, dog = Shown((1, 16, 24), 1), Shown((1, 8, 8), 2), Shown((1, 16, 24), 3)
+    return [
+        *shots([words(60, 1), cat, words(40, 2), chart, words(9, 3)], *(words(n, n) for n in LENGTHS)),
+        *shots([words(60, 1), dog, words(20, 4)], *(words(n, 100 + n) for n in LENGTHS[:4])),
+        *shots([words(50, 5)], words(64, 200)),
+    ]
+
+
+def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = save_vision_model(
+        tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", encoder=TOWER, rope_parameters=ROPE, **SIZES
+    )
+    samples, loss = pictured_groups(), actor_loss(**SMOOTH_LOSS)
+    batch = image_batch(load(path), samples, max_token_len_per_gpu=1200)
+    reference = run_alone(path, samples, clone(batch), loss)
+    engines = [
+        make_engine(path, packed=True, engine={**BF16, "compile_layers": compiled}, model=FLASH)
+        for compiled in (False, True)
+    ]
+    found = [errors(run_engine(packed, batch, loss), reference) for packed in engines]
+    stock = make_engine(path, packed=False, engine=BF16, model=FLASH, engine_cls=FSDPEngineWithLMHead)
+    baseline = errors(run_engine(stock, batch, loss), reference)
+    for uncompiled_then_compiled in found:
+        assert_no_worse(uncompiled_then_compiled, baseline)

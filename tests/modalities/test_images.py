@@ -1,0 +1,96 @@
+"""Rows with images are shared, and give the numbers of every row alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from transformers import AutoConfig
+from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
+
+from tests.mixers.test_gated_delta_engine import NEARLY_CANCEL
+from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
+from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, run_alone, save_vision_model
+from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
+from verl_pg_plugin.modalities import Images
+from verl_pg_plugin.modalities.image_keys import _Contents
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
+
+
+@pytest.fixture(scope="module", params=[*KINDS[:2], HYBRID_KINDS[0], *LONG])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_vision_model(tmp_path_factory.mktemp(kind), kind)
+
+
+@pytest.fixture(scope="module")
+def packed(path: str, process_group: None) -> Any:
+    return make_engine(path, packed=True)
+
+
+@pytest.mark.parametrize("case", ["two_groups", "mixed", "turns", "film", "forks", "text"])
+def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
+    cases = {"two_groups": TWO_GROUPS, "mixed": MIXED, "turns": TURNS, "forks": FORKS, "text": TEXT_ALONE}
+    samples = film(kind) if case == "film" else cases[case]
+    batch = image_batch(load(path), samples)
+    want = run_alone(path, samples, clone(batch), actor_loss())
+    if case == "text":  # no rank has an image, so the vision encoder stays out
+        want = replace(want, gradients={name: g for name, g in want.gradients.items() if ".visual." not in name})
+    got = run_engine(packed, batch, actor_loss())
+    if kind not in HYBRID_KINDS:
+        return assert_same(got, want)
+    # Where sums nearly cancel, stock itself is as far from float64; tests/mixers hold these layers against that.
+    assert got.gradients.keys() == want.gradients.keys()
+    for nearly_cancel, tolerance in ((False, 2e-5), (True, 1e-4)):
+        names = [name for name in want.gradients if name.endswith(NEARLY_CANCEL) == nearly_cancel]
+        part, part_wanted = (Result(r.outputs, {n: r.gradients[n] for n in names}, r.loss) for r in (got, want))
+        assert_same(part, part_wanted, tolerance)
+
+
+@contextmanager
+def seen_by_the_tower(engine: Any) -> Iterator[list[int]]:
+    """Patches of each forward of the vision encoder."""
+    patches: list[int] = []
+    encoder = next(part for name, part in engine.module.named_modules() if name.endswith("visual"))
+    hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
+    yield patches
+    hook.remove()
+
+
+def test_each_image_goes_through_the_tower_once(packed: Any, path: str) -> None:
+    """Six samples of two images, 24 rows each; every sample has rows of its own behind its image."""
+    with packed.eval_mode(), seen_by_the_tower(packed) as patches:
+        metrics = packed.infer_batch(image_batch(load(path), TWO_GROUPS))["metrics"]
+    assert patches == [96 * 2]
+    assert metrics["prefix_grouper/patches"] == [96 * 2]
+    assert metrics["prefix_grouper/logical_patches"] == [96 * 6]
+
+
+def test_only_equal_images_share_rows(path: str) -> None:
+    modality = Images.of(AutoConfig.from_pretrained(path))
+    sequences = read_sequences(image_batch(load(path), TWO_GROUPS), modality)
+    layout = lay_out_packed(sequences)
+    of_a_group = (42, 38)  # by hand: rows of the first response, and what the others add
+    assert layout.num_tokens == sum(of_a_group) - len(SYSTEM)
+
+
+def test_images_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
+    """The control of this file: where placeholders alone are compared, it must fail."""
+    batch = image_batch(load(path), TWO_GROUPS)
+    want = run_alone(path, TWO_GROUPS, clone(batch), actor_loss())
+    with patch.object(_Contents, "number", lambda *args: 0):
+        wrong = run_engine(packed, batch, actor_loss())
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same(wrong, want)
+    pairs = zip(wrong.outputs["log_probs"], want.outputs["log_probs"], strict=True)
+    assert max(float((got - expected).abs().max()) for got, expected in pairs) > 0.3

@@ -1,1 +1,0 @@
-"""Sequences to micro-batches and ranks, by deduplicated cost and with groups whole."""

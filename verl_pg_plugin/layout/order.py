@@ -1,0 +1,85 @@
+"""Which tokens sequences share, so that one forward computes them once.
+
+The model's forward at position t of a sequence reads its tokens 0..t and predicts token t+1, so two sequences may share
+the position exactly when their tokens 0..t+1 are equal: a prefix tree keyed on (token, next token). Sequences therefore
+fork one token before they differ, every computed token has one label, and a sequence of L tokens computes L-1 (nothing
+is predicted from its last).
+
+Sorting the sequences puts all that share a prefix next to each other, and what a sequence shares with any earlier one
+it shares with its predecessor. Those two arrays are the whole tree.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PrefixOrder:
+    """B sequences sorted by their tokens; all arrays are (B,) int64 in sorted order.
+
+    Attributes:
+        sequences: index of the sequence in the caller's batch.
+        num_tokens: what the sequence computes alone (its length minus one).
+        num_shared: leading tokens it shares with the sequence before it; 0 for the first.
+    """
+
+    sequences: IntArray
+    num_tokens: IntArray
+    num_shared: IntArray
+
+    @property
+    def num_new(self) -> IntArray:
+        """Tokens (B,) that a sequence adds to those of all sequences before it."""
+        return self.num_tokens - self.num_shared
+
+
+def build_prefix_order(
+    tokens: IntArray, offsets: IntArray, classes: IntArray | None = None, inside: IntArray | None = None
+) -> PrefixOrder:
+    """Sort sequences by their tokens and count what neighbours share.
+
+    Args:
+        tokens: (N,) token ids of all sequences, one after the other; any integer dtype, 0 <= id < 2**32.
+        offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``; at least two tokens each.
+        classes: (B,) optional; sequences of different class never share a token.
+        inside: (N,) optional; tokens in front of this one that belong to the same image, 0 for a first one and for text.
+            An image is computed whole or not at all, so no sequence forks where this is positive: it branches off
+            earlier, which is another tree of the same sequences. No sequence may end in an image.
+
+    Raises:
+        ValueError: a token id is out of range or a sequence has fewer than two tokens.
+    """
+    lengths = np.diff(offsets)
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**32):
+        raise ValueError(f"token ids must lie in [0, 2**32), got {tokens.min()} .. {tokens.max()}")
+    if (lengths < 2).any():
+        raise ValueError(f"sequence {int(np.argmax(lengths < 2))} has fewer than two tokens: nothing to predict")
+
+    # Big-endian bytes compare like the integers they hold, so the sort is one memcmp per comparison.
+    keys = tokens.astype(">u4").tobytes()
+    spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+    class_of = [0] * len(spans) if classes is None else classes.tolist()
+    order = sorted(range(len(spans)), key=lambda s: (class_of[s], keys[4 * spans[s][0] : 4 * spans[s][1]]))
+
+    num_shared = np.zeros(len(order), dtype=np.int64)
+    for k in range(1, len(order)):
+        before, this = order[k - 1], order[k]
+        if class_of[before] == class_of[this]:
+            common = _common_prefix(tokens[slice(*spans[before])], tokens[slice(*spans[this])])
+            num_shared[k] = max(common - 1, 0)
+    sequences = np.asarray(order, dtype=np.int64)
+    if inside is not None:
+        num_shared -= inside[offsets[sequences] + num_shared]
+    return PrefixOrder(sequences=sequences, num_tokens=lengths[sequences].astype(np.int64) - 1, num_shared=num_shared)
+
+
+def _common_prefix(a: IntArray, b: IntArray) -> int:
+    """Number of leading tokens that are equal."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

@@ -1,0 +1,410 @@
+"""The tokens of one packed forward: every shared prefix once, no padding.
+
+For a GRPO group with prompt p_0 .. p_{P-1} and responses r^i the packed tokens are
+
+    [p_0 .. p_{P-2}] [p_{P-1} r^1_0 .. r^1_{R_1-2}] [p_{P-1} r^2_0 .. r^2_{R_2-2}] ...
+
+that is, one segment for the shared prefix and one for each response. In general the segments form a tree: each
+has a path of ancestors, and its queries attend to the tokens of those ancestors followed by its own. A segment ends only
+where sequences part: of turns that continue one another, each a sequence of its own, the longest is one segment.
+
+A tree that exceeds a micro-batch is a *split group*: it is cut, in sorted order, into *chunks* of neighbouring sequences,
+each a forward of its own. A chunk computes the tokens that no earlier chunk has. What else it reads is a prefix of its
+first sequence, the *cached* tokens
+
+    chunk 1   [p_0 .. p_{P-2}] [p_{P-1} r^1_0 ..] [p_{P-1} r^2_0 ..]
+    chunk 2   cached: keys     [p_{P-1} r^3_0 ..] [p_{P-1} r^4_0 ..]
+
+whose keys and values lie in a prefix cache, by their position. The split group's sequences sort first in their chunk, so
+token, position and place in the cache are one number, and the index maps stay as they are: queries drop out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order
+
+
+def _empty() -> IntArray:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Where a micro-batch stands in its split group; its sequences are the group's, in sorted order, and then others.
+
+    Attributes:
+        num_sequences: how many of them belong to the split group.
+        num_cached: leading tokens of the first one that earlier chunks compute.
+        num_kept: how many of those the next chunk reads as well.
+        num_read_next: tokens that the next chunk has cached, 0 for the last chunk; a prefix of the group's last sequence
+            here.
+    """
+
+    num_sequences: int
+    num_cached: int = 0
+    num_kept: int = 0
+    num_read_next: int = 0
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Index maps of a packed forward over B sequences; numpy integers, host memory.
+
+    Shape legend: T packed tokens, c cached tokens, S segments, K keys, N tokens that run the LM head, M response tokens.
+    Tokens of a segment are consecutive and segments are ordered by their first token, so queries need no gather. A
+    token's *logical* index is its place in the sequences laid one after the other, as verl's jagged tensors hold them.
+
+    Attributes:
+        input_ids: (T,) id of each packed token.
+        token_index: (T,) its logical index in one of the sequences that contain it.
+        position_ids: (T,) its position in every sequence that contains it, as the model's rotary embedding takes it;
+            (P, T) where positions have P dimensions.
+        key_place: (T,) its place among the keys of every segment that reads it.
+        labels: (T,) the token it predicts.
+        segment_parent: (S,) segment that a segment continues; -1 for a root, and where the parent is cached. Parents
+            come first.
+        segment_start: (S,) position of a segment's first token = tokens of all its ancestors, cached ones included.
+        cu_seqlens_q: (S+1,) segment s owns tokens ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``.
+        cu_seqlens_k: (S+1,) its keys and values are ``kv_index[cu_seqlens_k[s]:cu_seqlens_k[s + 1]]``.
+        kv_index: (K,) index into [c cached | T packed] tokens: a segment's ancestors, then its own, for every segment.
+        head_index: (N,) packed tokens whose label lies in a response, ascending.
+        response_index: (M,) logical index of the token in front of each response token, where verl reads it.
+        response_head: (M,) index into [C ``cached_heads`` | N ``head_index``] of that token.
+        head_sequence: (N,) a sequence that contains the token.
+        num_sequences: B.
+        num_logical_tokens: tokens that computing every sequence alone without padding would run.
+        num_cached: c; the tokens at positions 0 .. c-1 of the split group's path that earlier chunks compute.
+        cached_heads: (C,) positions of cached tokens whose LM head outputs this chunk's responses read, ascending.
+        publish: (H,) packed tokens that later chunks read; they hold the positions ``publish_start ..
+            publish_start + H`` of the path.
+        publish_start: tokens of the cache that are still valid below the published ones.
+        prefill: tokens of the path that must be computed without gradient before this chunk, training only; None where
+            the cache already has all of them.
+    """
+
+    input_ids: IntArray
+    token_index: IntArray
+    position_ids: IntArray
+    key_place: IntArray
+    labels: IntArray
+    segment_parent: IntArray
+    segment_start: IntArray
+    cu_seqlens_q: IntArray
+    cu_seqlens_k: IntArray
+    kv_index: IntArray
+    head_index: IntArray
+    response_index: IntArray
+    response_head: IntArray
+    head_sequence: IntArray
+    num_sequences: int
+    num_logical_tokens: int
+    num_cached: int = 0
+    cached_heads: IntArray = field(default_factory=_empty)
+    publish: IntArray = field(default_factory=_empty)
+    publish_start: int = 0
+    prefill: PackedLayout | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens: what the model computes."""
+        return len(self.input_ids)
+
+    @property
+    def num_groups(self) -> int:
+        """Sets of sequences that share at least their first token, which is computed here: a split group counts once."""
+        return int((self.segment_start == 0).sum())
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether tokens of another micro-batch are read, or its own by another."""
+        return self.num_cached > 0 or len(self.publish) > 0
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether a token belongs to more than one sequence; plain rmpad has ``L - 1`` for each sequence of L."""
+        return self.is_chunk or self.num_tokens < self.num_logical_tokens - self.num_sequences
+
+    @property
+    def num_gathered_kv(self) -> int:
+        """Keys, each with its value, that attention gathers: 0 where they are [cached | packed] tokens as they lie."""
+        whole = np.arange(self.num_cached + self.num_tokens)
+        return 0 if np.array_equal(self.kv_index, whole) else len(self.kv_index)
+
+    @property
+    def reads_ancestors(self) -> bool:
+        """Whether attention reads tokens beside those of a token's own segment."""
+        return len(self.kv_index) > self.num_tokens
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return int(np.diff(self.cu_seqlens_q).max())
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return int(np.diff(self.cu_seqlens_k).max())
+
+    @property
+    def segments(self) -> tuple[IntArray, IntArray]:
+        """(S,) tokens that each segment sees before its own, and (S,) its own."""
+        return self.segment_start, np.diff(self.cu_seqlens_q)
+
+    @property
+    def publish_heads(self) -> IntArray:
+        """Index into ``publish`` of the tokens whose LM head outputs are published with them."""
+        return np.flatnonzero(np.isin(self.publish, self.head_index))
+
+    @property
+    def published_head_index(self) -> IntArray:
+        """Index into ``head_index`` of the same tokens."""
+        return np.searchsorted(self.head_index, self.publish[self.publish_heads])
+
+
+def build_packed_layout(
+    tokens: IntArray,
+    offsets: IntArray,
+    prompt_lengths: IntArray,
+    classes: IntArray | None = None,
+    inside: IntArray | None = None,
+) -> PackedLayout:
+    """Lay out sequences so that each shared token exists once.
+
+    Args:
+        tokens: (N,) token ids of prompt + response of every sequence, one after the other.
+        offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``.
+        prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
+        classes: (B,) optional; sequences of different class never share a token.
+        inside: (N,) optional, see ``build_prefix_order``.
+
+    Raises:
+        ValueError: an empty prompt or response, or token ids out of range.
+    """
+    return _build(tokens, offsets, prompt_lengths, classes, inside)
+
+
+def build_chunk_layout(
+    tokens: IntArray,
+    offsets: IntArray,
+    prompt_lengths: IntArray,
+    classes: IntArray | None = None,
+    inside: IntArray | None = None,
+    *,
+    chunk: Chunk,
+    first_label: int,
+    forward_only: bool,
+) -> PackedLayout:
+    """Lay out one chunk of a split group.
+
+    Args:
+        tokens, offsets, prompt_lengths, classes, inside: its B sequences, as ``build_packed_layout`` takes them. The
+            split group's come first, in the order of ``PrefixOrder``; all others are whole groups.
+        chunk: which of them those are, and what goes from chunk to chunk.
+        first_label: lowest position whose label lies in a response of any sequence of the split group. Tokens published
+            from there on run the LM head even where they are prompt here, because they may be a label elsewhere.
+        forward_only: the cache is filled by earlier chunks and nothing is prefilled.
+
+    Raises:
+        ValueError: the sequences are refused by ``build_packed_layout``, or the numbers describe no chunk.
+    """
+    own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
+    apart = np.where(np.arange(len(own_class)) < chunk.num_sequences, 0, 1 + own_class)
+    layout = _build(tokens, offsets, prompt_lengths, apart, inside, chunk, first_label)
+    published, num_cached = max(chunk.num_read_next - chunk.num_kept, 0), chunk.num_cached
+    if len(layout.publish) != published or (layout.publish < num_cached).any() or layout.num_tokens <= num_cached:
+        raise ValueError(
+            f"{chunk} is no chunk of these {layout.num_tokens} tokens: its sequences must be neighbours in sorted order "
+            "and compute at least one token"
+        )
+    prefill = None
+    if not forward_only and num_cached > chunk.num_kept:
+        prefill = _prefill(tokens, offsets, chunk.num_kept, num_cached, first_label)
+    return replace(_drop_cached(layout, num_cached), prefill=prefill)
+
+
+def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> PackedLayout:
+    """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
+
+    For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all ranks or on none.
+    """
+    stop = 1 if inside is None else 1 + int(np.argmin(inside[offsets[0] + 1 : offsets[1]] > 0))
+    return replace(_prefill(tokens, offsets, start=0, stop=stop, first_label=stop), publish=_empty())
+
+
+def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_label: int) -> PackedLayout:
+    """Tokens ``start .. stop`` of the first sequence, which reads those before them from the cache."""
+    path = tokens[offsets[0] : offsets[0] + stop + 1]  # and the label of its last token
+    chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)
+    layout = _drop_cached(_build(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk), start)
+    heads = np.arange(max(first_label - start, 0), stop - start)
+    return replace(
+        layout,
+        head_index=heads,
+        head_sequence=np.zeros_like(heads),
+        response_index=_empty(),  # its LM head outputs are read from the cache, not from verl's jagged tensor
+        response_head=_empty(),
+        cached_heads=_empty(),
+        num_logical_tokens=int(offsets[1] - offsets[0]),
+    )
+
+
+def _drop_cached(layout: PackedLayout, c: int) -> PackedLayout:
+    """Drop the queries of the first c tokens, which are positions 0 .. c-1 of one path; their keys stay."""
+    cu_seqlens_q = np.maximum(layout.cu_seqlens_q - c, 0)
+    num_queries, num_keys = np.diff(cu_seqlens_q), np.diff(layout.cu_seqlens_k)
+    alive = num_queries > 0
+    number = np.where(alive, np.cumsum(alive) - 1, -1)
+    parent = layout.segment_parent[alive]
+    own = layout.head_index >= c
+    return replace(
+        layout,
+        input_ids=layout.input_ids[c:],
+        token_index=layout.token_index[c:],
+        position_ids=layout.position_ids[c:],
+        key_place=layout.key_place[c:],
+        labels=layout.labels[c:],
+        segment_parent=np.where(parent >= 0, number[parent], -1),
+        segment_start=(num_keys - num_queries)[alive],
+        cu_seqlens_q=np.append(0, np.cumsum(num_queries[alive])),
+        cu_seqlens_k=np.append(0, np.cumsum(num_keys[alive])),
+        kv_index=layout.kv_index[np.repeat(alive, num_keys)],
+        head_index=layout.head_index[own] - c,
+        head_sequence=layout.head_sequence[own],
+        num_cached=c,
+        cached_heads=layout.head_index[~own],
+        publish=layout.publish - c,
+    )
+
+
+def _build(
+    tokens: IntArray,
+    offsets: IntArray,
+    prompt_lengths: IntArray,
+    classes: IntArray | None = None,
+    inside: IntArray | None = None,
+    chunk: Chunk | None = None,
+    first_label: int = 0,
+) -> PackedLayout:
+    """The layout of all tokens, cached ones included."""
+    lengths = np.diff(offsets)
+    if (prompt_lengths < 1).any():
+        raise ValueError(f"sequence {int(np.argmax(prompt_lengths < 1))} has an empty prompt")
+    if (prompt_lengths >= lengths).any():
+        raise ValueError(f"sequence {int(np.argmax(prompt_lengths >= lengths))} has an empty response")
+
+    order = build_prefix_order(tokens, offsets, classes, inside)
+    first_token = _exclusive_cumsum(order.num_new)
+    num_tokens = int(order.num_new.sum())
+    paths = _paths(order, first_token)
+    segment_tail, segment_start, segment_parent, last_tail = _segments(order)
+
+    # Tokens of a tail are consecutive tokens of its sequence, so slices copy them and no index is built.
+    tail_start = (offsets[order.sequences] + order.num_shared).tolist()
+    tail_stop = (offsets[order.sequences] + order.num_tokens).tolist()
+    tails = [slice(start, stop) for start, stop in zip(tail_start, tail_stop, strict=True)]
+    labels = [tokens[tail.start + 1 : tail.stop + 1] for tail in tails]
+    place = np.arange(num_tokens) - np.repeat(first_token - order.num_shared, order.num_new)
+
+    segment_first = first_token[segment_tail] + segment_start - order.num_shared[segment_tail]
+    cu_seqlens_q = np.append(segment_first, num_tokens)
+    segment_end = segment_start + np.diff(cu_seqlens_q)
+    kv_index = [paths[tail][:end] for tail, end in zip(last_tail.tolist(), segment_end.tolist(), strict=True)]
+
+    prompts = prompt_lengths[order.sequences]
+    response_tokens = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
+    num_responses = order.num_tokens - prompts + 1
+    response_start = offsets[order.sequences] + prompts - 1
+    response_index = np.repeat(response_start - _exclusive_cumsum(num_responses), num_responses)
+    response_index += np.arange(len(response_tokens))
+    needs_head = np.zeros(num_tokens, dtype=bool)
+    needs_head[response_tokens] = True
+    publish = _empty()
+    if chunk is not None and chunk.num_read_next:
+        publish = paths[chunk.num_sequences - 1][chunk.num_kept : chunk.num_read_next].astype(np.int64)
+        needs_head[publish[max(first_label - chunk.num_kept, 0) :]] = True
+    head_index = np.flatnonzero(needs_head)
+    head_of_token = np.cumsum(needs_head, dtype=np.int32) - 1
+
+    return PackedLayout(
+        input_ids=np.concatenate([tokens[tail] for tail in tails]),
+        token_index=place + np.repeat(offsets[order.sequences], order.num_new),
+        position_ids=place,
+        key_place=place,
+        labels=np.concatenate(labels),
+        segment_parent=segment_parent,
+        segment_start=segment_start,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=np.concatenate([[0], np.cumsum(segment_end)]),
+        kv_index=np.concatenate(kv_index),
+        head_index=head_index,
+        response_index=response_index,
+        response_head=head_of_token[response_tokens],
+        head_sequence=order.sequences[np.searchsorted(first_token, head_index, side="right") - 1],
+        num_sequences=len(lengths),
+        num_logical_tokens=int(lengths.sum()),
+        publish=publish,
+        publish_start=0 if chunk is None else chunk.num_kept,
+    )
+
+
+def _exclusive_cumsum(counts: IntArray) -> IntArray:
+    return np.cumsum(counts) - counts
+
+
+def _paths(order: PrefixOrder, first_token: IntArray) -> list[IntArray]:
+    """Packed tokens of every sequence in sorted order: those shared with the one before, then its own *tail*."""
+    paths: list[IntArray] = []
+    for shared, first, new in zip(order.num_shared.tolist(), first_token.tolist(), order.num_new.tolist(), strict=True):
+        tail = np.arange(first, first + new, dtype=np.int32)
+        paths.append(np.concatenate([paths[-1][:shared], tail]) if shared else tail)
+    return paths
+
+
+def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Cut each tail where later sequences branch off, and join it to one that alone goes on where it ends.
+
+    Returns the tail (index in sorted order) that a segment begins in, its start position, its parent and the tail it
+    ends in, for every segment, ordered by first token.
+    """
+    owner = _branch_owner(order.num_shared)
+    branches = np.flatnonzero(owner >= 0)
+    cut_tail, cut_start = owner[branches], order.num_shared[branches]
+    inside = cut_start < order.num_tokens[cut_tail]
+    tails = np.flatnonzero(order.num_new > 0)
+
+    stride = int(order.num_tokens.max()) + 1
+    keys = np.unique(
+        np.concatenate([tails * stride + order.num_shared[tails], (cut_tail * stride + cut_start)[inside]])
+    )
+    tail, start = keys // stride, keys % stride
+    parent = np.arange(len(keys)) - 1
+    first = start == order.num_shared[tail]
+    # A tail's first segment continues the segment of its owner's tail that ends where it branches off.
+    parent[first] = np.searchsorted(keys, owner[tail[first]] * stride + start[first]) - 1
+    parent[start == 0] = -1
+    # An only child's tokens follow its parent's, and whoever reads the child reads both.
+    joined = (parent >= 0) & (np.bincount(parent + 1, minlength=len(keys) + 1)[parent + 1] == 1)
+    begins = np.flatnonzero(~joined)
+    number = np.cumsum(~joined) - 1
+    parents = parent[begins]
+    last = tail[np.append(begins[1:], len(keys)) - 1]
+    return tail[begins], start[begins], np.where(parents >= 0, number[parents], -1), last
+
+
+def _branch_owner(num_shared: IntArray) -> IntArray:
+    """For each sequence, the earlier one whose tail holds the last token it shares; -1 where it shares none.
+
+    That is the nearest earlier sequence which itself shares fewer tokens ("previous smaller value").
+    """
+    owner = np.full(len(num_shared), -1, dtype=np.int64)
+    stack: list[int] = []
+    shared = num_shared.tolist()
+    for k, tokens in enumerate(shared):
+        while stack and shared[stack[-1]] >= tokens:
+            stack.pop()
+        if tokens:
+            owner[k] = stack[-1]
+        stack.append(k)
+    return owner
