@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
-from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 KEYS = (0, "k")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from verl.utils import tensordict_utils as tu
+from verl_pg_plugin.engine.steps.verify import MismatchError
 
 from tests.architectures.outcome import record_outcome
 from tests.engine.ranks import on_ranks
@@ -26,7 +27,6 @@ from tests.support import (
     run_engine,
     run_reference,
 )
-from verl_pg_plugin.engine.steps.verify import MismatchError
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.synthetic import Sample, make_batch
 

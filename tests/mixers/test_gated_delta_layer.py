@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches, sequence_rows
 from tests.mixers.hybrids import KINDS, SIZES, build_hybrid, delta_layer, depth_of, stretched, trie_of_depth
-from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.mixers.gated_delta.convolution import Windows
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, SharedRowOps, install

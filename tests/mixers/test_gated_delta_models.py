@@ -9,9 +9,9 @@ import torch
 from tests.layout.tries import Batch
 from tests.mixers.hybrids import KINDS, build_hybrid, modeling_file, trie_of_depth
 from tests.mixers.test_gated_delta_layer import relative
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.mixers.gated_delta import recurrence
 from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, install
 

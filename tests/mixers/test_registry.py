@@ -2,13 +2,13 @@
 
 import pytest
 import transformers
+from verl_pg_plugin.engine.shared_model import prepare_model
+from verl_pg_plugin.engine.sharing_modes import PackedMode
 
 from tests.mixers.toy import Convolution, save_toy_model
 from tests.support import PACKED_MODE, actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import architecture_issues
 from verl_pg_plugin.config import PrefixGrouperOptions
-from verl_pg_plugin.engine.shared_model import prepare_model
-from verl_pg_plugin.engine.sharing_modes import PackedMode
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.synthetic import Sample, make_batch
 

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from benchmarks.actor_cases import AgentCase, AnyCase, Case, TreeCase, Work, parse_case, rows_of_ranks
 
-from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.mixers.protocol import PairCost
+from verl_pg_plugin.planning.cost import ModelFlops
 
-FLOPS = ModelFlops(per_row=1000.0, per_head_row=100.0, pairs=(PairCost(1.0),))
+FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))
 
 
 def work(case: AnyCase, world_size: int = 1) -> tuple[Work, int]:
@@ -35,8 +35,8 @@ def test_sessions_of_a_prompt_share_it_and_every_reply_has_a_head() -> None:
     found, rows = work(parse_case("agent:20,2,8,3,4,2"))
     assert rows == 2 * 4 * 3
     assert found.physical_tokens == 2 * (20 - 1 + 4 * (1 + 2 * 10 + 2 - 1))
-    trunk, head = found.packed["old_log_prob"][0], 2 * 4 * 3 * 2 * FLOPS.per_head_row
-    assert trunk - head > found.physical_tokens * FLOPS.per_row, "a head on replies alone, and pairs on top of the rows"
+    trunk, head = found.packed["old_log_prob"][0], 2 * 4 * 3 * 2 * FLOPS.per_label
+    assert trunk - head > found.physical_tokens * FLOPS.per_token, "a head on replies alone, and pairs on top of the rows"
 
 
 def test_a_search_tree_has_a_row_for_every_leaf_and_computes_every_step_once() -> None:
