@@ -366,8 +366,7 @@ class _Planner:
     def halve(self, span: _Span, read_next: int) -> tuple[_Span, _Span] | None:
         """Two spans that fit, the second with a cached prefix or with one that it computes, whichever costs less."""
         places = np.arange(span.first + 1, span.stop)
-        before = np.array(self.before[span.first : span.stop + 1])
-        off_middle = np.abs(2 * before[1:-1] - before[0] - before[-1])
+        off_middle = np.abs(2 * places - span.first - span.stop)
         shared = self.order.num_shared[places]
         least = int(places[np.lexsort((off_middle, shared))[0]])
         ways = [(_Span(span.first, least, span.cached), _Span(least, span.stop))]
