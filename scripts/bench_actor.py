@@ -11,8 +11,8 @@ trees with a row per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all b
 first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
 in the same run; the bound is the ratio of floating point operations, tower included, the head counted on every token
 for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
-backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. What ``packed:keep_activations=10``
-keeps is known after the first update, what ``auto`` keeps after the second: ``--warmup 1`` and ``2`` at least.
+backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile`` runs each phase once more
+under torch's profiler and says which kernels took the time (a GPU's alone).
 """
 
 import argparse
@@ -39,6 +39,7 @@ import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, parse_case, rows_of_ranks
 from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.common import environment, write_csv
+from benchmarks.kernel_time import seconds_by_class
 from benchmarks.pictures import picture_flops
 from rich.console import Console
 from rich.table import Table
@@ -55,7 +56,7 @@ from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
 logger = logging.getLogger(__name__)
-ROW_METRICS = ("physical_tokens", "exported_rows", "peak_carried_gib", "patches", "kept_layers", "kept_gib")
+ROW_METRICS = ("physical_tokens", "patches")
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,6 @@ class Row:
     memory_ratio: float
     logical_tokens: int
     physical_tokens: int
-    exported_rows: int
-    peak_carried_gib: float
-    kept_layers: float
-    kept_gib: float
     patches: int
     logical_patches: int
     physical_tflops_per_s: float
@@ -159,6 +156,17 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
     }
 
 
+def profile_phase(title: str, engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> None:
+    """One more run, in which the profiler slows the host down; rank 0 prints where its GPU spent the time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run_phase(engine, phase, batch, loss, args.entropy)
+    if dist.get_rank() == 0:
+        table = Table(title, "s")
+        for name, seconds in seconds_by_class(profiler.events()).items():
+            table.add_row(name, f"{seconds:.4f}")
+        Console(width=150).print(table)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
@@ -166,8 +174,11 @@ def main() -> int:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
+    if args.profile and not torch.cuda.is_available():
+        parser.error("--profile shows a GPU's kernels, and there is no GPU")
     logging.basicConfig(level=logging.WARNING)
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -175,8 +186,6 @@ def main() -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     initialize_global_process_group_ray()
-    # Modules that this imports keep the frames that imported them: inside ``build_engine`` the first engine with them,
-    # whose weights would count as memory of all that are measured after it.
     with tempfile.TemporaryDirectory(prefix="bench_actor_") as folder:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:
@@ -229,10 +238,13 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 entropy_coeff=0.01 if args.entropy else 0.0,
             )
             for phase in args.phases:
-                numbers = measure(engine, phase, batch, partial(ppo_loss, config=actor), args)
+                loss = partial(ppo_loss, config=actor)
+                numbers = measure(engine, phase, batch, loss, args)
                 measured[path, name, phase] = numbers
                 # A run that is cut short leaves what it has measured.
                 logger.warning("%s %s %s: %s", path, name, phase, numbers)
+                if args.profile:
+                    profile_phase(f"{path} {name} {phase}", engine, phase, batch, loss, args)
                 kernels[path] = "stock" if path.stock else engine.sharing.kernel.name
                 compiled[path] = not path.stock and engine.layer_compilation.on
         del engine

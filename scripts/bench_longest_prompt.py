@@ -5,7 +5,7 @@
 
 One group of n responses, one update (SGD, so that memory shows activations and not optimizer state), gradient
 checkpointing; the budget of a micro-batch is one whole sequence, the least that verl takes, so n changes stock verl's
-time and not its memory. A path that runs out of memory is built anew before its next try. With ``--memory-gib 48``
+time and not its memory. With ``--memory-gib 48``
 torch may allocate no more than a smaller GPU has; prompts are shorter then, and a try takes a tenth of the time.
 """
 
@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,50 +60,27 @@ class Row:
     commit: str
 
 
-class Updates:
-    """Updates of one path on prompts of any length; the engine is built when it is needed."""
-
-    def __init__(self, model_path: str, args: argparse.Namespace, path: EnginePath, about: dict[str, str]) -> None:
-        self.model_path, self.args, self.path, self.about = model_path, args, path, about
-        self.vocab_size = transformers.AutoConfig.from_pretrained(model_path).vocab_size
-        self.engine: Any = None
-
-    def try_prompt(self, prompt: int) -> Row:
-        """One update. Out of memory is an answer; any other error is raised."""
-        args = self.args
-        samples = Case(prompt, str(args.response), str(args.n), 1).rows(self.vocab_size, world_size=1).samples
-        batch = make_batch(
-            samples,
-            max_token_len_per_gpu=prompt + args.response,
-            use_remove_padding=self.path.unpadded,
-            use_dynamic_bsz=True,
-            global_batch_size=len(samples),
-        )
-        actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-        row = Row(
-            model=args.model,
-            path=str(self.path),
-            prompt=prompt,
-            response=args.response,
-            n=args.n,
-            fits=False,
-            seconds=float("nan"),
-            peak_gib=float("nan"),
-            memory_gib=args.memory_gib,
-            **self.about,
-        )
-        try:
-            self.engine = self.engine or build_engine(self.model_path, args, self.path)
-            timing = run_phase(self.engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
-            row = replace(row, fits=True, seconds=timing.seconds, peak_gib=timing.peak_gib)
-        except torch.OutOfMemoryError:
-            self.engine = None  # it stopped in the middle of a backward
-        gc.collect()
-        get_torch_device().empty_cache()
-        console.print(
-            f"{row.path} P={prompt}: " + (f"{row.seconds:.1f} s, {row.peak_gib:.1f} GiB" if row.fits else "-")
-        )
-        return row
+def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namespace, vocab_size: int) -> Row:
+    """One update. Out of memory is an answer; any other error is raised."""
+    samples = Case(prompt, str(args.response), str(args.n), 1).rows(vocab_size, world_size=1).samples
+    batch = make_batch(
+        samples,
+        max_token_len_per_gpu=prompt + args.response,
+        use_remove_padding=path.unpadded,
+        use_dynamic_bsz=True,
+        global_batch_size=len(samples),
+    )
+    actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    seconds = peak_gib = float("nan")
+    fits = True
+    try:
+        timing = run_phase(engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
+        seconds, peak_gib = timing.seconds, timing.peak_gib
+    except torch.OutOfMemoryError:
+        fits = False
+    console.print(f"{path} P={prompt}: " + (f"{seconds:.1f} s, {peak_gib:.1f} GiB" if fits else "-"))
+    setting = (args.model, str(path), prompt, args.response, args.n)
+    return Row(*setting, fits, seconds, peak_gib, args.memory_gib, **environment())
 
 
 def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -> Iterator[Row]:
@@ -145,17 +122,19 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_longest_prompt_") as folder:
         model_path = shared_model(args, folder)
+        vocab_size = transformers.AutoConfig.from_pretrained(model_path).vocab_size
         for path in args.paths:
-            updates = Updates(model_path, args, path, environment())
-            for row in bisect(updates.try_prompt, *args.between, max(args.within, 2048)):
+            # What ran out of memory stopped in the middle of a backward, so every try has an engine of its own.
+            def attempt(prompt: int, path: EnginePath = path) -> Row:
+                row = try_prompt(prompt, build_engine(model_path, args, path), path, args, vocab_size)
+                gc.collect()
+                get_torch_device().empty_cache()
+                return row
+
+            for row in bisect(attempt, *args.between, max(args.within, 2048)):
                 rows.append(row)
                 if args.csv:
                     write_csv(rows, args.csv)
-            updates.engine = None
-            gc.collect()
-            get_torch_device().empty_cache()
-            longest = max((row.prompt for row in rows if row.path == str(path) and row.fits), default=None)
-            console.print(f"{path}: longest prompt that fits: {longest}")
     dist.destroy_process_group()
     return 0
 

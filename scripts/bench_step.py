@@ -11,8 +11,7 @@ GPUs and the plugin's own on a CPU. GRPO with a reference policy, AdamW, FSDP2, 
 optimizer step for each training step. Every mode runs in a process tree of its own and gets the same token budget.
 
 In ``--output-dir``: ``bench_step.csv`` (rewritten after every run), and for each run its log and its metrics file.
-A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit code is then 1. With ``--resume``, runs
-that are complete in an earlier ``bench_step.csv`` of the folder are not run again, so that a command can be split.
+A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import argparse
 import os
 import re
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import astuple, dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,54 +35,67 @@ if not torch.cuda.is_available():
 from benchmarks.common import environment, write_csv
 from benchmarks.shapes import SHAPES
 from benchmarks.step_inputs import make_checkpoint, make_prompts, word_tokenizer
-from benchmarks.step_metrics import StepRow, complete_rows, read_training_steps, rows_of_run, table_of, with_ratios
-from benchmarks.step_runs import StepCase, StepMode, StepRun, run_to_end
+from benchmarks.step_metrics import StepRow, read_training_steps, rows_of_run, table_of, with_ratios
+from benchmarks.step_runs import REPOSITORY, ScriptRun, run_to_end
 from rich.console import Console
 
-ROLLOUT_PACKAGES = ("vllm", "ray")
-LOG_LINES_SHOWN = 30
-console = Console(width=150)
+EXAMPLES = {
+    "rmpad": "run_qwen3_rmpad.sh",
+    "packed": "run_qwen3_pg.sh",
+    "prefix_grouper": "run_qwen3_prefix_grouper.sh",
+}
+console = Console(width=150, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Tokens of every prompt and response, responses per prompt, prompts per training step (on all GPUs together)."""
+
+    prompt: int
+    response: int
+    n: int
+    prompts: int
+
+    @classmethod
+    def parse(cls, text: str) -> StepCase:
+        numbers = text.split(",")
+        if len(numbers) != 4 or not all(number.isdigit() and int(number) for number in numbers):
+            raise argparse.ArgumentTypeError(f"{text}: a case is P,R,n,prompts in positive numbers: 4096,1024,4,8")
+        return cls(*map(int, numbers))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, astuple(self)))
+
+
+def mode(text: str) -> str:
+    """A mode of this plugin; options of the section ``prefix_grouper`` behind a colon: ``packed:KEY=VALUE,...``."""
+    name, _, options = text.partition(":")
+    if name not in EXAMPLES or (name == "rmpad" and options):
+        raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(EXAMPLES)}; only ours take :KEY=VALUE,...")
+    return text
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
-    parser.add_argument(
-        "--cases", nargs="+", type=StepCase.parse, default=[StepCase(64, 8, 4, 4)], metavar="P,R,n,prompts"
-    )
-    modes = [StepMode("rmpad"), StepMode("packed")]
-    parser.add_argument("--modes", nargs="+", type=StepMode.parse, default=modes, help=StepMode.__doc__)
+    default_case = StepCase(64, 8, 4, 4)
+    parser.add_argument("--cases", nargs="+", type=StepCase.parse, default=[default_case], metavar="P,R,n,prompts")
+    parser.add_argument("--modes", nargs="+", type=mode, default=["rmpad", "packed"], help=mode.__doc__)
     parser.add_argument("--steps", type=int, default=3, help="training steps of a run, the first of which warms up")
     parser.add_argument("--ngpus", type=int, default=1)
     parser.add_argument("--max-token-len", type=int, default=20480, help="token budget of a micro-batch, per GPU")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="share of the GPU that vLLM takes")
     parser.add_argument("--cuda-graphs", action="store_true", help="vLLM captures CUDA graphs: start-up is longer")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run, start-up included")
-    parser.add_argument("--total-timeout", type=float, default=float("inf"), help="seconds for all runs together")
     parser.add_argument("--work-dir", type=Path, default=Path("outputs/bench_step"), help="checkpoints and run folders")
     parser.add_argument("--output-dir", type=Path, help="CSV, logs and metrics; default: --work-dir/results")
-    parser.add_argument("--csv", type=Path, help="the table; default: bench_step.csv in --output-dir")
-    parser.add_argument("--resume", action="store_true", help="keep the complete runs of an earlier table")
-    parser.add_argument("--prepare-only", action="store_true", help="write checkpoint and prompts, train nothing")
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first step is left out of the figures")
     args.work_dir = args.work_dir.absolute()
     args.output_dir = (args.output_dir or args.work_dir / "results").absolute()
-    args.csv = args.csv or args.output_dir / "bench_step.csv"
     return args
-
-
-def describe_environment() -> dict[str, str]:
-    """As in the other benchmarks, with the versions of the rollout engine and of Ray."""
-    about = environment()
-    for package in ROLLOUT_PACKAGES:
-        try:
-            about["versions"] += f" {package}={version(package)}"
-        except PackageNotFoundError:
-            about["versions"] += f" {package}=-"
-    return about
 
 
 def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path, dict[StepCase, Path]]:
@@ -93,7 +105,7 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
     """
     model_path = args.work_dir / f"model-{args.model_shape}"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        about = pool.submit(describe_environment).result()
+        about = pool.submit(environment).result()
         if not model_path.is_dir():
             dtype = torch.bfloat16 if device == "gpu" else torch.float32
             pool.submit(make_checkpoint, model_path, args.model_shape, dtype).result()
@@ -107,84 +119,82 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
     return about, model_path, prompts
 
 
-def measure(
-    run: StepRun, args: argparse.Namespace, about: dict[str, str], timeout_s: float
-) -> tuple[list[StepRow], str]:
-    """Train once, for at most ``timeout_s`` seconds; the rows of the run, and what went wrong or nothing."""
-    if timeout_s <= 0:
-        return [], f"{run.case} {run.mode}: not started, --total-timeout is used up; go on with --resume"
-    run.metrics.unlink(missing_ok=True)
-    console.print(f"{run.case} {run.mode}: {run.steps} steps, log in {run.log}")
-    outcome, to_first_step = run_to_end(run, timeout_s)
-    steps = read_training_steps(run.metrics)
-    if outcome == "ok" and len(steps) != run.steps:
-        outcome = f"{len(steps)} of {run.steps} steps"
-    described = {
-        "model": args.model_shape,
-        "case": str(run.case),
-        "mode": str(run.mode),
-        "seconds_before_first_step": to_first_step - steps[0]["timing_s/step"] if to_first_step and steps else None,
-        "outcome": outcome,
-        "num_gpus": run.num_gpus,
-        "max_token_len": run.max_token_len,
-        "rollout": "vllm" if run.device == "gpu" else "hf",
-        "cuda_graphs": run.cuda_graphs,
-        "gpu_memory_utilization": run.gpu_memory_utilization,
-        "overrides": " ".join(run.overrides),
-        **about,
+def run_of(
+    case: StepCase, mode: str, args: argparse.Namespace, device: str, model_path: Path, prompts: Path
+) -> ScriptRun:
+    """The example script of the mode; what the user adds comes last and wins."""
+    name = re.sub(r"[^\w.]+", "-", f"{case}-{mode}")
+    variables = {
+        "DEVICE": device,
+        "PYTHON": sys.executable,
+        "WORK_DIR": args.work_dir / "runs" / name,
+        "MODEL_PATH": model_path,
+        "TRAIN_FILES": prompts,
+        "VAL_FILES": prompts,
+        "NGPUS_PER_NODE": args.ngpus,
+        "ROLLOUT_N": case.n,
+        "TRAIN_BATCH_SIZE": case.prompts,
+        "PPO_MINI_BATCH_SIZE": case.prompts,
+        "MAX_PROMPT_LENGTH": case.prompt,
+        "MAX_RESPONSE_LENGTH": case.response,
+        "MAX_TOKEN_LEN": args.max_token_len,
+        "GPU_MEMORY_UTILIZATION": args.gpu_memory_utilization,
+        "TOTAL_STEPS": args.steps,
+        "TOTAL_EPOCHS": 1,
     }
-    failure = ""
-    if outcome != "ok":
-        failure = f"{run.case} {run.mode}: {outcome}, {len(steps)} of {run.steps} steps, see {run.log}"
-        last = run.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        console.print("\n".join([failure, *last]), markup=False, highlight=False)
-    return rows_of_run(steps, described), failure
+    example, _, options = mode.partition(":")
+    overrides = [
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        f"actor_rollout_ref.rollout.enforce_eager={not args.cuda_graphs}",
+        f"actor_rollout_ref.rollout.max_model_len={case.prompt + case.response}",
+        # One worker each: every further one imports the rollout engine before the first step.
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={REPOSITORY / 'scripts' / 'benchmarks' / 'step_reward.py'}",
+        "++ray_kwargs.ray_init.include_dashboard=False",
+        *(f"prefix_grouper.{option}" for option in options.split(",") if option),
+        *args.overrides,
+    ]
+    metrics, log = args.output_dir / f"{name}.jsonl", args.output_dir / f"{name}.log"
+    environ = {key: str(value) for key, value in variables.items()}
+    return ScriptRun.of_example(EXAMPLES[example], overrides, environ, metrics, log)
 
 
 def main() -> int:
     args = parse_args()
-    deadline = time.monotonic() + args.total_timeout
     device = "gpu" if torch.cuda.is_available() else "cpu"
     about, model_path, prompts = prepare(args, device)
-    if args.prepare_only:
-        return 0
-    rows = complete_rows(args.csv) if args.resume and args.csv.is_file() else []
-    done = {(row.model, row.case, row.mode) for row in rows}
+    rows: list[StepRow] = []
     failures: list[str] = []
-    for case, mode in product(args.cases, args.modes):
-        if (args.model_shape, str(case), str(mode)) in done:
-            console.print(f"{case} {mode}: complete in {args.csv}")
-            continue
-        name = re.sub(r"[^\w.]+", "-", f"{case}-{mode}")
-        run = StepRun(
-            case=case,
-            mode=mode,
-            steps=args.steps,
-            device=device,
-            num_gpus=args.ngpus,
-            max_token_len=args.max_token_len,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            cuda_graphs=args.cuda_graphs,
-            model_path=model_path,
-            prompts=prompts[case],
-            work_dir=args.work_dir / "runs" / name,
-            metrics=args.output_dir / f"{name}.jsonl",
-            log=args.output_dir / f"{name}.log",
-            overrides=tuple(args.overrides),
-        )
-        measured, failure = measure(run, args, about, min(args.timeout, deadline - time.monotonic()))
-        failures += [failure] if failure else []
-        rows = with_ratios([*rows, *measured])
+    for case, name in product(args.cases, args.modes):
+        run = run_of(case, name, args, device, model_path, prompts[case])
+        run.metrics.unlink(missing_ok=True)
+        console.print(f"{case} {name}: {args.steps} steps, log in {run.log}")
+        outcome = run_to_end(run, args.timeout)
+        steps = read_training_steps(run.metrics)
+        if outcome == "ok" and len(steps) != args.steps:
+            outcome = "ended early"
+        if outcome != "ok":
+            failures.append(f"{case} {name}: {outcome}, {len(steps)} of {args.steps} steps, see {run.log}")
+            console.print(run.last_lines())
+        described: dict[str, Any] = {
+            "model": args.model_shape,
+            "case": str(case),
+            "mode": name,
+            "outcome": outcome,
+            "num_gpus": args.ngpus,
+            "max_token_len": args.max_token_len,
+            "rollout": "vllm" if device == "gpu" else "hf",
+            "cuda_graphs": args.cuda_graphs,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+            "overrides": " ".join(args.overrides),
+        }
+        rows = with_ratios([*rows, *rows_of_run(steps, {**described, **about})])
         if rows:
-            write_csv(rows, args.csv)
+            write_csv(rows, args.output_dir / "bench_step.csv")
     console.print(table_of(rows))
-    if rows:
-        first = rows[0]
-        console.print(
-            f"{first.device} x{first.num_gpus}, driver {first.driver}, {first.versions}, commit {first.commit}"
-        )
     for failure in failures:
-        console.print(f"FAILED {failure}", markup=False, highlight=False)
+        console.print(f"FAILED {failure}")
     return 1 if failures else 0
 
 

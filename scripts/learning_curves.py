@@ -1,7 +1,7 @@
 """Train the arithmetic task in each mode with several seeds and write how it learned, step by step, to a CSV file.
 
     python scripts/learning_curves.py --output-dir outputs/learning --csv docs/data/learning_cpu.csv
-    python scripts/learning_curves.py --modes rmpad packed --seeds 1 --timeout 500 --csv docs/data/learning_gpu.csv
+    python scripts/learning_curves.py --csv docs/data/learning_cpu.csv --draw docs/images/learning_cpu.png
 
 verl's trainer runs with its real rollout: vLLM where torch sees a GPU (in bf16, with heads of 64), the plugin's own
 rollout on a CPU (in float32). A seed draws the order of the questions and the responses. A training step is one
@@ -9,12 +9,12 @@ optimizer step: the modes balance differently, and would fill several mini-batch
 even exact modes could be compared seed by seed.
 
 Runs whose metrics are complete in ``--output-dir`` are kept: a command that was interrupted goes on where it stopped.
-``scripts/plot_learning.py`` draws the CSV file and says where packed mode leaves the band of the rmpad runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shutil
@@ -22,16 +22,18 @@ import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
+import matplotlib
 import torch
 
+matplotlib.use("Agg")
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
+import matplotlib.pyplot as plt
 from benchmarks.common import write_csv
 from benchmarks.step_metrics import read_training_steps
-from benchmarks.step_runs import REPOSITORY, run_to_end
+from benchmarks.step_runs import ScriptRun, run_to_end
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import make_tiny_checkpoint
@@ -39,8 +41,7 @@ from rich.console import Console
 
 FLAGS = {"rmpad": ("False", "True"), "prefix_grouper": ("True", "False"), "packed": ("True", "True")}
 PROMPTS_PER_STEP = 16
-LOG_LINES_SHOWN = 30
-console = Console(width=150)
+console = Console(width=150, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
@@ -71,88 +72,76 @@ METRICS = {
     "response_tokens": "response_length/mean",
     "step_s": "timing_s/step",
 }
+TITLES = {
+    "reward": "reward",
+    "kl": "KL loss to the reference (nats)",
+    "entropy": "entropy (nats)",
+    "grad_norm": "gradient norm",
+    "rollout_actor_corr": "correlation of rollout's and actor's probabilities",
+}
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 
 
-@dataclass(frozen=True)
-class LearningRun:
-    """A mode with a seed. Folders are absolute; ``metrics`` and ``log`` are written while it runs."""
-
-    mode: str
-    seed: int
-    steps: int
-    device: str  # "gpu" or "cpu"
-    lr: float
-    model_path: Path
-    data_dir: Path
-    work_dir: Path
-    overrides: tuple[str, ...]
-
-    @property
-    def metrics(self) -> Path:
-        return self.work_dir / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.work_dir / "run.log"
-
-    def environment(self) -> dict[str, str]:
-        """What ``examples/run_qwen3_pg.sh`` reads."""
-        use_prefix_grouper, use_remove_padding = FLAGS[self.mode]
-        return {
-            **tiny_environment(self.device, self.work_dir, self.model_path, self.data_dir),
-            "USE_PREFIX_GROUPER": use_prefix_grouper,
-            "USE_REMOVE_PADDING": use_remove_padding,
-            "TRAIN_BATCH_SIZE": str(PROMPTS_PER_STEP),
-            "PPO_MINI_BATCH_SIZE": str(PROMPTS_PER_STEP),
-            "LR": str(self.lr),
-            "TOTAL_STEPS": str(self.steps),
-            "VERL_FILE_LOGGER_PATH": str(self.metrics),
-        }
-
-    @property
-    def settings(self) -> str:
-        """All that a run follows from, as text."""
-        return json.dumps([self.command(), self.environment()], indent=1)
-
-    def was_run_otherwise(self) -> bool:
-        kept = self.work_dir / "settings.json"
-        return kept.is_file() and kept.read_text() != self.settings
-
-    def keep_settings(self) -> None:
-        self.work_dir.mkdir(parents=True, exist_ok=True)
-        (self.work_dir / "settings.json").write_text(self.settings)
-
-    def command(self) -> list[str]:
-        """The example script; what the user adds comes last and wins."""
-        return [
-            "bash",
-            str(REPOSITORY / "examples" / "run_qwen3_pg.sh"),
-            f"trainer.experiment_name=learning_{self.mode}_{self.seed}",
-            f"data.seed={self.seed}",
-            f"actor_rollout_ref.rollout.seed={self.seed}",
-            *tiny_overrides(self.device),
-            *self.overrides,
-        ]
+def run_of(mode: str, seed: int, args: argparse.Namespace, device: str) -> ScriptRun:
+    """``examples/run_qwen3_pg.sh`` in a mode, with a seed; what the user adds comes last and wins."""
+    folder = args.output_dir / f"{device}-{mode}-{seed}"
+    use_prefix_grouper, use_remove_padding = FLAGS[mode]
+    variables = {
+        **tiny_environment(device, folder, args.output_dir / f"model-{device}", args.output_dir / "data"),
+        "USE_PREFIX_GROUPER": use_prefix_grouper,
+        "USE_REMOVE_PADDING": use_remove_padding,
+        "TRAIN_BATCH_SIZE": str(PROMPTS_PER_STEP),
+        "PPO_MINI_BATCH_SIZE": str(PROMPTS_PER_STEP),
+        "LR": str(args.lr),
+        "TOTAL_STEPS": str(args.steps),
+    }
+    overrides = [
+        f"trainer.experiment_name=learning_{mode}_{seed}",
+        f"data.seed={seed}",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        *tiny_overrides(device),
+        *args.overrides,
+    ]
+    metrics, log = folder / "metrics.jsonl", folder / "run.log"
+    return ScriptRun.of_example("run_qwen3_pg.sh", overrides, variables, metrics, log)
 
 
-def fail(message: str) -> NoReturn:
-    console.print(f"error: {message}", markup=False, highlight=False)
-    sys.exit(2)
-
-
-def curve_of(run: LearningRun) -> list[LearningStep]:
+def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
     """The steps that a run has finished so far; a metric that it does not log is an error."""
     return [
         LearningStep(
-            mode=run.mode,
-            seed=run.seed,
+            mode=mode,
+            seed=seed,
             step=int(step["training/global_step"]),
             dedup_ratio=step.get(DEDUP_RATIO),
             **{name: step[key] for name, key in METRICS.items()},
         )
-        for step in read_training_steps(run.metrics)
+        for step in read_training_steps(metrics)
     ]
+
+
+def draw(table: Path, picture: Path) -> None:
+    """A panel for each metric: the band of the rmpad runs, and every run; a colour for each seed, packed dashed."""
+    curves: dict[tuple[str, int], list[dict[str, str]]] = {}
+    with table.open(newline="") as file:
+        for row in csv.DictReader(file):
+            curves.setdefault((row["mode"], int(row["seed"])), []).append(row)
+    figure, panels = plt.subplots(len(TITLES), 1, figsize=(8, 2.3 * len(TITLES)), sharex=True, layout="constrained")
+    for axes, (metric, title) in zip(panels, TITLES.items(), strict=True):
+        lines = {run: [float(row[metric]) for row in rows] for run, rows in curves.items()}
+        stock = list(zip(*(line for (mode, _), line in lines.items() if mode == "rmpad"), strict=True))
+        if stock:
+            steps = range(1, len(stock) + 1)
+            axes.fill_between(steps, list(map(min, stock)), list(map(max, stock)), color="0.9", label="all of rmpad")
+        for (mode, seed), line in sorted(lines.items()):
+            style = {"linewidth": 2.5, "alpha": 0.35} if mode == "rmpad" else {"linewidth": 1.2, "linestyle": "--"}
+            axes.plot(range(1, len(line) + 1), line, color=f"C{seed}", label=f"{mode}, seed {seed}", **style)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.ticklabel_format(useOffset=False)
+        axes.grid(alpha=0.3)
+    panels[-1].set_xlabel("training step")
+    panels[0].legend(fontsize="small", ncols=3)
+    figure.savefig(picture, dpi=110)
 
 
 def parse_args() -> argparse.Namespace:
@@ -164,6 +153,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run, start-up included")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning"))
     parser.add_argument("--csv", type=Path, help="default: learning.csv in --output-dir")
+    parser.add_argument("--draw", type=Path, metavar="PNG", help="train nothing; draw the CSV file")
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
     args = parser.parse_args()
     args.output_dir = args.output_dir.absolute()
@@ -173,41 +163,33 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    if args.draw:
+        draw(args.csv, args.draw)
+        return 0
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    data_dir, model_path = args.output_dir / "data", args.output_dir / f"model-{device}"
-    if not data_dir.is_dir():
-        make_arithmetic_data(data_dir)
-    if not model_path.is_dir():
-        make_tiny_checkpoint(model_path, head_dim=HEAD_DIM[device])
+    if not (args.output_dir / "data").is_dir():
+        make_arithmetic_data(args.output_dir / "data")
+    if not (args.output_dir / f"model-{device}").is_dir():
+        make_tiny_checkpoint(args.output_dir / f"model-{device}", head_dim=HEAD_DIM[device])
     curves: list[LearningStep] = []
     failures: list[str] = []
     # Seed by seed, so that an interrupted command leaves whole pairs.
     for seed, mode in product(args.seeds, args.modes):
-        run = LearningRun(
-            mode=mode,
-            seed=seed,
-            steps=args.steps,
-            device=device,
-            lr=args.lr,
-            model_path=model_path,
-            data_dir=data_dir,
-            work_dir=args.output_dir / f"{device}-{mode}-{seed}",
-            overrides=tuple(args.overrides),
-        )
-        if run.was_run_otherwise():
-            fail(f"{run.work_dir} holds a run with other settings; choose another --output-dir")
-        if len(curve_of(run)) != args.steps:
-            shutil.rmtree(run.work_dir, ignore_errors=True)
-            run.keep_settings()
+        run = run_of(mode, seed, args, device)
+        settings, kept = json.dumps([run.command, run.environment], indent=1), run.log.with_name("settings.json")
+        if kept.is_file() and kept.read_text() != settings:
+            console.print(f"error: {run.log.parent} holds a run with other settings; choose another --output-dir")
+            return 2
+        if len(curve_of(run.metrics, mode, seed)) != args.steps:
+            shutil.rmtree(run.log.parent, ignore_errors=True)
+            run.log.parent.mkdir(parents=True)
+            kept.write_text(settings)
             console.print(f"{mode}, seed {seed}: {args.steps} steps, log in {run.log}")
-            outcome, _ = run_to_end(run, args.timeout)
-            if outcome == "ok" and len(curve_of(run)) != args.steps:
-                outcome = f"{len(curve_of(run))} of {args.steps} steps"
-            if outcome != "ok":
+            outcome = run_to_end(run, args.timeout)
+            if outcome != "ok" or len(curve_of(run.metrics, mode, seed)) != args.steps:
                 failures.append(f"{mode}, seed {seed}: {outcome}, see {run.log}")
-                last = run.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-                console.print("\n".join(last), markup=False, highlight=False)
-        curve = curve_of(run)
+                console.print(run.last_lines())
+        curve = curve_of(run.metrics, mode, seed)
         curves += curve
         if curve:
             write_csv(curves, args.csv)
@@ -216,7 +198,7 @@ def main() -> int:
             first, last = (sum(part) / fifth for part in (rewards[:fifth], rewards[-fifth:]))
             console.print(f"{mode}, seed {seed}: {len(curve)} steps, reward {first:.3f} at first, {last:.3f} at last")
     for failure in failures:
-        console.print(f"FAILED {failure}", markup=False, highlight=False)
+        console.print(f"FAILED {failure}")
     return 1 if failures else 0
 
 

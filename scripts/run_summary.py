@@ -1,19 +1,18 @@
 """Print ``run summary: {json}``, as the last line, for a training run, from the metrics file of verl's ``file`` logger.
 
-    python scripts/run_summary.py METRICS.jsonl --config CONFIG.yaml [--csv FILE]
+    python scripts/run_summary.py METRICS.jsonl --config CONFIG.yaml
 
 CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its two flags.
 ``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
 five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of logical over physical tokens, and
 ``rows_saved`` is how many of a step's tokens the model never computed (mean). What a run does not log is ``null``.
 Lines before the summary say the same for people. A run whose ``trainer.logger`` has no ``file`` gets a line that says
-so instead. ``--csv`` writes reward, KL, gradient norm, tokens and seconds of every step.
+so instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from pathlib import Path
@@ -34,16 +33,6 @@ LOGICAL_TOKENS = "actor/prefix_grouper/logical_tokens"
 PHYSICAL_TOKENS = "actor/prefix_grouper/physical_tokens"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 TIMING = "timing_s/"
-COLUMNS = {
-    "reward": REWARD,
-    "kl": "actor/kl_loss",
-    "grad_norm": "actor/grad_norm",
-    "turns": "num_turns/mean",
-    "logical_tokens": LOGICAL_TOKENS,
-    "physical_tokens": PHYSICAL_TOKENS,
-    "seconds": "timing_s/step",
-}
-"""Of ``--csv``; what a run does not log is empty."""
 PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
 
 
@@ -117,20 +106,10 @@ def describe(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_steps(steps: list[dict[str, Any]], path: Path) -> None:
-    """One line for each step, numbers to six digits."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", *COLUMNS])
-        for number, step in enumerate(steps, start=1):
-            writer.writerow([number, *(f"{step[key]:.6g}" if key in step else "" for key in COLUMNS.values())])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     try:
         loggers = read_loggers(args.config)
@@ -143,8 +122,6 @@ def main() -> None:
         summary = summarize(steps, read_mode(args.config))
     except (ValueError, FileNotFoundError) as error:
         parser.exit(1, f"error: {error}\n")
-    if args.csv:
-        write_steps(steps, args.csv)
     lines = [*describe(summary), f"run summary: {json.dumps(summary)}"]
     sys.stdout.write("".join(line + "\n" for line in lines))
 

@@ -23,8 +23,4 @@ bash scripts/install.sh
 # One thread: on two cores, tiny models and two-process tests are slower when they fight over threads.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/python -m pytest "${selection[@]}" --durations=15 --junitxml=outputs/tests.xml "$@"
-# docs/support.md is made from these results; a selection of the tests could not tell whether it is stale. GPU and slow
-# tests count there by their records alone, so that it is the same with a GPU, with --slow and without.
-if [ $# -eq 0 ]; then .venv/bin/python scripts/make_support_table.py --results outputs/tests.xml --check; fi
-
 if [ "$lowest" = yes ]; then bash scripts/upkeep/run_tests_lowest.sh; fi

@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 from benchmarks.step_metrics import read_training_steps
-from benchmarks.step_runs import REPOSITORY, run_to_end, start
+from benchmarks.step_runs import ScriptRun, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_picture_data import make_picture_data
@@ -42,7 +42,6 @@ from rich.console import Console
 STEPS = 2
 TOOL_WARM_UP_STEPS = 200
 SURVIVORS_S = 60
-LOG_LINES_SHOWN = 30
 # What a process that dies of a signal leaves in the log.
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 console = Console(width=180, highlight=False, markup=False)
@@ -63,14 +62,6 @@ class SmokeRun:
     response_tokens: int = 8
 
     @property
-    def metrics(self) -> Path:
-        return self.work_dir / f"{self.name}.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.work_dir / f"{self.name}.log"
-
-    @property
     def checkpoints(self) -> Path:
         return self.work_dir / "checkpoints"
 
@@ -80,25 +71,19 @@ class SmokeRun:
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text()) if tracker.is_file() and tracker.read_text() else None
 
-    def environment(self) -> dict[str, str]:
-        return {
+    def script_run(self) -> ScriptRun:
+        variables = {
             **tiny_environment(self.device, self.work_dir, self.model_path, self.data_dir),
             "MAX_RESPONSE_LENGTH": str(self.response_tokens),
             "TRAIN_BATCH_SIZE": "8",
             "PPO_MINI_BATCH_SIZE": "4",
             "TOTAL_STEPS": str(self.steps),
-            "VERL_FILE_LOGGER_PATH": str(self.metrics),
             "TENSORBOARD_DIR": str(self.work_dir / "tensorboard"),
         }
-
-    def command(self) -> list[str]:
-        return [
-            "bash",
-            str(REPOSITORY / "examples" / self.script),
-            f"trainer.default_local_dir={self.checkpoints}",
-            *tiny_overrides(self.device),
-            *self.overrides,
-        ]
+        folder = f"trainer.default_local_dir={self.checkpoints}"
+        overrides = [folder, *tiny_overrides(self.device), *self.overrides]
+        metrics, log = self.work_dir / f"{self.name}.jsonl", self.work_dir / f"{self.name}.log"
+        return ScriptRun.of_example(self.script, overrides, variables, metrics, log)
 
 
 class SmokeError(Exception):
@@ -112,9 +97,10 @@ def require(condition: bool, otherwise: str) -> None:
 
 def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[str, float]]:
     """Train to the end, hold what every run must do, and return the metrics of the steps."""
-    outcome, _ = run_to_end(run, timeout_s)
+    started = run.script_run()
+    outcome = run_to_end(started, timeout_s)
     require(outcome == "ok", outcome)
-    steps = read_training_steps(run.metrics)
+    steps = read_training_steps(started.metrics)
     numbers = [int(step["training/global_step"]) for step in steps]
     require(numbers == list(range(first_step, run.steps + 1)), f"its steps are {numbers}")
     for step in steps:
@@ -122,7 +108,7 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
         require(step["actor/grad_norm"] > 0, "has no gradient")
         correlation = step["training/rollout_actor_probs_pearson_corr"]
         require(correlation > 0.95, f"probabilities of rollout and actor correlate by {correlation:.3f} only")
-    text = run.log.read_text(errors="replace")
+    text = started.log.read_text(errors="replace")
     require(text.splitlines()[-1].startswith("run summary: "), "does not end with its summary")
     # Packages that try an import and fail may log a traceback at the start; after the last step there is no excuse.
     last_step = re.compile(
@@ -143,8 +129,9 @@ def kill_after_first_checkpoint(run: SmokeRun, timeout_s: float) -> int:
     run.work_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     tree: dict[int, psutil.Process] = {}
-    with run.log.open("w") as log:
-        process = start(run, log)
+    script = run.script_run()
+    with script.log.open("w") as log:
+        process = start(script, log)
         try:
             while run.last_checkpoint is None:
                 require(process.poll() is None, f"ended with exit code {process.poll()} before its first checkpoint")
@@ -181,7 +168,7 @@ def run_tools(run: SmokeRun, timeout_s: float) -> str:
     steps = finish(replace(run, steps=saved + STEPS), timeout_s, first_step=saved + 1)
     turns = max(step["num_turns/max"] for step in steps)
     require(turns >= 4, f"no response called the tool: at most {turns:.0f} turns")
-    first_line = run.metrics.read_text().splitlines()[0]
+    first_line = run.script_run().metrics.read_text().splitlines()[0]
     require("val-core/arithmetic" in first_line, "did not validate before its first step")
     events = list((run.work_dir / "tensorboard").glob("events.out.tfevents.*"))
     require(len(events) == 2, f"TensorBoard has {len(events)} files of two runs")
@@ -294,7 +281,7 @@ def main() -> int:
             failed = True
             outcome = f"FAILED  {error}"
             for log in sorted(run.work_dir.glob("*.log")):
-                last = log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+                last = log.read_text(errors="replace").splitlines()[-30:]
                 console.print("\n".join([f"--- {log}", *last]))
         console.print(f"{name:8} {time.monotonic() - start:4.0f} s  {outcome}")
     return int(failed)

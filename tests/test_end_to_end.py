@@ -43,7 +43,6 @@ def train(
 
 def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None:
     summary, steps = train(tmp_path)
-    assert "shared prefixes, mean over the run: " in (tmp_path / "console.log").read_text()
     assert summary["steps"] == 2
     assert summary["mode"] == Mode.PACKED.value
     assert summary["attention_backend"] == "sdpa"
@@ -80,12 +79,14 @@ def test_verls_own_entry_point_keeps_groups_whole_with_two_workers_and_asynchron
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
 
 
+@pytest.mark.slow
 def test_padded_prefix_grouper_script_trains_through_upstreams_library(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, script="run_qwen3_prefix_grouper.sh")
     assert summary["mode"] == Mode.PADDED_GROUPS.value
     assert all(step["actor/prefix_grouper/dedup_ratio"] > 4 for step in steps)
 
 
+@pytest.mark.slow
 def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -> None:
     summary, steps = train(tmp_path, script="run_qwen3_ppo_pg.sh")
     assert summary["mode"] == Mode.PACKED.value

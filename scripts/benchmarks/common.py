@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "verl", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4")
+PACKAGES = ("torch", "triton", "verl", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4", "vllm", "ray")
 
 
 def environment() -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +51,6 @@ class StepRow:
     mfu_physical: float | None
     dedup_ratio: float | None
     attention_kernel: str | None
-    seconds_before_first_step: float | None
     outcome: str
     num_gpus: int
     max_token_len: int
@@ -123,23 +120,6 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
     return rows
 
 
-def complete_rows(path: Path) -> list[StepRow]:
-    """The rows of an earlier table, without those of runs that ended early."""
-    read: dict[str, Callable[[str], Any]] = {
-        "str": str,
-        "int": int,
-        "float": float,
-        "bool": lambda text: text == "True",
-        "float | None": lambda text: float(text) if text else None,
-        "str | None": lambda text: text or None,
-    }
-    with path.open(newline="") as file:
-        rows = [
-            StepRow(**{f.name: read[str(f.type)](row[f.name]) for f in fields(StepRow)}) for row in csv.DictReader(file)
-        ]
-    return [row for row in rows if row.outcome == "ok"]
-
-
 def with_ratios(rows: list[StepRow]) -> list[StepRow]:
     """The same rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
     baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == BASELINE}
@@ -158,35 +138,19 @@ def with_ratios(rows: list[StepRow]) -> list[StepRow]:
 
 def table_of(rows: list[StepRow]) -> Table:
     """A line for each phase of each run, the figures of a whole run beside its ``step``."""
-    table = Table(
-        "case",
-        "mode",
-        "phase",
-        "median s",
-        "min..max",
-        "speed-up",
-        "GiB",
-        "ratio",
-        "tokens/s",
-        "mfu",
-        "physical",
-        "dedup",
-    )
-
-    def number(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
+    table = Table("case", "mode", "phase", "median s", "min..max", "speed-up", "GiB", "tokens/s", "dedup")
     for row in rows:
         whole = row.phase == "step"
-        run = (row.peak_gib, row.memory_ratio, row.tokens_per_s_per_gpu, row.mfu, row.mfu_physical, row.dedup_ratio)
+        figures = (row.speedup, row.peak_gib, row.tokens_per_s_per_gpu, row.dedup_ratio)
+        shown = [f"{figure:.2f}" if figure is not None else "" for figure in figures]
         table.add_row(
             row.case,
             row.mode if row.outcome == "ok" else f"{row.mode} ({row.outcome})",
             row.phase,
-            number(row.seconds_median, 2),
+            f"{row.seconds_median:.2f}",
             f"{row.seconds_min:.2f}..{row.seconds_max:.2f}",
-            number(row.speedup, 2),
-            *(number(value, digits) if whole else "" for value, digits in zip(run, (1, 2, 0, 3, 3, 2), strict=True)),
+            shown[0],
+            *(shown[1:] if whole else [""] * 3),
             end_section=whole,
         )
     return table

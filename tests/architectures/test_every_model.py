@@ -13,11 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, record_outcome, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.attention.dense import attend_sequence
-from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
 from tests.engine.test_exactness import CASES
+from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
-from verl_pg_plugin.attention.kernels import sdpa
-from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS, sdpa
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

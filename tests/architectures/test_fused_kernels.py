@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from make_models_table import FUSED, read_record
+from verl_pg_plugin.engine.heads.fused_head import FusedHead
 
 from tests.architectures.outcome import EXACT, HYBRIDS, supports_checkpointing
 from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
@@ -18,7 +19,6 @@ from tests.mixers.test_gated_delta_engine import SAMPLES as HYBRID_SAMPLES
 from tests.mixers.test_gated_delta_engine import assert_exact, rows_alone
 from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import fused_obstacle, skeleton
-from verl_pg_plugin.engine.heads.fused_head import FusedHead
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow]

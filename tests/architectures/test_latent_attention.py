@@ -11,8 +11,7 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.engine.carried_cases import ONE_GROUP, carrying_engine
 from tests.engine.ranks import on_ranks
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
-from verl_pg_plugin.attention.kernels import Kernel, select_kernel
-from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS, Kernel, select_kernel
 from verl_pg_plugin.synthetic import make_batch
 
 LATENT_TYPES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
+<<<<<<< HEAD
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout
+=======
+>>>>>>> lead
 
 KEYS = (0, "k")
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
+from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 from tests.attention.dense import assert_equal, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, batches, segment_paths, sequence_rows
@@ -21,7 +22,11 @@ from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, checkpoint_contexts
 from verl_pg_plugin.attention.passes import Varlen
+<<<<<<< HEAD
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout
+=======
+from verl_pg_plugin.layout import PackedLayout
+>>>>>>> lead
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))

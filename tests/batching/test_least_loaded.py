@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from verl_pg_plugin.batching.least_loaded import LeastLoaded
 
 steps = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 6)), max_size=30)

@@ -13,10 +13,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
 from verl_pg_plugin.config.preflight import sharing_issues
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"

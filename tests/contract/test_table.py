@@ -1,7 +1,6 @@
 """Differences between the contract and what is installed are reported readably, and only where they matter."""
 
 import pytest
-
 from verl_pg_plugin.contract.table import EXISTS, Part, differences, signature_of
 from verl_pg_plugin.contract.verl import changes
 

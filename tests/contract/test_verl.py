@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-
-import verl_pg_plugin
-from tests.contract.upstream_names import UPSTREAM, upstream_names
 from verl_pg_plugin.contract import torch as torch_contract
 from verl_pg_plugin.contract import transformers as transformers_contract
 from verl_pg_plugin.contract import verl as verl_contract
 from verl_pg_plugin.contract.table import EXISTS, Part
 from verl_pg_plugin.contract.verl import PARTS, changes
+
+import verl_pg_plugin
+from tests.contract.upstream_names import UPSTREAM, upstream_names
 
 PACKAGE = Path(verl_pg_plugin.__file__).parent
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
+from verl_pg_plugin.engine.saved_attention import SavedAttention
 
 from tests.engine.carried_cases import carrying, carrying_engine
 from tests.engine.test_gpu import BF16, SIZES
 from tests.precision import SMOOTH_LOSS, errors, pooled
 from tests.support import actor_loss, full_gradients, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 

@@ -17,8 +17,7 @@ from tests.modalities.picture_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, load, picture_batch, save_vision_model
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.attention import key_copies
-from verl_pg_plugin.attention.kernels import flash_passes
-from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS, flash_passes
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import make_batch
 

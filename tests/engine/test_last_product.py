@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from verl_pg_plugin.engine.last_product import last_product, leave_out
 
 from tests.engine.test_kept_layers import BUDGET, INTERMEDIATE, LAYERS, SAMPLES, Products, update
 from tests.support import Result, actor_loss, assert_same, make_engine, run_reference, save_tiny_model
-from verl_pg_plugin.engine.last_product import last_product, leave_out
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

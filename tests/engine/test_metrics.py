@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.engine.batch import plan_metrics as module
 from verl_pg_plugin.engine.batch.micro_batch_plan import MicroBatchPlan
 from verl_pg_plugin.engine.batch.sequences import Sequences
+
+from verl_pg_plugin.engine.batch import plan_metrics as module
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.mixers.protocol import PairCost
 from verl_pg_plugin.modalities import Content
+from verl_pg_plugin.planning.cost import ModelFlops
 
-FLOPS = ModelFlops(per_row=100.0, per_head_row=10.0, pairs=(PairCost(1.0),))
+FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
 LAYOUT = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5]), np.array([0, 4, 8]), np.array([3, 3]))
 # Twice two responses of one token to a prompt of three; two of the prompts begin alike.
 TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])

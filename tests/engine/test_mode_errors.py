@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-
-from tests.support import make_engine, save_tiny_model
 from verl_pg_plugin.engine.requirements import check_model
 from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode
+
+from tests.support import make_engine, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 from tensordict import TensorDict
-
-from tests.engine.threads import EVERYONE, on_threads
-from tests.support import PACKED_MODE, group
-from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.batch.layout_field import export_of, runs_tower
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import Sequences
-from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.engine.sharing_modes import PackedMode
+
+from tests.engine.threads import EVERYONE, on_threads
+from tests.support import PACKED_MODE, group
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch

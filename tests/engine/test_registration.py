@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from verl.workers.engine import EngineRegistry
+from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 from tests.fresh import Ended, run_fresh
 from tests.support import make_engine, save_tiny_model
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine import registration
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 STOCK = "verl.workers.engine.fsdp.transformer_impl"
 OURS = "PrefixGrouperFSDPEngineWithLMHead"

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+from verl_pg_plugin.batching.chain_cuts import CarryWeights
+from verl_pg_plugin.engine.saved_attention import SavedAttention
 
 from tests.architectures.tiny_configs import tiny_config
 from tests.engine.carried_cases import carrying, carrying_engine
@@ -20,9 +22,7 @@ from tests.modalities.picture_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, load, picture_batch, save_vision_model
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.attention.kernels import KERNELS
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine import saved_attention
-from verl_pg_plugin.engine.saved_attention import SavedAttention
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

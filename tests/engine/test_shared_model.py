@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.engine.shared_model import SharedModel
+
+from verl_pg_plugin.planning.cost import ModelFlops
 
 MODEL = SharedModel("Tiny", Counter(attention=2), ModelFlops(1.0, 1.0, ()), saved_attention=None)
 

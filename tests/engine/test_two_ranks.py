@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 
 from tests.engine.ranks import on_ranks
 from tests.support import (
@@ -24,10 +25,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention.kernels import selection
-from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.attention.kernels import KERNELS, selection
 from verl_pg_plugin.config import layer_compiler
-from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]

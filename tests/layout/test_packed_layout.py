@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches, row_keys, row_paths, segment_paths, segment_tokens
-from verl_pg_plugin.cost.pairs import num_pairs
 from verl_pg_plugin.layout import build_packed_layout
+from verl_pg_plugin.planning.cost import num_pairs
 
 
 @given(batches(with_classes=True))

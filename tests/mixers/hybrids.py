@@ -141,7 +141,7 @@ def depth_of(layout: PackedLayout) -> int:
 
 
 def trie_of_depth(depth: int) -> Batch:
-    """A few sequences at every depth: shorter than a convolution's reach, longer than a chunk of the recurrence."""
+    """A few sequences at every depth: shorter than a convolution's reach, longer than a chunk of the delta_layer."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:

@@ -27,7 +27,7 @@ from tests.support import (
     run_engine,
     run_reference,
 )
-from verl_pg_plugin.mixers.gated_delta import recurrence
+from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -125,7 +125,7 @@ def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) 
 
     engine = make_engine(hybrids["qwen3_next"], packed=True, engine={"verify": "first"})
     with (
-        patch.object(recurrence._HandDown, "apply", forget),
+        patch.object(delta_layer._HandDown, "apply", forget),
         engine.eval_mode(),
         pytest.raises(MismatchError, match="shared prefixes"),
     ):

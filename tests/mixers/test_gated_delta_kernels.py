@@ -5,8 +5,8 @@ import subprocess
 import pytest
 from packaging.version import Version
 
-from verl_pg_plugin.mixers.gated_delta import kernels
-from verl_pg_plugin.mixers.gated_delta.kernels import gpu_generations, kernel_obstacles
+from verl_pg_plugin.mixers import gated_delta as kernels
+from verl_pg_plugin.mixers.gated_delta import gpu_generations, kernel_obstacles
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from tests.layout.tries import Batch, batches, sequence_rows
 from tests.mixers.hybrids import KINDS, SIZES, build_hybrid, delta_layer, depth_of, stretched, trie_of_depth
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.mixers.gated_delta import recurrence
-from verl_pg_plugin.mixers.gated_delta.convolution import Windows
-from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, SharedRowOps, install
+from verl_pg_plugin.mixers import delta_layer
+from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, GatedDeltaLayer, Windows, install
 
 Found = dict[str, torch.Tensor]
 PADDING = 3
@@ -27,7 +26,7 @@ def shared_layer(kind: str) -> Callable[[PackedAttention, torch.Tensor], torch.T
     assert install(model) == 3
     module = delta_layer(model)
     ops = module.chunk_gated_delta_rule.__self__
-    assert isinstance(ops, SharedRowOps)
+    assert isinstance(ops, GatedDeltaLayer)
 
     def run(rows: PackedAttention, hidden: torch.Tensor) -> torch.Tensor:
         ops.enter_layer(module, (), {"prefix_grouper": rows})
@@ -92,7 +91,7 @@ def test_without_the_state_handed_down_nothing_is_right(depth: int) -> None:
     def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
         return state.new_zeros(total, *state.shape[1:])
 
-    with patch.object(recurrence._HandDown, "apply", forget):
+    with patch.object(delta_layer._HandDown, "apply", forget):
         found = errors("qwen3_next", trie_of_depth(depth))
     assert found["output"] > 1e-2
     assert found["A_log"] > 1e-2

@@ -12,8 +12,8 @@ from tests.mixers.test_gated_delta_layer import relative
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.mixers.gated_delta import recurrence
-from verl_pg_plugin.mixers.gated_delta.layer import GATED_DELTA, install
+from verl_pg_plugin.mixers import delta_layer
+from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
 
 Numbers = dict[str, torch.Tensor]
 
@@ -83,7 +83,7 @@ def test_a_state_that_is_not_handed_down_shows_in_the_log_probs() -> None:
         return state.new_zeros(total, *state.shape[1:])
 
     batch = trie_of_depth(2)
-    with patch.object(recurrence._HandDown, "apply", forget):
+    with patch.object(delta_layer._HandDown, "apply", forget):
         got = over_the_trie("qwen3_next", batch)
     assert (got["log_probs"] - alone("qwen3_next", batch)["log_probs"]).abs().max() > 1e-2
 

@@ -19,10 +19,9 @@ from tests.mixers.hybrids import save_hybrid, trie_of_depth
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.attention.gather import GatherIndex, gather_rows
-from verl_pg_plugin.mixers.gated_delta import recurrence
-from verl_pg_plugin.mixers.gated_delta.convolution import Windows, convolve, plain_convolution
-from verl_pg_plugin.mixers.gated_delta.kernels import kernel_obstacles
-from verl_pg_plugin.mixers.gated_delta.recurrence import Levels, delta_rule_over
+from verl_pg_plugin.mixers import delta_layer
+from verl_pg_plugin.mixers.delta_layer import Levels, Windows, convolve, delta_rule_over, plain_convolution
+from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
 from verl_pg_plugin.synthetic import make_batch
 
 ON_GPU = torch.cuda.is_available()
@@ -124,7 +123,7 @@ def test_states_handed_to_many_children_are_summed_in_order() -> None:
     grad = on_gpu(204, 2, 64, 64, seed=1, dtype=torch.float32)
 
     def gradient() -> torch.Tensor:
-        return torch.autograd.grad(recurrence._HandDown.apply(state, counts, 204), state, grad)[0]
+        return torch.autograd.grad(delta_layer._HandDown.apply(state, counts, 204), state, grad)[0]
 
     first = gradient()
     assert torch.equal(first, gradient())
@@ -192,7 +191,7 @@ def test_without_the_state_handed_down_log_probs_are_wrong(hybrid: str) -> None:
     batch, loss = make_batch(SAMPLES), actor_loss(**SMOOTH_LOSS)
     with without_fla():
         reference = run_reference(hybrid, batch, loss)
-    with patch.object(recurrence._HandDown, "apply", forget):
+    with patch.object(delta_layer._HandDown, "apply", forget):
         broken = run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss)
     right = run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss)
     assert errors(broken, reference)["log_probs"] > 5 * errors(right, reference)["log_probs"]

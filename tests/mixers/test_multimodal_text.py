@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from verl.workers.engine.fsdp import transformer_impl
-from verl_pg_plugin.cost.flops import ModelFlops
 
 from tests.architectures.outcome import record_outcome
 from tests.mixers.hybrids import save_multimodal
 from tests.support import Result, actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import architecture_issues
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

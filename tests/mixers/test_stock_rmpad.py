@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models
+from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
 
 from tests.mixers.hybrids import config_of, save_hybrid
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import rmpad_fault
-from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

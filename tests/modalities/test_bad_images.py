@@ -7,11 +7,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl_pg_plugin.engine.batch.sequences import BatchError, lay_out_packed, read_sequences
 
 from tests.modalities.image_cases import CAT, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
 from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
 from tests.support import actor_loss, clone, make_engine
-from verl_pg_plugin.engine.batch.sequences import BatchError, lay_out_packed, read_sequences
 from verl_pg_plugin.modalities import Images
 from verl_pg_plugin.synthetic import make_batch
 

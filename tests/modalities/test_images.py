@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import pytest
 from transformers import AutoConfig
+from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 
 from tests.mixers.test_gated_delta_engine import NEARLY_CANCEL
 from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, run_alone, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
-from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 from verl_pg_plugin.modalities import Images
 from verl_pg_plugin.modalities.image_keys import _Contents
 

@@ -7,8 +7,8 @@ import torch
 from prefix_grouper import PrefixGrouper
 
 from tests.models.models import SAMPLES, layout_of, load, random_ids
-from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels import select_kernel
 
 IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)

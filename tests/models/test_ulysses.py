@@ -18,10 +18,9 @@ from verl.utils.ulysses import (
 from tests.models.models import SAMPLES, layout_of, load, pad, reference, result, unpack
 from tests.models.test_forward import responses, upstream_batch
 from tests.support import Result, assert_same
+from verl_pg_plugin.attention.context import PackedAttention, UlyssesAttention
 from verl_pg_plugin.attention.interface import ATTENTION
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
-from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.models.split_llama.modeling_split_llama import SplitLlamaConfig
 
 LAYOUT = layout_of(SAMPLES)

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
+from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
 
 from tests.engine.carried_cases import carry_always, carrying
 from tests.options.option import Case
@@ -28,7 +29,6 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 LORA_RANK = 4

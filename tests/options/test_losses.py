@@ -10,11 +10,11 @@ from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.actor import RolloutCorrectionConfig
+from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 
 from tests.options.harness import Checkpoint, Engines
 from tests.options.table import DEFAULT, SAMPLES
 from tests.support import PACKED_MODE, actor_loss, assert_same, clone, run_engine, run_reference
-from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 from verl_pg_plugin.synthetic import make_batch
 
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)

@@ -7,8 +7,7 @@ from benchmarks.packing_reference import segment_sum_by_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_pg_plugin.packing import batch_unsorted_segment_sum, segment_sum_cuda
-from verl_pg_plugin.packing.segment_sum_runs import MIN_RUN_TOKENS, MIN_TOKENS
+from verl_pg_plugin.packing import batch_unsorted_segment_sum
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -40,61 +39,6 @@ def test_a_plain_python_sum_agrees() -> None:
     ids = torch.tensor([[0, 2, 0, 2], [1, 1, 1, 0]])
     expected = [[5.0, 0.0, 10.0, 0.0], [128.0, 112.0, 0.0, 0.0]]
     assert batch_unsorted_segment_sum(values, ids, 4).tolist() == expected
-
-
-def in_runs(bs: int, seq: int, num_segments: int, run: int) -> torch.Tensor:
-    """(bs, seq) ids that change every `run` tokens; an id may come back later in its row."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, num_segments, (bs, -(-seq // run)), generator=generator).repeat_interleave(run, 1)[:, :seq]
-
-
-@pytest.mark.parametrize("run", [MIN_RUN_TOKENS // 4, MIN_RUN_TOKENS, 3 * MIN_RUN_TOKENS + 1, MIN_TOKENS])
-@pytest.mark.parametrize(("bs", "seq"), [(MIN_TOKENS // 1024, 1024), (7, MIN_TOKENS // 7 + 3), (1, MIN_TOKENS)])
-def test_rows_of_long_segments_sum_as_the_loop(bs: int, seq: int, run: int) -> None:
-    values, _ = random_case(bs, seq, 1)
-    ids = in_runs(bs, seq, 5, run)
-    torch.testing.assert_close(
-        batch_unsorted_segment_sum(values, ids, 5), segment_sum_by_row(values, ids, 5), rtol=1e-11, atol=1e-11
-    )
-
-
-def test_a_first_row_unlike_the_others_sums_as_the_loop() -> None:
-    values, ids = random_case(MIN_TOKENS // 1024, 1024, 5)
-    ids[0] = 3
-    assert torch.equal(batch_unsorted_segment_sum(values, ids, 5), segment_sum_by_row(values, ids, 5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32])
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.uint8])
-def test_long_segments_keep_dtype_accuracy_and_layout(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
-    bs, seq = MIN_TOKENS // 1024, 1024
-    values = (100 * random_case(bs, seq, 1)[0]).to(dtype)
-    ids = in_runs(bs, seq, 5, 100).to(ids_dtype)
-    exact = segment_sum_by_row(values.double(), ids.long(), 5)
-    # Neither rows nor columns of these lie side by side.
-    strided_values, strided_ids = (tensor.t().contiguous().t() for tensor in (values, ids))
-    actual = batch_unsorted_segment_sum(strided_values, strided_ids, 5)
-    assert actual.dtype == dtype
-    if dtype == torch.int32:
-        assert torch.equal(actual.double(), exact)
-        return
-    tolerance = torch.finfo(dtype).eps / 2 * exact.abs() + (1e-10 if dtype == torch.float64 else 1e-2)
-    assert ((actual.double() - exact).abs() <= tolerance).all()
-
-
-@pytest.mark.parametrize("bad_id", [-1, 5, 2**32])
-def test_an_id_out_of_range_in_a_long_segment_raises(bad_id: int) -> None:
-    ids = in_runs(MIN_TOKENS // 1024, 1024, 5, 100)
-    ids[-1, -1] = bad_id
-    with pytest.raises(IndexError, match="num_segments=5"):
-        batch_unsorted_segment_sum(torch.ones(ids.shape), ids, 5)
-
-
-def test_an_infinity_in_a_long_segment_stays_there() -> None:
-    ids = torch.arange(8).repeat_interleave(MIN_TOKENS // 8)[None]
-    values = torch.zeros(ids.shape)
-    values[0, 0] = float("inf")
-    assert batch_unsorted_segment_sum(values, ids, 8).tolist() == [[float("inf")] + [0.0] * 7]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -241,45 +185,3 @@ def test_inputs_are_left_unchanged() -> None:
 def test_wrong_arguments_are_refused(values: object, ids: object, num_segments: int, error: type[Exception]) -> None:
     with pytest.raises(error):
         batch_unsorted_segment_sum(values, ids, num_segments)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("bs", "seq"), [(1, 1), (2, 64), (3, 100_001), (128, 8192), (300, 700)])
-@pytest.mark.parametrize("num_segments", [1, 5, 32, 64, 65])
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("max_host_tokens", [0, segment_sum_cuda.MAX_HOST_TOKENS], ids=["kernel", "host"])
-def test_gpu_sums_equal_cpu_sums_and_repeat_bit_for_bit(
-    bs: int,
-    seq: int,
-    num_segments: int,
-    ids_dtype: torch.dtype,
-    max_host_tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(segment_sum_cuda, "MAX_HOST_TOKENS", max_host_tokens)
-    values, ids = random_case(bs, seq, num_segments)
-    on_gpu = values.float().cuda(), ids.to(ids_dtype).cuda()
-    actual = batch_unsorted_segment_sum(*on_gpu, num_segments)
-    exact = segment_sum_by_row(values.float().double(), ids, num_segments)
-    torch.testing.assert_close(actual.cpu().double(), exact, rtol=1e-5, atol=2e-3)
-    if num_segments <= 64:
-        assert torch.equal(actual, batch_unsorted_segment_sum(*on_gpu, num_segments))
-
-
-def test_tiny_batches_that_a_gpu_leaves_to_the_host_sum_as_the_loop() -> None:
-    values, ids = random_case(3, 40, 5)
-    strided = values.t().contiguous().t()[:, ::2], ids.t().contiguous().t()[:, ::2]
-    assert torch.equal(segment_sum_cuda.sum_on_host(*strided, 5), segment_sum_by_row(*strided, 5))
-    ids[1, 2] = 5
-    with pytest.raises(IndexError, match="num_segments=5"):
-        segment_sum_cuda.sum_on_host(values, ids, 5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("max_host_tokens", [0, segment_sum_cuda.MAX_HOST_TOKENS], ids=["kernel", "host"])
-def test_gpu_gradients_pass_gradcheck_to_second_order(max_host_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_sum_cuda, "MAX_HOST_TOKENS", max_host_tokens)
-    values, ids = (tensor.cuda() for tensor in random_case(3, 12, 4))
-    values.requires_grad_()
-    torch.autograd.gradcheck(lambda v: batch_unsorted_segment_sum(v, ids, 4), (values,))
-    torch.autograd.gradgradcheck(lambda v: batch_unsorted_segment_sum(v, ids, 4), (values,))

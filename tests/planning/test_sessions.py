@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from verl_pg_plugin.cost.flops import ModelFlops
 from verl_pg_plugin.layout.order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.balance import cost_together
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
 
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(5.2e5),))

@@ -18,25 +18,23 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from benchmarks.common import write_csv  # noqa: E402
+from bench_step import StepCase, mode, run_of  # noqa: E402
 from benchmarks.step_inputs import FIXED_WORDS, chat_of_length, make_prompts, word_tokenizer  # noqa: E402
 from benchmarks.step_metrics import (  # noqa: E402
     PHASES,
     StepRow,
-    complete_rows,
     read_training_steps,
     rows_of_run,
     table_of,
     with_ratios,
 )
 from benchmarks.step_reward import compute_score  # noqa: E402
-from benchmarks.step_runs import StepCase, StepMode, StepRun, run_to_end  # noqa: E402
+from benchmarks.step_runs import ScriptRun, run_to_end  # noqa: E402
 
 ABOUT: dict[str, Any] = {
     "model": "tiny",
     "case": "64,8,4,4",
     "mode": "packed",
-    "seconds_before_first_step": 30.0,
     "outcome": "ok",
     "num_gpus": 1,
     "max_token_len": 20480,
@@ -114,13 +112,6 @@ def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path
     assert read_training_steps(tmp_path / "none.jsonl") == []
 
 
-def test_a_table_read_back_is_the_same_without_the_runs_that_ended_early(tmp_path: Path) -> None:
-    early = rows_of_run([step(1.0)] * 2, {**ABOUT, "outcome": "timed out after 9 s", "mode": "prefix_grouper"})
-    complete = with_ratios([*rows("rmpad", 2.0, 2.0), *rows("packed", 1.0, 1.0)])
-    write_csv([*complete, *early], tmp_path / "bench_step.csv")
-    assert complete_rows(tmp_path / "bench_step.csv") == complete
-
-
 def test_the_table_names_the_outcome_of_a_run_that_ended_early() -> None:
     early = rows_of_run([step(1.0)] * 2, {**ABOUT, "outcome": "timed out after 9 s"})
     table = table_of(with_ratios([*rows("rmpad", 2.0, 2.0), *early]))
@@ -171,57 +162,43 @@ def test_a_case_that_is_no_case_is_refused_by_name(text: str) -> None:
         StepCase.parse(text)
 
 
-def test_a_mode_with_options_becomes_overrides_of_the_plugins_section() -> None:
-    mode = StepMode.parse("packed:compile_layers=True,recompute_attention=True")
-    assert mode.overrides == ["prefix_grouper.compile_layers=True", "prefix_grouper.recompute_attention=True"]
-    for text in ("rmpad:compile_layers=True", "padding_free"):
-        with pytest.raises(argparse.ArgumentTypeError, match=text):
-            StepMode.parse(text)
-
-
-class CommandRun(StepRun):
-    """A run of another command than an example script."""
-
-    def command(self) -> list[str]:
-        return list(self.overrides)
-
-
-def command_run(tmp_path: Path, *command: str) -> CommandRun:
-    return CommandRun(
-        case=StepCase(64, 8, 4, 4),
-        mode=StepMode("packed"),
-        steps=2,
-        device="cpu",
-        num_gpus=1,
+def test_a_mode_with_options_becomes_overrides_of_the_plugins_section(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        work_dir=tmp_path,
+        output_dir=tmp_path,
+        ngpus=1,
         max_token_len=2048,
         gpu_memory_utilization=0.3,
+        steps=2,
         cuda_graphs=False,
-        model_path=tmp_path,
-        prompts=tmp_path,
-        work_dir=tmp_path,
-        metrics=tmp_path / "metrics.jsonl",
-        log=tmp_path / "run.log",
-        overrides=command,
+        overrides=["a.b=1"],
     )
+    text = mode("packed:compile_layers=True,carry=never")
+    run = run_of(StepCase(64, 8, 4, 4), text, args, "cpu", tmp_path, tmp_path)
+    assert run.command[-3:] == ["prefix_grouper.compile_layers=True", "prefix_grouper.carry=never", "a.b=1"]
+    assert run.command[1].endswith("run_qwen3_pg.sh")
+    for text in ("rmpad:compile_layers=True", "padding_free"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            mode(text)
+
+
+def command_run(folder: Path, *command: str) -> ScriptRun:
+    metrics = folder / "metrics.jsonl"
+    return ScriptRun(list(command), {"VERL_FILE_LOGGER_PATH": str(metrics)}, metrics, folder / "run.log")
 
 
 def test_a_run_that_outlives_its_time_is_ended_with_every_process_it_started(tmp_path: Path) -> None:
     """The grandchild leaves the process group, as Ray's daemons do."""
     script = "setsid sleep 300 & echo $! > child; echo started; wait"
     run = command_run(tmp_path, "bash", "-c", f"cd {tmp_path}; {script}")
-    outcome, first_step = run_to_end(run, timeout_s=3)
-    assert outcome == "timed out after 3 s"
-    assert first_step is None
+    assert run_to_end(run, timeout_s=3) == "timed out after 3 s"
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
     assert run.log.read_text() == "started\n"
 
 
 def test_a_run_that_fails_tells_its_exit_code_and_one_that_succeeds_is_ok(tmp_path: Path) -> None:
-    assert run_to_end(command_run(tmp_path, "bash", "-c", "exit 3"), timeout_s=30)[0] == "exit code 3"
-    done = command_run(tmp_path, "bash", "-c", "echo x > $VERL_FILE_LOGGER_PATH; sleep 1")
-    outcome, first_step = run_to_end(done, timeout_s=30)
-    assert outcome == "ok"
-    assert first_step is not None
+    assert run_to_end(command_run(tmp_path, "bash", "-c", "exit 3"), timeout_s=30) == "exit code 3"
+    assert run_to_end(command_run(tmp_path, "true"), timeout_s=30) == "ok"
 
 
 @pytest.mark.slow
@@ -240,8 +217,8 @@ def test_both_modes_are_timed_on_the_cpu_and_a_mode_that_fails_keeps_the_others_
     with (results / "bench_step.csv").open() as file:
         measured = list(csv.DictReader(file))
     assert {(row["mode"], row["outcome"]) for row in measured} == {("rmpad", "ok"), ("packed", "ok")}
-    for mode in ("rmpad", "packed"):
-        assert [row["phase"] for row in measured if row["mode"] == mode] == list(PHASES)
+    for name in ("rmpad", "packed"):
+        assert [row["phase"] for row in measured if row["mode"] == name] == list(PHASES)
     for row in measured:
         assert (float(row["prompt_tokens"]), float(row["response_tokens"])) == (64.0, 8.0)
         assert float(row["seconds_median"]) > 0

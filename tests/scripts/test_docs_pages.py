@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import yaml
+from verl_pg_plugin.engine.batch.plan_metrics import TOTALS, plan_metrics
 
 from verl_pg_plugin.config.options import OPTION_NAMES
-from verl_pg_plugin.engine.batch.plan_metrics import TOTALS, plan_metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

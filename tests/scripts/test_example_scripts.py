@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import subprocess
 import sys
@@ -162,18 +161,6 @@ def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) 
     assert (summary["rows_saved"], summary["rows_saved_share"]) == (52839, 0.9796)
     assert summary["time_old_log_prob"] > 0
     assert summary["time_update_actor"] > 0
-
-
-def test_every_step_of_a_run_can_be_kept_as_a_line(packed_config: Path, tmp_path: Path) -> None:
-    done = run_summary(Path(__file__).parent / "packed_run.jsonl", packed_config, "--csv", tmp_path / "steps.csv")
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "steps.csv").open() as file:
-        steps = list(csv.DictReader(file))
-    assert [step["step"] for step in steps] == ["1", "2", "3", "4"]
-    summary = json.loads(done.stdout.splitlines()[-1].removeprefix("run summary: "))
-    assert float(steps[0]["reward"]) == pytest.approx(summary["reward_first"], abs=1e-4)
-    saved = [float(step["logical_tokens"]) - float(step["physical_tokens"]) for step in steps]
-    assert sum(saved) / len(saved) == pytest.approx(summary["rows_saved"], rel=1e-4)
 
 
 def test_figures_that_a_mode_does_not_log_are_null(tmp_path: Path) -> None:

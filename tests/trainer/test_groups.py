@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from transformers import AutoConfig
 
 from tests.trainer.workers import Workers
-from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.trainer.groups import Samples, actor_flops, mini_batches_of_config, num_ranks_of, some_prompts
 
 

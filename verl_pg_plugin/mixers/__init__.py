@@ -7,7 +7,7 @@ from collections import Counter
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.mixers.attention import FULL, Attention
-from verl_pg_plugin.mixers.gated_delta.mixer import GatedDelta
+from verl_pg_plugin.mixers.gated_delta import GatedDelta
 from verl_pg_plugin.mixers.protocol import Mixer, PairCost
 
 __all__ = ["MIXERS", "Mixer", "PairCost", "count_layers", "stateful_model_types", "unknown_layer_types"]

@@ -23,7 +23,7 @@ class PairCost:
 
 
 class Mixer(Protocol):
-    """One way in which a layer lets tokens see earlier ones, over shared rows.
+    """One way in which a layer lets tokens see earlier ones, over packed tokens.
 
     A layer that mixes tokens adds one to ``AttentionContext.calls[name]`` in each of its forwards, and does so outside of
     compiled code (``torch.compiler.disable``): index maps differ in every micro-batch.
@@ -32,10 +32,10 @@ class Mixer(Protocol):
         name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
-        ulysses: whether it mixes rows of a Ulysses group.
-        prefix_cache: whether it reads rows that another micro-batch has computed; in a model with one that does not, each
+        ulysses: whether it mixes tokens of a Ulysses group.
+        prefix_cache: whether it reads tokens that another micro-batch has computed; in a model with one that does not, each
             part of an oversized group computes what it shares again.
-        padded_groups: whether it mixes the rows of upstream's padded groups, and not packed ones only.
+        padded_groups: whether it mixes the tokens of upstream's padded groups, and not packed ones only.
     """
 
     name: ClassVar[str]
@@ -46,7 +46,7 @@ class Mixer(Protocol):
     padded_groups: ClassVar[bool]
 
     def obstacles(self, config: PretrainedConfig) -> list[str]:
-        """Why its layers in a model with this text config cannot share rows; empty if they can."""
+        """Why its layers in a model with this text config cannot share tokens; empty if they can."""
 
     def machine_obstacles(self, device_name: str) -> list[str]:
         """What this machine lacks to run its layers on such a device, and the command that installs it."""
@@ -55,10 +55,10 @@ class Mixer(Protocol):
         """Change the config before the model is built from it."""
 
     def install(self, module: Any) -> None:
-        """Make the layers of an unwrapped transformers model mix shared rows."""
+        """Make the layers of an unwrapped transformers model mix packed tokens."""
 
     def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
         """FLOPs that grow with pairs of tokens, of its layers in a model with this text config."""
 
     def token_flops(self, config: PretrainedConfig) -> float:
-        """Forward FLOPs of one row over all of its layers, beside pairs and weights."""
+        """Forward FLOPs of one token over all of its layers, beside pairs and weights."""

@@ -1,32 +1,19 @@
-"""Sum of a batch's values per segment, every row by itself.
+"""Sum of a batch's values per segment, every row by itself."""
 
-Shape suffixes: B rows (`bs`), T tokens of a row (`seq`), S segments of a row.
-"""
-
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from verl_pg_plugin.packing.segment_sum_runs import sum_by_runs
-from verl_pg_plugin.packing.segment_sum_scatter import sum_by_scatter
-
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
-Route = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-
-
-# From this many threads on, torch's scatter-add, which uses them all, overtakes the sum over runs, which uses one.
-THREADS_OF_SCATTER = 4
 
 
 def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
     """`output[b, s]` = sum of `values[b, t]` over all `t` with `segment_ids[b, t] == s`.
 
-    For tensors (CPU and GPU, differentiable in `values`, any number of times) and for NumPy arrays (by the CPU route).
-    float16 and bfloat16 values are summed in float32 and rounded once, other dtypes in themselves. The result
-    of a call does not change from run to run on the CPU, nor on a GPU with up to 64 segments and Triton installed; GPU
-    sums over more segments are atomic adds in any order.
+    For tensors (CPU and GPU, differentiable in `values`, any number of times) and for NumPy arrays.
+    float16 and bfloat16 values are summed in float32 and rounded once, other dtypes in themselves. On a CPU a call
+    gives the same bits in every run; on a GPU floats are added atomically, in any order.
     Ids are always checked, which on a GPU costs one synchronisation: not for use inside CUDA graph capture.
 
     Args:
@@ -43,43 +30,22 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
         ValueError: shapes that are not one (bs, seq), tensors on two devices, or `num_segments < 1`.
     """
     if isinstance(values, np.ndarray) and isinstance(segment_ids, np.ndarray):
-        sums = batch_unsorted_segment_sum(_as_tensor(values), _as_tensor(segment_ids), num_segments)
-        return sums.numpy()
+        return batch_unsorted_segment_sum(_as_tensor(values), _as_tensor(segment_ids), num_segments).numpy()
     if not (isinstance(values, torch.Tensor) and isinstance(segment_ids, torch.Tensor)):
         raise TypeError(
             "values and segment_ids must both be tensors or both be NumPy arrays, got "
             f"{type(values).__name__} and {type(segment_ids).__name__}"
         )
     _check_arguments(values, segment_ids, num_segments)
-    route = _route(values)
-    if values.requires_grad:
-        return _SegmentSum.apply(values, segment_ids, num_segments, route)
-    return route(values, segment_ids, num_segments)
-
-
-class _SegmentSum(torch.autograd.Function):
-    """Forward: the route. Backward: each token's gradient is that of its segment, a gather."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, values: torch.Tensor, segment_ids: torch.Tensor, num_segments: int, route: Route
-    ) -> torch.Tensor:
-        ctx.save_for_backward(segment_ids)
-        return route(values, segment_ids, num_segments)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (segment_ids,) = ctx.saved_tensors
-        return grad_outputs[0].gather(1, segment_ids.long()), None, None, None
-
-
-def _route(values: torch.Tensor) -> Route:
     if values.is_cuda:
-        from verl_pg_plugin.packing.segment_sum_cuda import segment_sum_cuda
-
-        return segment_sum_cuda
-    few_threads = torch.get_num_threads() < THREADS_OF_SCATTER
-    return sum_by_runs if values.device.type == "cpu" and few_threads else sum_by_scatter
+        _check_id_range(segment_ids, num_segments)
+    summands = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    try:
+        sums = summands.new_zeros(len(values), num_segments).scatter_add_(1, segment_ids.long(), summands)
+    except RuntimeError:  # On a CPU scatter_add_ itself refuses an id out of range, which saves a pass over the ids.
+        _check_id_range(segment_ids, num_segments)
+        raise
+    return sums.to(values.dtype)
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -102,3 +68,15 @@ def _check_arguments(values: torch.Tensor, segment_ids: torch.Tensor, num_segmen
         raise TypeError(f"segment_ids must be integer, got {segment_ids.dtype}")
     if num_segments < 1:
         raise ValueError(f"num_segments must be at least 1, got {num_segments}")
+
+
+def _check_id_range(segment_ids: torch.Tensor, num_segments: int) -> None:
+    """Raise IndexError for ids outside `[0, num_segments)`."""
+    if segment_ids.numel() == 0:
+        return
+    lowest, highest = torch.stack(torch.aminmax(segment_ids)).tolist()
+    if lowest < 0 or highest >= num_segments:
+        raise IndexError(
+            f"segment_ids lie in [{lowest}, {highest}], but num_segments={num_segments} allows only "
+            f"[0, {num_segments - 1}]: raise num_segments, or correct the ids"
+        )

@@ -1,0 +1,361 @@
+"""Gated DeltaNet (https://arxiv.org/abs/2412.06464) over packed tokens: a short convolution, then a recurrence.
+
+In the convolution all tokens go through one plain convolution, as if each followed the one before it in memory. That is
+wrong for the first ``width - 1`` tokens of a segment, whose reach crosses its edge: these are computed once more, in
+windows that hold the last tokens of the segment's ancestors in front of its own, and put in their places.
+
+In the recurrence a segment starts from the state in which its parent ended. Segments of equal depth do not depend on
+each other, so they are the sequences of one varlen call with an initial state each: a GRPO group takes two calls.
+
+Both take over a function with which a layer of transformers mixes tokens; no model file changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from verl_pg_plugin.attention.context import AttentionContext
+from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
+from verl_pg_plugin.layout import PackedLayout
+
+GATED_DELTA = "gated_delta"
+"""Under this name ``AttentionContext.calls`` counts Gated DeltaNet layers."""
+
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"
+"""Attributes of transformers' modules; all else in them looks at one token at a time."""
+
+
+Convolution = Callable[[torch.Tensor], torch.Tensor]
+"""(B, D, L) -> (B, D, L), causal, zeros before the first column."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """S windows of 2(W - 1) tokens, one for the start of each segment.
+
+    Attributes:
+        gather: their tokens, one window after the other.
+        missing: (S, 2(W - 1)) bool, no token there: what is before a sequence, or behind a short segment.
+        fixed: (F,) int64 tokens whose convolution is taken from a window.
+        place: (F,) int64 where, in the windows one after the other.
+    """
+
+    gather: Gather
+    missing: torch.Tensor
+    fixed: torch.Tensor
+    place: torch.Tensor
+
+    @classmethod
+    def from_layout(cls, layout: PackedLayout, width: int, device: torch.device) -> Windows:
+        """Windows of a convolution that sees ``width`` tokens, the token itself included."""
+        reach = width - 1
+        offset = np.arange(-reach, reach)
+        place = layout.segment_start[:, None] + offset  # among the keys of each segment
+        ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
+        missing = (place < 0) | (place >= ends[:, None])
+        rows = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
+        segment, column = np.nonzero(~missing & (offset >= 0))
+        return cls(
+            gather=Gather.of(to_device(rows.reshape(-1), torch.int32, device), layout.num_tokens),
+            missing=to_device(missing, torch.bool, device),
+            fixed=to_device(rows[segment, column], torch.int64, device),
+            place=to_device(segment * 2 * reach + column, torch.int64, device),
+        )
+
+
+def convolve(x: torch.Tensor, windows: Windows, convolution: Convolution) -> torch.Tensor:
+    """Causal convolution in which tokens see their own sequences only.
+
+    Args:
+        x: (1, D, T) packed rows.
+        windows: of their layout.
+        convolution: the plain one.
+
+    Returns:
+        (1, D, T).
+    """
+    plain = convolution(x)
+    gathered = gather_tokens(x.squeeze(0).transpose(0, 1), windows.gather)
+    window_SLD = gathered.view(*windows.missing.shape, -1).masked_fill(windows.missing.unsqueeze(-1), 0.0)
+    edges_KD = convolution(window_SLD.transpose(1, 2)).transpose(1, 2).flatten(0, 1)
+    return plain.index_copy(2, windows.fixed, edges_KD.index_select(0, windows.place).T.unsqueeze(0))
+
+
+def plain_convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """What transformers computes where the package causal-conv1d is missing; ``weight`` is (D, W).
+
+    Raises:
+        ValueError: an activation that is not SiLU.
+    """
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"the convolution of Gated DeltaNet is followed by SiLU, this one by {activation!r}")
+    out = F.conv1d(F.pad(x, (weight.shape[-1] - 1, 0)), weight.unsqueeze(1), bias, groups=x.shape[1])
+    return out if activation is None else F.silu(out)
+
+
+DeltaRule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""fla's or transformers' ``chunk_gated_delta_rule``."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The N segments of one depth.
+
+    Attributes:
+        lengths: tokens of each.
+        cu_seqlens: (N+1,) int64, their bounds if they are laid one after the other.
+        num_children: (M,) int64, how many of them continue each of the M segments one depth above, whose children are
+            next to each other and in its order; None for the roots.
+        has_children: whether a deeper segment continues one of them.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    num_children: torch.Tensor | None
+    has_children: bool
+
+
+@dataclass(frozen=True)
+class Levels:
+    """T packed tokens by the depth of their segments.
+
+    Attributes:
+        levels: from the roots down.
+        order: (T,) int64, the tokens sorted by depth; None where they are.
+        inverse: (T,) int64, the place of each token among them.
+    """
+
+    levels: tuple[Level, ...]
+    order: torch.Tensor | None
+    inverse: torch.Tensor | None
+
+    @classmethod
+    def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
+        """Segments come in the order of a walk through the trie, so siblings are next to each other at their depth."""
+        parents, lengths = layout.segment_parent, np.diff(layout.cu_seqlens_q)
+        depth = np.zeros(len(parents), dtype=np.int64)
+        for segment, parent in enumerate(parents.tolist()):  # parents come first
+            depth[segment] = depth[parent] + 1 if parent >= 0 else 0
+        levels, above = [], np.zeros(0, dtype=np.int64)
+        for d in range(int(depth.max()) + 1):
+            members = np.flatnonzero(depth == d)
+            num_children = np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)) if d else None
+            levels.append(
+                Level(
+                    lengths=tuple(lengths[members].tolist()),
+                    cu_seqlens=to_device(np.cumsum([0, *lengths[members]]), torch.int64, device),
+                    num_children=None if num_children is None else to_device(num_children, torch.int64, device),
+                    has_children=bool((depth == d + 1).any()),
+                )
+            )
+            above = members
+        order = np.argsort(np.repeat(depth, lengths), kind="stable")
+        if (np.diff(order) == 1).all():
+            return cls(tuple(levels), None, None)
+        return cls(
+            tuple(levels),
+            to_device(order, torch.int64, device),
+            to_device(np.argsort(order, kind="stable"), torch.int64, device),
+        )
+
+
+class _Permute(torch.autograd.Function):
+    """``index_select`` by a permutation, whose backward is one too and adds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
+
+
+class _HandDown(torch.autograd.Function):
+    """Give each child its parent's state; the backward sums over children in their order and adds nothing atomically.
+
+    States are float32 whatever the model computes in, so the sum is not rounded further.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
+        ctx.save_for_backward(num_children)
+        return state.repeat_interleave(num_children, dim=0, output_size=total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (num_children,) = ctx.saved_tensors
+        total = torch.segment_reduce(grads[0].contiguous(), "sum", lengths=num_children, axis=0, unsafe=True)
+        return total, None, None
+
+
+def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
+    """The gated delta rule in which tokens see their own sequences only.
+
+    Args:
+        levels: of the rows.
+        rule: computes one depth.
+        tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
+        options: further keywords of ``rule``.
+
+    Returns:
+        (T, H, V).
+    """
+    if levels.order is not None:
+        tensors = tuple(_Permute.apply(x, levels.order, levels.inverse) for x in tensors)
+    sizes = [sum(level.lengths) for level in levels.levels]
+    parts = zip(*(x.split(sizes) for x in tensors), strict=True)
+    varlen = _of_varlen if "cu_seqlens" in inspect.signature(rule).parameters else _of_padded
+    outs, state = [], None
+    for level, part in zip(levels.levels, parts, strict=True):
+        if level.num_children is not None:
+            state = _HandDown.apply(state, level.num_children, len(level.lengths))
+        out, state = varlen(level, rule, part, state, options)
+        outs.append(out)
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    return out if levels.order is None else _Permute.apply(out, levels.inverse, levels.order)
+
+
+def _of_varlen(
+    level: Level, rule: DeltaRule, part: tuple[torch.Tensor, ...], state: torch.Tensor | None, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """fla's kernels take segments of any length."""
+    q, k, v, g, beta = (x.unsqueeze(0) for x in part)
+    out, state = rule(
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=level.has_children,
+        cu_seqlens=level.cu_seqlens,
+        **options,
+    )
+    return out.squeeze(0), state
+
+
+def _of_padded(
+    level: Level, rule: DeltaRule, part: tuple[torch.Tensor, ...], state: torch.Tensor | None, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' fallback takes a batch of equal lengths: tokens of zeros behind a segment leave its state alone."""
+    q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
+    out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=level.has_children, **options)
+    return torch.cat([line[:length] for line, length in zip(out, level.lengths, strict=True)]), state
+
+
+class GatedDeltaLayer:
+    """Stands in for both functions of one module, which hands them no keywords of the model's forward.
+
+    The tokens of a forward come from the decoder layer's keyword ``prefix_grouper`` instead, by a hook in front of the
+    layer; where gradient checkpointing computes a layer again, it runs again.
+
+    Attributes:
+        convolution, rule: the module's own functions.
+        context: of the layer's forward that is running.
+        convolved: whether they have been through the convolution.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.convolution, self.rule = getattr(module, CONVOLUTION), getattr(module, DELTA_RULE)
+        self.context: AttentionContext | None = None
+        self.convolved = False
+
+    @torch.compiler.disable
+    def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook in front of a decoder layer: remember its rows."""
+        self.context, self.convolved = kwargs.get("prefix_grouper"), False
+
+    @torch.compiler.disable  # index maps differ in every micro-batch
+    def convolve(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding rows.
+
+        Raises:
+            RuntimeError: the layer has no tokens, or is asked for something that packed tokens do not have.
+        """
+        context, num_tokens = self._packed(kwargs)
+        convolution = plain_convolution if self.convolution is None else self.convolution
+        windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
+        out = convolve(
+            x[..., :num_tokens],
+            windows,
+            lambda part: convolution(x=part, weight=weight, bias=bias, activation=activation),
+        )
+        self.convolved = True
+        return F.pad(out, (0, x.shape[-1] - num_tokens))
+
+    @torch.compiler.disable
+    def delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding rows.
+
+        Raises:
+            RuntimeError: see ``convolve``; or the module has convolved its tokens by other means.
+        """
+        context, num_tokens = self._packed(kwargs)
+        if not self.convolved:
+            raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
+        levels = context.index(Levels.from_layout, query.device)
+        out = delta_rule_over(
+            levels,
+            self.rule,
+            tuple(x[0, :num_tokens] for x in (query, key, value, g, beta)),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )
+        return F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, query.shape[1] - num_tokens)).unsqueeze(0), None
+
+    def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
+        unsupported = [name for name, setting in kwargs.items() if setting is not None and setting is not False]
+        if unsupported:
+            raise RuntimeError(
+                f"a Gated DeltaNet layer asks for {', '.join(sorted(unsupported))}, which packed tokens do not have; "
+                "set actor_rollout_ref.actor.use_prefix_grouper=False"
+            )
+        if self.context is None or self.context.layout is None:
+            raise RuntimeError(
+                "a Gated DeltaNet layer was made to mix packed tokens and got no layout of any; set "
+                "actor_rollout_ref.actor.use_prefix_grouper=False"
+            )
+        return self.context, self.context.layout.num_tokens
+
+
+def install(model: nn.Module) -> int:
+    """Let every Gated DeltaNet layer of an unwrapped transformers model mix packed tokens; returns how many there are."""
+    found = 0
+    for layer in model.modules():
+        for module in layer.children():
+            if hasattr(module, CONVOLUTION) and hasattr(module, DELTA_RULE):
+                ops = GatedDeltaLayer(module)
+                setattr(module, CONVOLUTION, ops.convolve)
+                setattr(module, DELTA_RULE, ops.delta_rule)
+                layer.register_forward_pre_hook(ops.enter_layer, with_kwargs=True)
+                found += 1
+    return found

@@ -1,0 +1,247 @@
+"""Packing samples into rows of one fixed length.
+
+A row has `pack_num` slots. A sample's slot holds its tokens and one EOS; the slot of the row's last sample also
+holds the row's padding; every missing sample has a dummy slot of one EOS.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+logger = logging.getLogger(__name__)
+
+Sample = TypeVar("Sample", bound=Mapping[str, Any])
+
+
+class _Tokens(NamedTuple):
+    """A sample without its padding; `ids` and `response_mask` are 1-D and equally long."""
+
+    ids: np.ndarray
+    response_mask: np.ndarray
+    advantage: float
+
+
+def pack_grpo_data(
+    prompt_completion_ids: ArrayLike,
+    prompts_mask: ArrayLike,
+    responses_mask: ArrayLike,
+    advantages: ArrayLike,
+    pack_num: int = 1,
+    *,
+    seq_length: int,
+    pad_token_id: int,
+) -> list[dict[str, np.ndarray]]:
+    """Strip a batch of its padding and pack it, in order, into rows of `seq_length` tokens.
+
+    A sample runs from the first set position of its prompt mask to the last set position of its response mask.
+    Samples whose prompt or response mask is empty are dropped; each of the two reasons is logged as one warning that
+    names the samples' indices (a sample for which both hold is named with the empty prompts).
+
+    Args:
+        prompt_completion_ids: (bs, seq) integer token ids.
+        prompts_mask: (bs, seq) 0/1 or bool, 1 on prompt tokens.
+        responses_mask: (bs, seq) 0/1 or bool, 1 on response tokens.
+        advantages: bs numbers, of any shape.
+        pack_num: most samples a row holds.
+        seq_length: tokens in a packed row; may be any size the samples fit.
+        pad_token_id: written after every sample, as padding and in dummies (the tokenizer's EOS).
+
+    Returns:
+        One dict a packed row, as `pack_grouped_data` returns it.
+
+    Raises:
+        ValueError: ragged or unequal shapes, `pack_num < 1`, a response that ends before its prompt starts, or a
+            sample that does not fit a row.
+    """
+    ids = _matrix("prompt_completion_ids", prompt_completion_ids)
+    prompt_mask = _matrix("prompts_mask", prompts_mask)
+    response_mask = _matrix("responses_mask", responses_mask)
+    advantage = np.asarray(advantages).reshape(-1)
+    if not ids.shape == prompt_mask.shape == response_mask.shape:
+        raise ValueError(
+            "prompt_completion_ids, prompts_mask and responses_mask must have one shape (bs, seq), got "
+            f"{ids.shape}, {prompt_mask.shape} and {response_mask.shape}"
+        )
+    bs, seq = ids.shape
+    if len(advantage) != bs:
+        raise ValueError(f"advantages must hold one number for each of the {bs} samples, got {len(advantage)}")
+    start, has_prompt = _first_set(prompt_mask)
+    from_end, has_response = _first_set(response_mask[:, ::-1])
+    for name, is_dropped in (("prompts_mask", ~has_prompt), ("responses_mask", has_prompt & ~has_response)):
+        if is_dropped.any():
+            logger.warning("dropping samples %s: their %s is all zero", np.flatnonzero(is_dropped).tolist(), name)
+    kept = np.flatnonzero(has_prompt & has_response).tolist()
+    spans = [slice(int(start[b]), max(int(start[b]), seq - int(from_end[b]))) for b in kept]
+    samples = [_Tokens(ids[b, span], response_mask[b, span], advantage[b]) for b, span in zip(kept, spans, strict=True)]
+    bounds = _pack_bounds([len(sample.ids) for sample in samples], pack_num, seq_length, kept)
+    return [_fill_row(samples[first:last], pack_num, seq_length, pad_token_id) for first, last in pairwise(bounds)]
+
+
+def create_pack_group(samples: Sequence[Sample], pack_num: int, seq_length: int) -> list[list[Sample]]:
+    """Cut a list of samples, in order, into packs that fit one row each.
+
+    A new pack starts when the current one holds `pack_num` samples, or when its samples (each plus one EOS) plus
+    one slot for every sample still missing to `pack_num` would exceed `seq_length`.
+
+    Args:
+        samples: mappings with integers `prompt_start_idx` and `response_end_index` (both inclusive).
+        pack_num: most samples a pack may hold.
+        seq_length: tokens in a packed row.
+
+    Returns:
+        The packs, each a list of the given mappings (not copies). No samples give no packs.
+
+    Raises:
+        ValueError: `pack_num < 1`, a sample without tokens, or one that does not fit a row by itself.
+    """
+    num_tokens = [int(sample["response_end_index"]) + 1 - int(sample["prompt_start_idx"]) for sample in samples]
+    bounds = _pack_bounds(num_tokens, pack_num, seq_length, range(len(samples)))
+    return [list(samples[first:last]) for first, last in pairwise(bounds)]
+
+
+def pack_grouped_data(
+    pack_list: Sequence[Mapping[str, Any]], pack_num: int = 1, *, seq_length: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
+    """Pack one group of samples into one row of `seq_length` tokens.
+
+    Args:
+        pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
+            `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive). A `prompt_mask`
+            may be present and is not read.
+        pack_num: samples a row holds once dummies are added.
+        seq_length: tokens in the row.
+        pad_token_id: written after every sample, as padding and in dummies (the tokenizer's EOS).
+
+    Returns:
+        `prompt_completion_ids` (seq_length,) int64;
+        `responses_mask` (seq_length,) int64, 0 on EOS, padding and dummies;
+        `advantages` (seq_length,) float64, the sample's on its tokens and its EOS, 0 on padding and dummies;
+        `sample_index` (seq_length,) int64, the slot of each token; padding belongs to the last sample;
+        `actual_sequence_length` (pack_num,) int64, cumulative ends of the slots, the last one `seq_length`;
+        `sample_valid_length` (pack_num,) int64, response tokens of each sample, 1 for a dummy.
+
+    Raises:
+        ValueError: an empty or overfull `pack_list`, ragged or out-of-range samples, or samples that do not fit.
+    """
+    if not 1 <= len(pack_list) <= pack_num:
+        raise ValueError(f"a pack needs at least 1 and at most pack_num={pack_num} samples, got {len(pack_list)}")
+    samples = [_tokens(sample) for sample in pack_list]
+    num_tokens = [len(sample.ids) for sample in samples]
+    _check_samples_fit(num_tokens, pack_num, seq_length, range(len(samples)))
+    if (needed := sum(num_tokens) + pack_num) > seq_length:
+        raise ValueError(
+            f"the pack needs {needed} tokens, but seq_length is {seq_length}: "
+            "raise seq_length, or group the samples with create_pack_group"
+        )
+    return _fill_row(samples, pack_num, seq_length, pad_token_id)
+
+
+def pad_sequence_to_length(sequence: ArrayLike, target_length: int, pad_value: float) -> np.ndarray:
+    """`sequence` (1-D) with `pad_value` appended up to `target_length`; the dtype is kept.
+
+    Raises:
+        ValueError: `sequence` is not 1-D or is longer than `target_length`.
+    """
+    array = np.asarray(sequence)
+    if array.ndim != 1:
+        raise ValueError(f"sequence must be 1-D, got shape {array.shape}")
+    if len(array) > target_length:
+        raise ValueError(f"a sequence of {len(array)} cannot be padded to {target_length}: it would lose tokens")
+    padded = np.full(target_length, pad_value, dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def _fill_row(samples: list[_Tokens], pack_num: int, seq_length: int, pad_token_id: int) -> dict[str, np.ndarray]:
+    """One row of samples that fit it; see `pack_grouped_data` for the result."""
+    ids = np.full(seq_length, pad_token_id, dtype=np.int64)
+    mask, slots = np.zeros(seq_length, dtype=np.int64), np.empty(seq_length, dtype=np.int64)
+    advantages = np.zeros(seq_length)
+    first_dummy = seq_length - (pack_num - len(samples))
+    ends, valid = np.empty(pack_num, dtype=np.int64), np.ones(pack_num, dtype=np.int64)
+    start = 0
+    for slot, sample in enumerate(samples):
+        eos = start + len(sample.ids)
+        ids[start:eos] = sample.ids
+        mask[start:eos] = sample.response_mask
+        advantages[start : eos + 1] = sample.advantage
+        stop = eos + 1 if slot < len(samples) - 1 else first_dummy
+        slots[start:stop] = slot
+        ends[slot], valid[slot] = stop, mask[start:eos].sum()
+        start = stop
+    dummies = np.arange(len(samples), pack_num)
+    slots[first_dummy:] = dummies
+    ends[len(samples) :] = dummies + 1 + (seq_length - pack_num)
+    return {
+        "prompt_completion_ids": ids,
+        "responses_mask": mask,
+        "advantages": advantages,
+        "actual_sequence_length": ends,
+        "sample_index": slots,
+        "sample_valid_length": valid,
+    }
+
+
+def _tokens(sample: Mapping[str, Any]) -> _Tokens:
+    ids, mask = np.asarray(sample["prompt_completion_ids"]), np.asarray(sample["response_mask"])
+    first, last = int(sample["prompt_start_idx"]), int(sample["response_end_index"])
+    if ids.ndim != 1 or ids.shape != mask.shape:
+        raise ValueError(
+            "prompt_completion_ids and response_mask of a sample must be 1-D and equally long, got shapes "
+            f"{ids.shape} and {mask.shape}"
+        )
+    if first < 0 or last >= len(ids):
+        raise ValueError(
+            f"prompt_start_idx {first} and response_end_index {last} must lie inside a sequence of {len(ids)} tokens"
+        )
+    return _Tokens(ids[first : last + 1], mask[first : last + 1], float(sample["advantage"]))
+
+
+def _pack_bounds(num_tokens: list[int], pack_num: int, seq_length: int, names: Sequence[int]) -> list[int]:
+    """First sample of every pack, followed by the number of samples; `names` are what errors call the samples."""
+    _check_samples_fit(num_tokens, pack_num, seq_length, names)
+    bounds, tokens_in_pack = [0], 0
+    for sample, tokens in enumerate(num_tokens):
+        # Besides tokens a row holds one EOS for each of its pack_num slots, dummies included.
+        is_full = sample - bounds[-1] == pack_num or tokens_in_pack + tokens + pack_num > seq_length
+        if is_full and sample > bounds[-1]:
+            bounds.append(sample)
+            tokens_in_pack = 0
+        tokens_in_pack += tokens
+    return [*bounds, len(num_tokens)] if num_tokens else bounds
+
+
+def _check_samples_fit(num_tokens: list[int], pack_num: int, seq_length: int, names: Sequence[int]) -> None:
+    if pack_num < 1:
+        raise ValueError(f"pack_num must be at least 1, got {pack_num}")
+    empty = [name for name, tokens in zip(names, num_tokens, strict=True) if tokens < 1]
+    if empty:
+        raise ValueError(f"samples {empty} hold no tokens: their responses end before their prompts start")
+    longest = max(num_tokens, default=0)
+    if num_tokens and (needed := longest + pack_num) > seq_length:
+        raise ValueError(
+            f"sample {names[num_tokens.index(longest)]} has {longest} tokens and needs a row of {needed} (with its EOS "
+            f"and {pack_num - 1} dummy slots), but seq_length is {seq_length}: raise seq_length to at least {needed}, "
+            "or shorten the sample"
+        )
+
+
+def _matrix(name: str, values: ArrayLike) -> np.ndarray:
+    try:
+        matrix = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is ragged: every sample needs the same length, pad them first") from error
+    if matrix.ndim != 2 or matrix.shape[1] == 0:
+        raise ValueError(f"{name} must have shape (bs, seq) with seq >= 1, got {matrix.shape}")
+    return matrix
+
+
+def _first_set(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Position of each row's first non-zero (0 where there is none), and whether there is one."""
+    is_set = mask != 0
+    first = is_set.argmax(axis=1)
+    return first, is_set[np.arange(len(is_set)), first]
