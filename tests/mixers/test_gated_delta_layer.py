@@ -13,7 +13,7 @@ from tests.layout.tries import Batch, batches, sequence_rows
 from tests.mixers.hybrids import KINDS, SIZES, build_hybrid, delta_layer, depth_of, stretched, trie_of_depth
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.mixers import delta_layer
+from verl_pg_plugin.mixers import delta_layer as layer_file
 from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, GatedDeltaLayer, Windows, install
 
 Found = dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def test_without_the_state_handed_down_nothing_is_right(depth: int) -> None:
     def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
         return state.new_zeros(total, *state.shape[1:])
 
-    with patch.object(delta_layer._HandDown, "apply", forget):
+    with patch.object(layer_file._HandDown, "apply", forget):
         found = errors("qwen3_next", trie_of_depth(depth))
     assert found["output"] > 1e-2
     assert found["A_log"] > 1e-2

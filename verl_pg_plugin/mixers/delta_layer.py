@@ -76,7 +76,7 @@ def convolve(x: torch.Tensor, windows: Windows, convolution: Convolution) -> tor
     """Causal convolution in which tokens see their own sequences only.
 
     Args:
-        x: (1, D, T) packed rows.
+        x: (1, D, T) packed tokens.
         windows: of their layout.
         convolution: the plain one.
 
@@ -206,7 +206,7 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
     """The gated delta rule in which tokens see their own sequences only.
 
     Args:
-        levels: of the rows.
+        levels: of the tokens.
         rule: computes one depth.
         tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
         options: further keywords of ``rule``.
@@ -276,7 +276,7 @@ class GatedDeltaLayer:
 
     @torch.compiler.disable
     def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook in front of a decoder layer: remember its rows."""
+        """Hook in front of a decoder layer: remember its context."""
         self.context, self.convolved = kwargs.get("prefix_grouper"), False
 
     @torch.compiler.disable  # index maps differ in every micro-batch
@@ -288,7 +288,7 @@ class GatedDeltaLayer:
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding rows.
+        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding.
 
         Raises:
             RuntimeError: the layer has no tokens, or is asked for something that packed tokens do not have.
@@ -315,7 +315,7 @@ class GatedDeltaLayer:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding rows.
+        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding.
 
         Raises:
             RuntimeError: see ``convolve``; or the module has convolved its tokens by other means.
@@ -348,7 +348,7 @@ class GatedDeltaLayer:
 
 
 def install(model: nn.Module) -> int:
-    """Let every Gated DeltaNet layer of an unwrapped transformers model mix packed tokens; returns how many there are."""
+    """Let every Gated DeltaNet layer of an unwrapped model mix packed tokens; returns how many there are."""
     found = 0
     for layer in model.modules():
         for module in layer.children():

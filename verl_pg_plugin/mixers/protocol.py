@@ -25,16 +25,16 @@ class PairCost:
 class Mixer(Protocol):
     """One way in which a layer lets tokens see earlier ones, over packed tokens.
 
-    A layer that mixes tokens adds one to ``AttentionContext.calls[name]`` in each of its forwards, and does so outside of
-    compiled code (``torch.compiler.disable``): index maps differ in every micro-batch.
+    A layer that mixes tokens hands what it returns through ``AttentionContext.mixed``, outside of compiled code
+    (``torch.compiler.disable``): index maps differ in every micro-batch.
 
     Attributes:
         name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
         layer_types: entries of a config's ``layer_types`` that it computes.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
         ulysses: whether it mixes tokens of a Ulysses group.
-        prefix_cache: whether it reads tokens that another micro-batch has computed; in a model with one that does not, each
-            part of an oversized group computes what it shares again.
+        prefix_cache: whether it reads tokens that another micro-batch has computed; in a model with one that does not,
+            each chunk of a split group computes what it shares again.
         padded_groups: whether it mixes the tokens of upstream's padded groups, and not packed ones only.
     """
 
