@@ -1,4 +1,4 @@
-"""Tiny vision-language models, samples with pictures as verl hands them over, and every row alone as the reference."""
+"""Tiny vision-language models, samples with images as verl hands them over, and every row alone as the reference."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,14 +64,14 @@ QWEN3_TEXT = {
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def config_of(kind: str, tower: dict[str, Any] | None = None, **text: Any) -> Any:
-    tower = {"out_hidden_size": text.get("hidden_size", TEXT["hidden_size"]), **(tower or {})}
+def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> Any:
+    encoder = {"out_hidden_size": text.get("hidden_size", TEXT["hidden_size"]), **(encoder or {})}
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
     if kind == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
         parts = {
             "text_config": {**TEXT, "rope_parameters": rope, **text},
-            "vision_config": {**TOWER, **tower, "window_size": 16, "fullatt_block_indexes": [1]},
+            "vision_config": {**TOWER, **encoder, "window_size": 16, "fullatt_block_indexes": [1]},
         }
     elif kind in HYBRID_KINDS:
         sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"][1], "vocab_size": VOCAB, **text}
@@ -79,14 +79,14 @@ def config_of(kind: str, tower: dict[str, Any] | None = None, **text: Any) -> An
         parts = {"text_config": {**sizes, "rope_parameters": rope}, "vision_config": QWEN35_TOWER}
     else:
         experts = EXPERTS if kind == "qwen3_vl_moe" else {}
-        parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": {**QWEN3_TOWER, **tower}}
+        parts = {"text_config": {**QWEN3_TEXT, **experts, **text}, "vision_config": {**QWEN3_TOWER, **encoder}}
     return transformers.AutoConfig.for_model(kind, **parts, **ids, tie_word_embeddings=False)
 
 
-def save_vision_model(path: Path, kind: str, tower: dict[str, Any] | None = None, **text: Any) -> str:
-    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model, ``tower`` of the other."""
+def save_vision_model(path: Path, kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> str:
+    """Write a random float32 checkpoint; ``text`` overrides sizes of its language model, ``encoder`` of the other."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, tower, **text), dtype=torch.float32)
+    model = transformers.AutoModelForImageTextToText.from_config(config_of(kind, encoder, **text), dtype=torch.float32)
     for name, weight in model.named_parameters():
         if "visual.pos_embed" in name:  # zero in transformers' initialisation
             torch.nn.init.normal_(weight, std=0.15)
@@ -96,11 +96,11 @@ def save_vision_model(path: Path, kind: str, tower: dict[str, Any] | None = None
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture or video.
+    """A image or video.
 
     Attributes:
         grid: frames, rows and columns of patches.
-        seed: of its pixels; equal ones are equal pictures.
+        seed: of its pixels; equal ones are equal images.
         kind: "image", "video", or "frames": a video with a timestamp in front of each frame, as Qwen3-VL's processor
             writes it.
         closed: whether a token of the prompt ends it, as all processors write one; without it responses diverge
@@ -136,7 +136,7 @@ Part = Shown | Sequence[int]
 
 @dataclass(frozen=True)
 class Shot:
-    """One sequence: tokens and pictures of a prompt and of a response."""
+    """One sequence: tokens and images of a prompt and of a response."""
 
     prompt: Sequence[Part]
     response: Sequence[Part]
@@ -178,8 +178,8 @@ def position_ids(model: Any, shot: Shot) -> torch.Tensor:
     return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
 
 
-def picture_batch(model: Any, samples: Sequence[Shot], **settings: Any) -> TensorDict:
-    """The samples as verl's V1 trainer hands them to an engine, what its agent loop adds to pictures included."""
+def image_batch(model: Any, samples: Sequence[Shot], **settings: Any) -> TensorDict:
+    """The samples as verl's V1 trainer hands them to an engine, what its agent loop adds to images included."""
     batch = make_batch([shot.sample for shot in samples], **settings)
     positions = [position_ids(model, shot) for shot in samples]
     batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
@@ -199,7 +199,7 @@ def load(path: str, attention: str = "sdpa") -> Any:
 
 
 def save_vision_adapter(model_path: str, path: Path) -> str:
-    """A LoRA adapter on every linear layer, the tower's too, that changes the model's output."""
+    """A LoRA adapter on every linear layer, the vision encoder's too, that changes the model's output."""
     torch.manual_seed(1)
     config = LoraConfig(TaskType.CAUSAL_LM, r=2, lora_alpha=4, target_modules="all-linear", bias="none")
     adapted = get_peft_model(load(model_path), config)
@@ -215,7 +215,7 @@ def run_alone(
 ) -> Result:
     """Every row alone through transformers' own classes; the loss over all of them at once.
 
-    Weights that no row has a gradient for count as zero, since packed mode always runs the tower.
+    Weights that no row has a gradient for count as zero, since packed mode always runs the vision encoder.
     """
     model = stock = load(path)
     if adapter:

@@ -1,6 +1,5 @@
 """Inputs that contradict each other stop with one message that names the cause and the fix."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 from prefix_grouper import PrefixGrouper
 
 from tests.models.models import SAMPLES, layout_of, load, random_ids
-from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels.selection import select_kernel
+from verl_pg_plugin.attention.packed_rows import PackedAttention
 
 IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)
@@ -39,10 +37,10 @@ PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
             {"input_ids": IDS[:, :5], "attention_mask": 1 - torch.eye(2, 5).int(), "prefix_grouper": GROUPER},
             "group sizes do not match the batch",
         ),
-        ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_tokens} rows, but input_ids is \(2, 6\)"),
+        ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_rows} tokens, but input_ids is \(2, 6\)"),
         ({"input_ids": ROWS, "position_ids": ROWS[:, 1:], "prefix_grouper": LAYOUT}, "but position_ids is"),
-        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which rows exist"),
-        ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared rows need position_ids"),
+        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which tokens exist"),
+        ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared tokens need position_ids"),
         ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "use_cache": True}, "use_cache=True with a prefix_grouper"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "prefix_grouper": LAYOUT}, "needs input_ids"),
     ],
@@ -73,21 +71,3 @@ def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> No
     model = load(qwen3, attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="no kernel for attn_implementation='flex_attention'"):
         model(IDS, attention_mask=ONES)
-
-
-def test_sinks_and_softcap_are_rejected_or_computed_but_never_dropped() -> None:
-    segments = PackedAttention.unshared(select_kernel("sdpa", "cpu"), torch.tensor([0, 3], dtype=torch.int32), 3, 3)
-    query = torch.randn(1, 2, 3, 4)
-    plain, _ = packed_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0)
-    with_sinks, _ = packed_attention(
-        torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, s_aux=torch.full((2,), 40.0)
-    )
-    assert with_sinks.abs().max() < 1e-6 < plain.abs().max(), "a large sink takes all the probability"
-    segments.kernel = replace(segments.kernel, name="torch_varlen")
-    with pytest.raises(NotImplementedError, match=r"torch_varlen takes no learned attention sinks; set .*=False"):
-        packed_attention(
-            torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, s_aux=torch.ones(2)
-        )
-    segments.kernel = replace(segments.kernel, name="sdpa")
-    with pytest.raises(NotImplementedError, match="softcap"):
-        packed_attention(torch.nn.Linear(1, 1), query, query, query, None, segments, scaling=1.0, softcap=30.0)

@@ -26,8 +26,8 @@ SAMPLES = [
 every_mode = pytest.mark.parametrize("mode", ["padded", "rmpad", "prefix_grouper", "packed"])
 
 
-def engine_of(path: str, mode: str, *, trust: bool = True) -> Any:
-    model = {"trust_remote_code": trust, "use_remove_padding": mode in ("rmpad", "packed")}
+def engine_of(path: str, mode: str) -> Any:
+    model = {"trust_remote_code": True, "use_remove_padding": mode in ("rmpad", "packed")}
     engine = {"use_dynamic_bsz": mode != "prefix_grouper"}
     return make_engine(path, packed=mode in ("prefix_grouper", "packed"), model=model, engine=engine)
 
@@ -43,17 +43,15 @@ def settings_of(mode: str) -> dict[str, Any]:
 
 
 @every_mode
-@pytest.mark.parametrize("trust", [False, True])
-def test_qwen3_stock_and_patched_are_exact_in_every_mode(qwen3: str, mode: str, trust: bool) -> None:
+def test_patched_qwen3_is_exact_in_every_mode(qwen3: str, mode: str) -> None:
     batch = make_batch(SAMPLES, **settings_of(mode))
-    engine = engine_of(qwen3, mode, trust=trust)
-    is_patched = any("transformers_modules" in base.__module__ for base in type(engine.module).__mro__)
-    assert is_patched == trust
+    engine = engine_of(qwen3, mode)
+    assert any("transformers_modules" in base.__module__ for base in type(engine.module).__mro__)
     assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
 
 
 @every_mode
-def test_split_llama_is_exact_and_its_gradient_reaches_adapter_and_both_trunks(split_llama: str, mode: str) -> None:
+def test_split_llama_is_exact_and_its_gradient_reaches_adapter_and_both_stacks(split_llama: str, mode: str) -> None:
     batch = make_batch(SAMPLES, **settings_of(mode))
     engine = engine_of(split_llama, mode)
     result = run_engine(engine, batch, actor_loss())
@@ -61,20 +59,16 @@ def test_split_llama_is_exact_and_its_gradient_reaches_adapter_and_both_trunks(s
     trained = {name for name, gradient in result.gradients.items() if gradient.abs().max() > 0}
     assert trained == {name for name, _ in engine.module.named_parameters()}
     assert {"model.adapter.weight", "model.embed_tokens.weight", "lm_head.weight"} < trained
-    for trunk in ("first", "last"):
-        assert any(name.startswith(f"model.{trunk}.layers.") for name in trained)
+    for stack in ("first", "last"):
+        assert any(name.startswith(f"model.{stack}.layers.") for name in trained)
 
 
-def test_fsdp2_shards_every_layer_of_both_trunks(split_llama: str) -> None:
-    module = engine_of(split_llama, "packed").module
-    layers = [*module.model.first.layers, *module.model.last.layers]
+def test_fsdp2_shards_every_layer_of_both_stacks_and_a_step_changes_all_weights(split_llama: str) -> None:
+    engine = engine_of(split_llama, "packed")
+    layers = [*engine.module.model.first.layers, *engine.module.model.last.layers]
     assert len(layers) == 3
     assert all(type(layer).__name__.startswith("FSDP") for layer in layers)
-    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def test_a_training_step_changes_adapter_and_both_trunks(split_llama: str) -> None:
-    engine = engine_of(split_llama, "packed")
+    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
     before = {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
     with engine.train_mode():
         engine.train_batch(make_batch(SAMPLES), actor_loss())

@@ -22,8 +22,10 @@ def responses(logits: torch.Tensor, mask: torch.Tensor, samples: list[Sample]) -
     return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, samples, strict=True)]
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager", ATTENTION_NAME])
+@pytest.mark.parametrize(
+    ("side", "attn_implementation"),
+    [("left", "sdpa"), ("right", "eager"), ("both", ATTENTION_NAME), ("both", "sdpa")],
+)
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(
     checkpoint: str, side: str, attn_implementation: str
 ) -> None:

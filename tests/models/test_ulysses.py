@@ -77,24 +77,23 @@ def sliced_by_the_caller(model: Any) -> Result:
 def run_rank(rank: int, sp_size: int, store: str, paths: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=sp_size)
-    set_ulysses_sequence_parallel_group(dist.group.WORLD if sp_size > 1 else None)
+    set_ulysses_sequence_parallel_group(dist.group.WORLD)
     for path in paths:
         expected = reference(path)
-        for run in (padded, packed, head_rows_only, *([sliced_by_the_caller] if sp_size > 1 else [])):
+        for run in (padded, packed, head_rows_only, sliced_by_the_caller):
             assert_same(average(run(load(path).train())), expected)
         model = load(path).train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         assert_same(average(packed(model)), expected)
-    if sp_size > 1:
-        model = load(paths[0])
-        grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
-        with pytest.raises(ValueError, match="cannot be spread over a Ulysses group"):
-            model(input_ids, position_ids=position_ids, prefix_grouper=grouper)
+    model = load(paths[0])
+    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
+    with pytest.raises(ValueError, match="cannot be spread over a Ulysses group"):
+        model(input_ids, position_ids=position_ids, prefix_grouper=grouper)
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sp_size", [1, 2, 4])
+@pytest.mark.parametrize("sp_size", [2, 4])
 def test_every_rank_gets_what_one_process_computes(sp_size: int, qwen3: str, split_llama: str, tmp_path: Path) -> None:
     # 2 key/value heads: one each on two ranks, repeated on four; the rows divide by none of the sizes.
     assert all(LAYOUT.num_tokens % size for size in (2, 4))

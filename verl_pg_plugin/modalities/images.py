@@ -87,8 +87,8 @@ class Images:
     def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs:
         """Images whose tokens are in the layout, once each and in their order.
 
-        Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP gathers
-        the vision encoder's weights on all ranks or on none. Nothing reads that token, so its gradients are zero.
+        Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP
+        gathers the vision encoder's weights on all ranks or on none. Nothing reads that token: its gradients are zero.
         """
         if self.num_padding_tokens(layout, runs_encoder):
             return self._blank()

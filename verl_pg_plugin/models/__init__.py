@@ -1,4 +1,4 @@
-"""Models that take ``prefix_grouper``, drop their own padding and spread rows over a Ulysses group.
+"""Models that take ``prefix_grouper``, drop their own padding and spread tokens over a Ulysses group.
 
 ``qwen3/modeling_qwen3.py`` and ``split_llama/modeling_split_llama.py`` are files to copy into a checkpoint and load
 with ``trust_remote_code=True``; ``python -m verl_pg_plugin patch-model`` does that. ``register`` needs no copy.

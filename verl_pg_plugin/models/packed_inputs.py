@@ -1,17 +1,20 @@
-"""What a model's ``forward`` is given, turned into what its trunk runs: packed rows, and the way back.
+"""``forward`` of a model that packs its inputs by itself, for any decoder and any head.
 
-Shape legend: B sequences, S padded length, T packed rows, L rows of this rank, V width of the head.
+Shape legend: B sequences, S padded length, T packed tokens, L tokens of this rank, V width of the head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 from verl.utils.attention_utils import index_first_axis, pad_input, unpad_input
 from verl.utils.ulysses import (
     gather_outputs_and_unpad,
@@ -26,10 +29,14 @@ from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from prefix_grouper import PrefixGrouper
 
+    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | AttentionContext
+
 NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
-"""Masks by layer type, as a transformers trunk takes them ready-made: none, ``prefix_grouper`` says what is seen."""
+"""Masks by layer type, as transformers takes them ready-made: none, ``prefix_grouper`` says what is seen."""
 
 KERNEL_OF_IMPLEMENTATION = {
     "flash_attention_2": "flash_attn_2",
@@ -37,21 +44,21 @@ KERNEL_OF_IMPLEMENTATION = {
     "eager": "sdpa",
     ATTENTION_NAME: "auto",
 }
-"""Varlen kernel for packed rows by the ``attn_implementation`` that the model was loaded with."""
+"""Kernel for packed tokens by the ``attn_implementation`` that the model was loaded with."""
 
 
 @dataclass(frozen=True)
-class TrunkInputs:
-    """Inputs of a trunk and how its output returns to the caller's positions.
+class ModelInputs:
+    """Inputs of a decoder and how its output returns to the caller's positions.
 
     Attributes:
-        input_ids: (1, L) packed rows, or what the caller passed where nothing is packed.
+        input_ids: (1, L) packed tokens, or what the caller passed where nothing is packed.
         position_ids: the same shape.
-        attention_mask: for the trunk; ``NO_MASK`` where ``prefix_grouper`` takes its place.
+        attention_mask: for the decoder; ``NO_MASK`` where ``prefix_grouper`` takes its place.
         prefix_grouper: for the attention layers; None runs transformers' own attention.
-        padded_rows: (T,) places of the rows in the caller's flattened (B, S); None if they were packed already.
-        padded_shape: (B, S), used with ``padded_rows``.
-        num_sp_padding: rows appended so that the sequence-parallel ranks hold equally many; None if the rows were
+        padded_index: (T,) places of the tokens in the caller's flattened (B, S); None if they were packed already.
+        padded_shape: (B, S), used with ``padded_index``.
+        num_sp_padding: tokens appended so that the sequence-parallel ranks hold equally many; None if they were
             not spread over ranks here.
     """
 
@@ -59,23 +66,23 @@ class TrunkInputs:
     position_ids: torch.Tensor | None
     attention_mask: torch.Tensor | dict | None = None
     prefix_grouper: AttentionContext | None = None
-    padded_rows: torch.Tensor | None = None
+    padded_index: torch.Tensor | None = None
     padded_shape: tuple[int, int] = (0, 0)
     num_sp_padding: int | None = None
 
     def restore(self, x_1LV: torch.Tensor) -> torch.Tensor:
-        """Trunk or head output on the caller's positions: all ranks' rows, without the padding added here.
+        """Decoder or head output on the caller's positions: all ranks' tokens, without the padding added here.
 
         Every rank gets the whole result and computes the same loss from it. verl's gather scales the gradient by
         the number of ranks, for parameter gradients that are averaged over them, as FSDP does.
 
         Returns:
-            (B, S, V), zero where the caller's mask is; (1, T, V) if the caller packed the rows.
+            (B, S, V), zero where the caller's mask is; (1, T, V) if the caller packed the tokens.
         """
         if self.num_sp_padding is not None:
             x_1LV = gather_outputs_and_unpad(x_1LV, gather_dim=1, unpad_dim=1, padding_size=self.num_sp_padding)
-        if self.padded_rows is not None:
-            return pad_input(x_1LV.squeeze(0), self.padded_rows, *self.padded_shape)
+        if self.padded_index is not None:
+            return pad_input(x_1LV.squeeze(0), self.padded_index, *self.padded_shape)
         return x_1LV
 
 
@@ -84,8 +91,8 @@ def pack_padded(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     position_ids: torch.Tensor | None,
-) -> TrunkInputs:
-    """Drop the padding: every sequence becomes one segment of packed rows, prefixes are not shared.
+) -> ModelInputs:
+    """Drop the padding: every sequence becomes one segment of packed tokens, prefixes are not shared.
 
     Args:
         config: of the model; its attention implementation selects the kernel.
@@ -122,15 +129,15 @@ def pack_padded(
 
 def use_layout(
     config: PretrainedConfig, input_ids: torch.Tensor, position_ids: torch.Tensor | None, layout: PackedLayout
-) -> TrunkInputs:
-    """Rows of a layout; ``position_ids`` (1, T) default to the layout's.
+) -> ModelInputs:
+    """Tokens of a layout; ``position_ids`` (1, T) default to the layout's.
 
     Raises:
-        ValueError: ``input_ids`` or ``position_ids`` are not the layout's rows.
+        ValueError: ``input_ids`` or ``position_ids`` are not the layout's tokens.
     """
     for name, rows in (("input_ids", input_ids), ("position_ids", position_ids)):
         if rows is not None and rows.shape != (1, layout.num_tokens):
-            raise ValueError(f"prefix_grouper lays out {layout.num_tokens} rows, but {name} is {tuple(rows.shape)}")
+            raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(rows.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
     packed = PackedAttention(layout, kernel_of(config, input_ids.device), input_ids.device)
@@ -143,7 +150,7 @@ def use_padded_groups(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     grouper: PrefixGrouper,
-) -> TrunkInputs:
+) -> ModelInputs:
     """Rows ``[prompt | response 1 | ... | padding]`` of upstream's grouper, one group a row, (B, S).
 
     Raises:
@@ -168,11 +175,11 @@ def use_padded_groups(
             "(use_remove_padding=True) or set ulysses_sequence_parallel_size=1"
         )
     groups = PaddedGroupsAttention(grouper, kernel_of(config, input_ids.device))
-    return TrunkInputs(input_ids, position_ids, NO_MASK, groups)
+    return ModelInputs(input_ids, position_ids, NO_MASK, groups)
 
 
 def kernel_of(config: PretrainedConfig, device: torch.device) -> Kernel:
-    """The varlen kernel that belongs to the model's attention implementation.
+    """The kernel that belongs to the model's attention implementation.
 
     Raises:
         ValueError: there is none.
@@ -180,7 +187,7 @@ def kernel_of(config: PretrainedConfig, device: torch.device) -> Kernel:
     implementation = config._attn_implementation
     if implementation not in KERNEL_OF_IMPLEMENTATION:
         raise ValueError(
-            f"packed rows have no kernel for attn_implementation={implementation!r}; load the model with one of "
+            f"packed tokens have no kernel for attn_implementation={implementation!r}; load the model with one of "
             f"{', '.join(KERNEL_OF_IMPLEMENTATION)}"
         )
     return _selected(KERNEL_OF_IMPLEMENTATION[implementation], device.type)
@@ -195,14 +202,139 @@ def _selected(name: str, device_type: str) -> Kernel:
 def _over_ranks(
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    inner: AttentionContext,
-    padded_rows: torch.Tensor | None = None,
+    over_all_tokens: AttentionContext,
+    padded_index: torch.Tensor | None = None,
     padded_shape: tuple[int, int] = (0, 0),
-) -> TrunkInputs:
-    """Pad (1, T) rows to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
+) -> ModelInputs:
+    """Pad (1, T) tokens to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
     sp_size = get_ulysses_sequence_parallel_world_size()
     if sp_size == 1:
-        return TrunkInputs(input_ids, position_ids, NO_MASK, inner, padded_rows, padded_shape)
-    shared = UlyssesAttention(inner, input_ids.shape[1], get_ulysses_sequence_parallel_group())
+        return ModelInputs(input_ids, position_ids, NO_MASK, over_all_tokens, padded_index, padded_shape)
+    shared = UlyssesAttention(over_all_tokens, input_ids.shape[1], get_ulysses_sequence_parallel_group())
     input_ids, position_ids, num_sp_padding = ulysses_pad_and_slice_inputs(input_ids, position_ids, sp_size)
-    return TrunkInputs(input_ids, position_ids, NO_MASK, shared, padded_rows, padded_shape, num_sp_padding)
+    return ModelInputs(input_ids, position_ids, NO_MASK, shared, padded_index, padded_shape, num_sp_padding)
+
+
+class PackedInputsMixin:
+    """Mixin for a ``PreTrainedModel`` with a decoder ``model`` and a head behind ``_forward_head``.
+
+    The decoder must pass ``prefix_grouper`` down to its attention layers and take ``NO_MASK`` for its mask.
+    """
+
+    config: Any
+    model: Any
+    loss_function: Any
+    _forward_head: Any
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        prefix_grouper: PrefixGrouperLike | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Compute logits (values, for a value model). B sequences, S padded length, T packed tokens.
+
+        A 2-D ``attention_mask`` without a cache packs the batch: the decoder and the head run on valid tokens only,
+        spread over verl's Ulysses group where one is set. With a cache, ``inputs_embeds`` or a mask of another rank
+        the forward is transformers' own.
+
+        Args:
+            input_ids: (B, S), or (1, T) tokens of a layout.
+            attention_mask: (B, S), 1 at valid tokens; valid tokens are consecutive.
+            position_ids: like ``input_ids``; derived from the mask or the layout if left out.
+            past_key_values, inputs_embeds, labels: as in transformers.
+            use_cache: None asks for no cache when the batch is packed.
+            logits_to_keep: as in transformers: the last n positions, or indices of positions; 0 for all.
+            prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
+                groups. ``PackedLayout``: packed tokens. ``AttentionContext``: tokens (or this rank's slice of them) that the
+                caller prepared; they are run as they are.
+
+        Returns:
+            ``logits`` (B, S, V) on the caller's positions, zero at padding; (1, T, V) for packed tokens.
+
+        Raises:
+            ValueError: mask, positions, grouper, cache or options that contradict each other.
+            TypeError: ``prefix_grouper`` is of another type.
+        """
+        cached = bool(use_cache) or past_key_values is not None
+        if prefix_grouper is not None:
+            if cached:
+                raise ValueError("use_cache=True with a prefix_grouper: shared prefixes are for training; drop one")
+            if input_ids is None:
+                raise ValueError("a prefix_grouper needs input_ids; inputs_embeds are not supported")
+            inputs = self._group(input_ids, attention_mask, position_ids, prefix_grouper)
+        elif attention_mask is not None and attention_mask.ndim == 2 and input_ids is not None and not cached:
+            inputs = pack_padded(self.config, input_ids, attention_mask, position_ids)
+        else:
+            inputs = ModelInputs(input_ids, position_ids, attention_mask)
+        if inputs.prefix_grouper is not None:
+            use_cache = False
+            self._check_outputs(kwargs)
+
+        outputs = self.model(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            prefix_grouper=inputs.prefix_grouper,
+            **kwargs,
+        )
+        if isinstance(logits_to_keep, int) and logits_to_keep == 0:
+            logits = inputs.restore(self._forward_head(outputs.last_hidden_state))
+        else:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._forward_head(inputs.restore(outputs.last_hidden_state)[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _group(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        prefix_grouper: PrefixGrouperLike,
+    ) -> ModelInputs:
+        prepared = isinstance(prefix_grouper, AttentionContext)
+        if (prepared or isinstance(prefix_grouper, PackedLayout)) and attention_mask is not None:
+            raise ValueError("this prefix_grouper says which tokens exist: pass attention_mask=None with it")
+        if isinstance(prefix_grouper, PackedLayout):
+            return use_layout(self.config, input_ids, position_ids, prefix_grouper)
+        if prepared:
+            if position_ids is None or position_ids.shape != input_ids.shape:
+                raise ValueError("prepared tokens need position_ids of the shape of input_ids")
+            return ModelInputs(input_ids, position_ids, NO_MASK, prefix_grouper)
+        from prefix_grouper import PrefixGrouper  # needed by this mode alone
+
+        if not isinstance(prefix_grouper, PrefixGrouper):
+            raise TypeError(
+                "prefix_grouper must be a PrefixGrouper, PackedLayout or AttentionContext, not "
+                f"{type(prefix_grouper).__qualname__}"
+            )
+        return use_padded_groups(self.config, input_ids, attention_mask, position_ids, prefix_grouper)
+
+    def _check_outputs(self, kwargs: dict[str, Any]) -> None:
+        names = ("output_attentions", "output_hidden_states")
+        asked = [name for name in names if kwargs.get(name, getattr(self.config, name))]
+        if asked:
+            raise ValueError(
+                f"{' and '.join(asked)} would be in packed order, which no caller can read; "
+                "ask with use_cache=True, which does not pack"
+            )

@@ -12,9 +12,9 @@ package verl_pg_plugin must be installed; weights and everything not defined her
 
 What it adds to transformers' model:
 - ``prefix_grouper`` goes through ``forward`` down to attention. It is a ``prefix_grouper.PrefixGrouper`` (padded
-  rows of whole groups, two attention passes) or a ``verl_pg_plugin.layout.PackedLayout`` (packed rows, one pass).
-- ``forward(input_ids, attention_mask)`` drops the padding, runs packed rows and pads the result back.
-- Packed rows are spread over verl's Ulysses sequence-parallel group where one is set.
+  samples of whole groups, two attention passes) or a ``verl_pg_plugin.layout.PackedLayout`` (packed tokens, one pass).
+- ``forward(input_ids, attention_mask)`` drops the padding, runs packed tokens and pads the result back.
+- Packed tokens are spread over verl's Ulysses sequence-parallel group where one is set.
 - The head is behind ``_init_head`` and ``_forward_head``; the value model overrides these two and nothing else.
 """
 
@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
+from verl_pg_plugin.models.packed_inputs import PackedInputsMixin
 
 __all__ = ["Qwen3ForCausalLM", "Qwen3ForValue"]
 

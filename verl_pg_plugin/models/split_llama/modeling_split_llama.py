@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
 from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.models.packed_inputs_mixin import PackedInputsMixin
+from verl_pg_plugin.models.packed_inputs import PackedInputsMixin
 
 __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]
 
@@ -54,7 +54,7 @@ class SplitLlamaConfig(PretrainedConfig):
                 f"the two models must share a tokenizer: vocab_size is {first.vocab_size} and {last.vocab_size}"
             )
         self.first_config, self.last_config = first, last
-        # What code written for one-trunk models reads: totals, and the widths of the trunk that ends in the head.
+        # What code written for one-stack models reads: totals, and the widths of the stack that ends in the head.
         self.num_hidden_layers = first.num_hidden_layers + last.num_hidden_layers
         self.vocab_size = last.vocab_size
         self.hidden_size = last.hidden_size
@@ -106,7 +106,7 @@ class SplitLlamaAttention(llama.LlamaAttention):
 
 
 class SplitLlamaDecoderLayer(llama.LlamaDecoderLayer):
-    """A Llama layer whose attention takes ``prefix_grouper``; ``layer_idx`` counts through both trunks."""
+    """A Llama layer whose attention takes ``prefix_grouper``; ``layer_idx`` counts through both stacks."""
 
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -126,7 +126,7 @@ class SplitLlamaPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
 
-class Trunk(nn.Module):
+class Stack(nn.Module):
     """Consecutive layers of one Llama with its rotary embedding."""
 
     def __init__(self, config: LlamaConfig, first_layer_idx: int) -> None:
@@ -137,7 +137,7 @@ class Trunk(nn.Module):
         self.rotary_emb = llama.LlamaRotaryEmbedding(config=config)
 
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """(B, T, hidden size of this trunk) to the same."""
+        """(B, T, hidden size of this stack) to the same."""
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer in self.layers:
             hidden_states = layer(
@@ -147,16 +147,16 @@ class Trunk(nn.Module):
 
 
 class SplitLlamaModel(SplitLlamaPreTrainedModel):
-    """Embedding, first trunk, adapter, last trunk and final norm."""
+    """Embedding, first stack, adapter, last stack and final norm."""
 
     def __init__(self, config: SplitLlamaConfig) -> None:
         super().__init__(config)
-        config._attn_implementation = config._attn_implementation  # the setter hands it on to the trunks' configs
+        config._attn_implementation = config._attn_implementation  # the setter hands it on to the stacks' configs
         first, last = config.first_config, config.last_config
         self.embed_tokens = nn.Embedding(first.vocab_size, first.hidden_size, config.pad_token_id)
-        self.first = Trunk(first, first_layer_idx=0)
+        self.first = Stack(first, first_layer_idx=0)
         self.adapter = nn.Linear(first.hidden_size, last.hidden_size, bias=False)
-        self.last = Trunk(last, first_layer_idx=first.num_hidden_layers)
+        self.last = Stack(last, first_layer_idx=first.num_hidden_layers)
         self.norm = llama.LlamaRMSNorm(last.hidden_size, eps=last.rms_norm_eps)
         self.post_init()
 
@@ -170,7 +170,7 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states (B, T, hidden size of the last trunk); arguments as in transformers' ``LlamaModel``.
+        """Hidden states (B, T, hidden size of the last stack); arguments as in transformers' ``LlamaModel``.
 
         Raises:
             ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``.
@@ -203,7 +203,7 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
 
 
 class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, GenerationMixin):
-    """The split trunk with a language-model head; ``forward`` is documented in ``PackedInputsMixin``."""
+    """The split stack with a language-model head; ``forward`` is documented in ``PackedInputsMixin``."""
 
     _auto_class = "AutoModelForCausalLM"
 
@@ -222,7 +222,7 @@ class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, Genera
 
 
 class SplitLlamaForValue(SplitLlamaForCausalLM):
-    """The split trunk with one value per token as ``logits``."""
+    """The split stack with one value per token as ``logits``."""
 
     _auto_class = "AutoModelForTokenClassification"
 

@@ -1,4 +1,4 @@
-"""Rows with pictures are shared, and give the numbers of every row alone."""
+"""Rows with images are shared, and give the numbers of every row alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ import pytest
 from transformers import AutoConfig
 
 from tests.mixers.test_gated_delta_engine import NEARLY_CANCEL
-from tests.modalities.picture_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
-from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, load, picture_batch, run_alone, save_vision_model
+from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
+from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, run_alone, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
-from verl_pg_plugin.modalities.pictures.keys import _Contents
-from verl_pg_plugin.modalities.pictures.modality import Pictures
+from verl_pg_plugin.modalities import Images
+from verl_pg_plugin.modalities.image_keys import _Contents
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -42,9 +42,9 @@ def packed(path: str, process_group: None) -> Any:
 def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
     cases = {"two_groups": TWO_GROUPS, "mixed": MIXED, "turns": TURNS, "forks": FORKS, "text": TEXT_ALONE}
     samples = film(kind) if case == "film" else cases[case]
-    batch = picture_batch(load(path), samples)
+    batch = image_batch(load(path), samples)
     want = run_alone(path, samples, clone(batch), actor_loss())
-    if case == "text":  # no rank has a picture, so the tower stays out
+    if case == "text":  # no rank has an image, so the vision encoder stays out
         want = replace(want, gradients={name: g for name, g in want.gradients.items() if ".visual." not in name})
     got = run_engine(packed, batch, actor_loss())
     if kind not in HYBRID_KINDS:
@@ -59,34 +59,34 @@ def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, k
 
 @contextmanager
 def seen_by_the_tower(engine: Any) -> Iterator[list[int]]:
-    """Patches of each forward of the vision tower."""
+    """Patches of each forward of the vision encoder."""
     patches: list[int] = []
-    tower = next(part for name, part in engine.module.named_modules() if name.endswith("visual"))
-    hook = tower.register_forward_pre_hook(lambda module, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
+    encoder = next(part for name, part in engine.module.named_modules() if name.endswith("visual"))
+    hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
     yield patches
     hook.remove()
 
 
-def test_each_picture_goes_through_the_tower_once(packed: Any, path: str) -> None:
-    """Six samples of two pictures, 24 rows each; every sample has rows of its own behind its picture."""
+def test_each_image_goes_through_the_tower_once(packed: Any, path: str) -> None:
+    """Six samples of two images, 24 rows each; every sample has rows of its own behind its image."""
     with packed.eval_mode(), seen_by_the_tower(packed) as patches:
-        metrics = packed.infer_batch(picture_batch(load(path), TWO_GROUPS))["metrics"]
+        metrics = packed.infer_batch(image_batch(load(path), TWO_GROUPS))["metrics"]
     assert patches == [96 * 2]
     assert metrics["prefix_grouper/patches"] == [96 * 2]
     assert metrics["prefix_grouper/logical_patches"] == [96 * 6]
 
 
-def test_only_equal_pictures_share_rows(path: str) -> None:
-    modality = Pictures.of(AutoConfig.from_pretrained(path))
-    sequences = read_sequences(picture_batch(load(path), TWO_GROUPS), modality)
+def test_only_equal_images_share_rows(path: str) -> None:
+    modality = Images.of(AutoConfig.from_pretrained(path))
+    sequences = read_sequences(image_batch(load(path), TWO_GROUPS), modality)
     layout = lay_out_packed(sequences)
     of_a_group = (42, 38)  # by hand: rows of the first response, and what the others add
     assert layout.num_tokens == sum(of_a_group) - len(SYSTEM)
 
 
-def test_pictures_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
+def test_images_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
     """The control of this file: where placeholders alone are compared, it must fail."""
-    batch = picture_batch(load(path), TWO_GROUPS)
+    batch = image_batch(load(path), TWO_GROUPS)
     want = run_alone(path, TWO_GROUPS, clone(batch), actor_loss())
     with patch.object(_Contents, "number", lambda *args: 0):
         wrong = run_engine(packed, batch, actor_loss())

@@ -1,4 +1,4 @@
-"""Pictures over two processes: a rank without any, rows of a picture on both ranks, and a bad batch on one of them."""
+"""Images over two processes: a rank without any, rows of an image on both ranks, and a bad batch on one of them."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,12 +8,12 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import carry_always, carrying
 from tests.engine.ranks import on_ranks
-from tests.modalities.picture_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
-from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_model
+from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
+from tests.modalities.tiny_vision import KINDS, image_batch, load, run_alone, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
-"""Six rows with pictures for rank 0, six without for rank 1."""
+"""Six rows with images for rank 0, six without for rank 1."""
 HALF = len(SPLIT) // 2
 
 
@@ -22,7 +22,7 @@ def own_rows(rank: int, samples: int) -> list[int]:
 
 
 def fail_on_rank_one(engine: Any, rank: int, path: str) -> list[str]:
-    good, messages = picture_batch(load(path), TWO_GROUPS), []
+    good, messages = image_batch(load(path), TWO_GROUPS), []
     for change in ("no pixels", "sampled"):
         bad = clone(good)
         if change == "no pixels":
@@ -44,7 +44,7 @@ def run_split(rank: int, path: str) -> tuple[dict[str, Result], list[str]]:
     engine = make_engine(path, packed=True)
     results = {}
     for name, budget in {"one micro-batch": 1 << 20, "several": 50}.items():
-        batch = picture_batch(load(path), SPLIT, max_token_len_per_gpu=budget)
+        batch = image_batch(load(path), SPLIT, max_token_len_per_gpu=budget)
         mine = tu.index_select_tensor_dict(batch, own_rows(rank, len(SPLIT)))
         results[name] = run_engine(engine, mine, actor_loss())
     return results, fail_on_rank_one(engine, rank, path)
@@ -55,11 +55,11 @@ def run_spread(rank: int, path: str) -> dict[str, Result]:
     engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
     carry_always(engine)
     results = {
-        "pictures": run_engine(engine, picture_batch(load(path), MIXED), actor_loss()),
-        "text": run_engine(engine, picture_batch(load(path), TEXT_ALONE), actor_loss()),
+        "images": run_engine(engine, image_batch(load(path), MIXED), actor_loss()),
+        "text": run_engine(engine, image_batch(load(path), TEXT_ALONE), actor_loss()),
     }
     with carrying(engine):
-        chain = picture_batch(load(path), CHAIN, max_token_len_per_gpu=31)
+        chain = image_batch(load(path), CHAIN, max_token_len_per_gpu=31)
         results["chain"] = run_engine(engine, chain, actor_loss())
     return results
 
@@ -70,14 +70,14 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def expected(path: str, samples: list, rows: list[int] | None = None) -> Result:
-    batch = picture_batch(load(path), samples)
+    batch = image_batch(load(path), samples)
     want = run_alone(path, samples, clone(batch), actor_loss())
     chosen = range(len(samples)) if rows is None else rows
     return Result({name: [values[row] for row in chosen] for name, values in want.outputs.items()}, want.gradients)
 
 
 def without_tower(result: Result) -> Result:
-    """Where no rank has a picture, the tower stays out."""
+    """Where no rank has an image, the vision encoder stays out."""
     return replace(result, gradients={name: g for name, g in result.gradients.items() if ".visual." not in name})
 
 
@@ -86,20 +86,20 @@ def ranks(path: str) -> list[tuple[dict[str, Result], list[str]]]:
     return on_ranks(2, run_split, path)
 
 
-def test_a_rank_without_pictures_waits_for_nobody(ranks: list, path: str) -> None:
+def test_a_rank_without_images_waits_for_nobody(ranks: list, path: str) -> None:
     for rank, (results, _) in enumerate(ranks):
         for result in results.values():
             assert_same(result, expected(path, SPLIT, own_rows(rank, len(SPLIT))))
 
 
-def test_rows_of_pictures_are_spread_over_ranks(path: str) -> None:
+def test_rows_of_images_are_spread_over_ranks(path: str) -> None:
     for results in on_ranks(2, run_spread, path):
-        assert_same(results["pictures"], expected(path, MIXED))
+        assert_same(results["images"], expected(path, MIXED))
         assert_same(results["text"], without_tower(expected(path, TEXT_ALONE)))
         assert_same(results["chain"], expected(path, CHAIN))
 
 
-def test_a_bad_picture_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
+def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
     (_, told), (_, raised) = ranks
     assert [message.startswith("rank 1: BatchError: ") for message in told] == [True, True]
     assert "row 0 has 24 placeholders 90, its 0 images need 0" in raised[0]

@@ -1,10 +1,10 @@
-"""Batches with pictures, by what is hard about them."""
+"""Batches with images, by what is hard about them."""
 
 from tests.modalities.tiny_vision import Shot, Shown, shots
 
 SYSTEM, QUESTION = [10, 11, 12], [20, 21, 22, 23]
 CAT, DOG = Shown((1, 8, 12), 1), Shown((1, 8, 12), 2)
-"""Two pictures of one size: their tokens are equal."""
+"""Two images of one size: their tokens are equal."""
 WIDE, CHART = Shown((1, 4, 8), 3), Shown((1, 4, 8), 5)
 OTHER_CHART = Shown((1, 4, 8), 6)
 
@@ -23,7 +23,7 @@ TURNS = [
 
 
 def film(kind: str) -> list[Shot]:
-    """A picture and a video of two frames, as the processor of a model writes it."""
+    """A image and a video of two frames, as the processor of a model writes it."""
     clip = Shown((2, 4, 4), 7, "video" if kind == "qwen2_5_vl" else "frames")
     same_start = Shown((1, 4, 4), 7, clip.kind)
     return [
@@ -34,7 +34,7 @@ def film(kind: str) -> list[Shot]:
 
 OPEN = Shown((1, 4, 8), 3, closed=False)
 FORKS = [*shots([SYSTEM, CAT, QUESTION, OPEN], *([i, 41 + i, 30] for i in range(30, 38))), *TEXT_ALONE]
-"""The first token behind a picture differs, so the row of its last placeholder does."""
+"""The first token behind an image differs, so the row of its last placeholder does."""
 
 CHAIN = [
     *shots([SYSTEM, CAT, QUESTION, WIDE, [24]], *([40 + i, 50 - i, 41 + i, 60 + i, 30] for i in range(8))),

@@ -1,4 +1,4 @@
-"""Pictures stay exact under every option that packed mode has."""
+"""Images stay exact under every option that packed mode has."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 
 from tests.engine.carried_cases import carrying, carrying_engine
-from tests.modalities.picture_cases import CHAIN, FORKS, MIXED, TURNS, TWO_GROUPS
-from tests.modalities.tiny_vision import KINDS, load, picture_batch, run_alone, save_vision_adapter, save_vision_model
+from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TURNS, TWO_GROUPS
+from tests.modalities.tiny_vision import KINDS, image_batch, load, run_alone, save_vision_adapter, save_vision_model
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.steps.verify import MismatchError
-from verl_pg_plugin.modalities.pictures.keys import _Contents
+from verl_pg_plugin.modalities.image_keys import _Contents
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -20,12 +20,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro_batches_of_3_sequences": {"batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}},
     "head_in_chunks": {"engine": {"logits_chunk_size": 4}},
     "fused_head": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
-    "verified": {"engine": {"verify": "every_n", "verify_every": 1}, "batch": {"max_token_len_per_gpu": 60}},
-    "static_rows": {"engine": {"static_rows": True}, "batch": {"max_token_len_per_gpu": 62}},
-    "gated_to_rmpad": {"engine": {"min_dedup_ratio": 100.0}},
+    "verified": {"engine": {"verify": "every_1"}, "batch": {"max_token_len_per_gpu": 60}},
     "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
-    "attention_recomputed": {"engine": {"recompute_attention": True}},
-    "layers_kept": {"engine": {"keep_activations": "all"}},
+    "attention_recomputed": {"engine": {"activations": "inputs"}},
     "nothing_checkpointed": {"model": {"enable_gradient_checkpointing": False}},
     "compiled_layers": {"engine": {"compile_layers": True}},
     "parameters_offloaded": {"engine": {"param_offload": True, "optimizer_offload": True}},
@@ -43,14 +40,14 @@ COMPILED = pytest.param("compiled_layers", marks=[pytest.mark.slow, pytest.mark.
 @pytest.mark.parametrize("option", [*(name for name in OPTIONS if name != "compiled_layers"), COMPILED])
 def test_every_option_is_exact(path: str, option: str) -> None:
     settings = OPTIONS[option]
-    batch = picture_batch(load(path), MIXED, **settings.get("batch", {}))
+    batch = image_batch(load(path), MIXED, **settings.get("batch", {}))
     engine = make_engine(path, packed=True, engine=settings.get("engine"), model=settings.get("model"))
     assert_same(run_engine(engine, batch, actor_loss()), run_alone(path, MIXED, clone(batch), actor_loss()))
 
 
 def test_an_adapter_on_tower_and_layers_is_exact(path: str, tmp_path: Path) -> None:
     adapter = save_vision_adapter(path, tmp_path)
-    batch = picture_batch(load(path), MIXED)
+    batch = image_batch(load(path), MIXED)
     model = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_adapter_path": adapter}
     got = run_engine(make_engine(path, packed=True, model=model), batch, actor_loss())
     assert any(".visual." in name and gradient.any() for name, gradient in got.gradients.items())
@@ -62,20 +59,20 @@ def test_an_adapter_on_tower_and_layers_is_exact(path: str, tmp_path: Path) -> N
     [(CHAIN, 62), (TURNS, 52), (FORKS, 60)],
     ids=["a_group", "pictures_in_responses", "forks_behind_a_picture"],
 )
-def test_pictures_of_a_chain_are_computed_by_the_part_that_owns_them(
+def test_images_of_a_chain_are_computed_by_the_part_that_owns_them(
     path: str, samples: list, budget: int, record_property: Any
 ) -> None:
     record_property("option", "a group larger than the token budget")
-    batch = picture_batch(load(path), samples, max_token_len_per_gpu=budget)
+    batch = image_batch(load(path), samples, max_token_len_per_gpu=budget)
     engine = carrying_engine(path)
     with carrying(engine):
         got = run_engine(engine, batch, actor_loss())
     assert_same(got, run_alone(path, samples, clone(batch), actor_loss()))
 
 
-def test_verify_mode_stops_a_run_that_takes_pictures_for_equal(path: str) -> None:
+def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
     engine = make_engine(path, packed=True, engine={"verify": "first", "verify_rows": len(TWO_GROUPS)})
-    batch = picture_batch(load(path), TWO_GROUPS)
+    batch = image_batch(load(path), TWO_GROUPS)
     same = patch.object(_Contents, "number", lambda *args: 0)
     with same, engine.eval_mode(), pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
         engine.infer_batch(batch)

@@ -1,4 +1,4 @@
-"""A batch whose pictures do not fit its tokens stops with its cause and its fix."""
+"""A batch whose images do not fit its tokens stops with its cause and its fix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.modalities.picture_cases import CAT, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
-from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, load, picture_batch, save_vision_model
+from tests.modalities.image_cases import CAT, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
+from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
 from tests.support import actor_loss, clone, make_engine
 from verl_pg_plugin.engine.batch.sequences import BatchError, lay_out_packed, read_sequences
-from verl_pg_plugin.modalities.pictures.modality import Pictures
+from verl_pg_plugin.modalities import Images
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -102,15 +102,15 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_error_names_the_cause(packed: Any, model: Any, case: str) -> None:
     change, message = BAD[case]
-    batch = clone(picture_batch(model, TWO_GROUPS))
+    batch = clone(image_batch(model, TWO_GROUPS))
     change(batch)
     with packed.train_mode(), pytest.raises(BatchError, match=message):
         packed.forward_backward_batch(batch, actor_loss())
 
 
-def test_a_response_that_is_cut_off_in_a_picture_is_refused(packed: Any, model: Any) -> None:
+def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, model: Any) -> None:
     whole = Shot([SYSTEM, QUESTION], [[40], CAT])
-    batch = picture_batch(model, [whole, whole])
+    batch = image_batch(model, [whole, whole])
     ends = batch["input_ids"].offsets()[1:] - 1
     rows = [row[:-1] for row in batch["input_ids"].unbind()]
     assert (batch["input_ids"].values()[ends] == 93).all()
@@ -120,13 +120,13 @@ def test_a_response_that_is_cut_off_in_a_picture_is_refused(packed: Any, model: 
         [row[:, :-1] for row in batch["position_ids"].unbind()], ragged_idx=2
     )
     tu.assign_non_tensor_stack(cut, "multi_modal_inputs", [dict(whole.inputs)] * 2)
-    with packed.eval_mode(), pytest.raises(BatchError, match=r"row 0 ends in a picture.*max_response_length"):
+    with packed.eval_mode(), pytest.raises(BatchError, match=r"row 0 ends in an image.*max_response_length"):
         packed.infer_batch(cut)
 
 
 def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, model: Any) -> None:
     """As batches of a text data set come, or those of verl's processor with nothing to process."""
-    batch = picture_batch(model, TEXT_ALONE)
+    batch = image_batch(model, TEXT_ALONE)
     with packed.eval_mode():
         want = packed.infer_batch(clone(batch))["model_output"]["log_probs"].values()
         for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
@@ -137,7 +137,7 @@ def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, model: Any) ->
 def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) -> None:
     """torch then stores their four dimensions as the ragged axis, as it comes out of verl's transfer queue."""
     samples = [TURNS[0], TURNS[2]]
-    batch = picture_batch(model, samples)
+    batch = image_batch(model, samples)
     rows = batch["position_ids"].unbind()
     other = clone(batch)
     other["position_ids"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
@@ -148,10 +148,10 @@ def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) 
 
 
 def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
-    """Equal tokens and pictures, and a video shown at another speed: Qwen2.5-VL's positions say so."""
-    modality = Pictures.of(config_of("qwen3_vl"))
-    batch = picture_batch(model, TURNS[:2])
-    shared = lay_out_packed(read_sequences(batch, modality)).num_tokens
+    """Equal tokens and images, and a video shown at another speed: Qwen2.5-VL's positions say so."""
+    modality = Images.of(config_of("qwen3_vl"))
+    batch = image_batch(model, TURNS[:2])
+    shared = lay_out_packed(read_sequences(batch, modality)).num_rows
     second = batch["position_ids"].offsets()[1]
     batch["position_ids"].values()[1, second + 6 : second + 28] += 1
     apart = lay_out_packed(read_sequences(batch, modality)).num_tokens
@@ -160,8 +160,8 @@ def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["pixels", "dtype", "kind"])
-def test_pictures_that_differ_in_anything_are_not_shared(model: Any, name: str) -> None:
-    batch = picture_batch(model, TURNS[:2])
+def test_images_that_differ_in_anything_are_not_shared(model: Any, name: str) -> None:
+    batch = image_batch(model, TURNS[:2])
     change = {
         "pixels": lambda given: {**given, "pixel_values": _one_number_off(given["pixel_values"])},
         "dtype": lambda given: {**given, "pixel_values": given["pixel_values"].double()},
@@ -171,7 +171,7 @@ def test_pictures_that_differ_in_anything_are_not_shared(model: Any, name: str) 
         ids, (start, stop) = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
         ids[start:stop][ids[start:stop] == IMAGE] = VIDEO
     with_inputs(1, change)(batch)
-    layout = lay_out_packed(read_sequences(batch, Pictures.of(config_of("qwen3_vl"))))
+    layout = lay_out_packed(read_sequences(batch, Images.of(config_of("qwen3_vl"))))
     assert layout.num_tokens == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
 
 

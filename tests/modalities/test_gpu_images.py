@@ -1,4 +1,4 @@
-"""Pictures on a GPU in bf16: as close to float32 as stock verl is, tower and projector included.
+"""Images on a GPU in bf16: as close to float32 as stock verl is, encoder and projector included.
 
 verl replaces forwards in the classes of such models for the whole process, so the stock engine runs last.
 """
@@ -9,7 +9,7 @@ import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.test_gpu import BF16
-from tests.modalities.tiny_vision import Shot, Shown, load, picture_batch, run_alone, save_vision_model, shots
+from tests.modalities.tiny_vision import Shot, Shown, image_batch, load, run_alone, save_vision_model, shots
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, clone, make_engine, run_engine
 
@@ -30,7 +30,7 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def pictured_groups() -> list[Shot]:
-    """Eight responses behind two pictures, four behind another, and one prompt of text."""
+    """Eight responses behind two images, four behind another, and one prompt of text."""
     cat, chart, dog = Shown((1, 16, 24), 1), Shown((1, 8, 8), 2), Shown((1, 16, 24), 3)
     return [
         *shots([words(60, 1), cat, words(40, 2), chart, words(9, 3)], *(words(n, n) for n in LENGTHS)),
@@ -41,10 +41,10 @@ def pictured_groups() -> list[Shot]:
 
 def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = save_vision_model(
-        tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", tower=TOWER, rope_parameters=ROPE, **SIZES
+        tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", encoder=TOWER, rope_parameters=ROPE, **SIZES
     )
     samples, loss = pictured_groups(), actor_loss(**SMOOTH_LOSS)
-    batch = picture_batch(load(path), samples, max_token_len_per_gpu=1200)
+    batch = image_batch(load(path), samples, max_token_len_per_gpu=1200)
     reference = run_alone(path, samples, clone(batch), loss)
     engines = [
         make_engine(path, packed=True, engine={**BF16, "compile_layers": compiled}, model=FLASH)

@@ -1,0 +1,320 @@
+"""Every change to a function or class of other people's that stays or is theirs to call, and nothing else.
+
+Objects are changed where they are built: the head of one model and the config of one engine in ``engine/``. Names are
+entered into verl's registries where they belong (``cpu/__init__.py``).
+
+Each function says what it changes, why, in which versions, and when it can go. A patch that no longer fits
+the code it was written for raises instead of half applying.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, requires
+from operator import attrgetter
+from typing import Any
+
+from packaging.requirements import Requirement
+
+__all__ = [
+    "UpstreamChangedError",
+    "call_before_run",
+    "call_before_validation",
+    "forwards_left_alone",
+    "look_up_group_trainers",
+    "regroup_after_v0_balance",
+    "use_single_gloo_backend",
+    "use_unpinned_offload",
+    "value_models_loaded_by",
+    "verls_groups_off",
+]
+
+
+class UpstreamChangedError(RuntimeError):
+    """What a patch is about to replace is gone, or no longer looks as it did in the versions the patch names."""
+
+
+def _changed(what: str) -> UpstreamChangedError:
+    """With the versions of verl that this package's metadata asks for."""
+    try:
+        needed = next(r for r in map(Requirement, requires("verl_pg_plugin") or ()) if r.name == "verl")
+    except (PackageNotFoundError, StopIteration):
+        return UpstreamChangedError(f"{what}; the plugin was written for verl 0.9")
+    versions = ",".join(sorted(map(str, needed.specifier), reverse=True))
+    return UpstreamChangedError(f"{what}; the plugin needs verl{versions}")
+
+
+@contextmanager
+def _names_of_verl() -> Iterator[None]:
+    """Wraps the imports and look-ups of the names that a patch replaces.
+
+    Raises:
+        UpstreamChangedError: a module has no such name any more, there is no such module, or importing it failed for
+            want of something that is not verl's.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "verl":
+            raise _changed(str(error)) from error
+        why = f"{type(error).__name__}: {error}"
+        raise UpstreamChangedError(f"verl cannot be imported here: {why}; install or repair what it names") from error
+    except AttributeError as error:
+        raise _changed(str(error)) from error
+
+
+def _check_parameters(function: Callable[..., Any], name: str, *parameters: str) -> None:
+    """Pass where a function that is about to be replaced takes what its replacement does; ``name`` is its path."""
+    if list(inspect.signature(function).parameters) != list(parameters):
+        raise _changed(f"{name} now takes {inspect.signature(function)}")
+
+
+def call_before_validation(action: Callable[[Any], None]) -> None:
+    """Show ``action`` the composed config of a run of verl's entry points before they validate it.
+
+    What: ``verl.utils.config.validate_config`` calls ``action(config)`` first. Entry points import it by name after
+    verl has loaded its plugins, so they get this one; put in once per process and left there.
+    Why: ``python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_prefix_grouper=True`` trains without sharing
+    anything and says nothing: the flag is in verl's config and in no engine config, and verl has no hook for plugins
+    between the composition of a config and the start of Ray.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
+
+    Raises:
+        UpstreamChangedError: the function is gone, or its parameters are not ``(config, use_reference_policy,
+            use_critic)``.
+    """
+    with _names_of_verl():
+        import verl.utils.config as patched
+
+        validate = patched.validate_config
+    if getattr(validate, "calls_before", False):
+        return
+    _check_parameters(validate, "verl.utils.config.validate_config", "config", "use_reference_policy", "use_critic")
+
+    @functools.wraps(validate)
+    def act_then_validate(config: Any, *args: Any, **kwargs: Any) -> Any:
+        action(config)
+        return validate(config, *args, **kwargs)
+
+    act_then_validate.calls_before = True  # type: ignore[attr-defined]
+    patched.validate_config = act_then_validate
+
+
+def call_before_run(action: Callable[[Any], None]) -> None:
+    """Show ``action`` the composed config of every run that verl's ``run_ppo`` starts, before it starts Ray.
+
+    What: ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first. Put in once per process and left there.
+    Why: entry points of recipes, verl's one-step-off and fully async ones among them, validate their config inside Ray
+    or not at all; they import this function when they run. verl's own entry point does not pass through here: run with
+    ``python -m`` it is another module, ``__main__`` (see :func:`call_before_validation`).
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
+
+    Raises:
+        UpstreamChangedError: the function is gone, or its parameters are not ``(config, task_runner_class)``.
+    """
+    with _names_of_verl():
+        import verl.trainer.main_ppo as patched
+
+        run_ppo = patched.run_ppo
+    if getattr(run_ppo, "calls_before", False):
+        return
+    _check_parameters(run_ppo, "verl.trainer.main_ppo.run_ppo", "config", "task_runner_class")
+
+    @functools.wraps(run_ppo)
+    def act_then_run(config: Any, *args: Any, **kwargs: Any) -> None:
+        action(config)
+        run_ppo(config, *args, **kwargs)
+
+    act_then_run.calls_before = True  # type: ignore[attr-defined]
+    patched.run_ppo = act_then_run
+
+
+def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
+    """Let verl find, under ``prefix`` and the name of any V1 trainer, that trainer with groups kept together.
+
+    What: ``verl.trainer.ppo.v1.get_trainer_cls`` returns ``keep_groups(cls)`` for such a name, unless somebody has
+    registered a class under the whole name. The task runner imports it from there when it runs; put in once per process
+    and left there.
+    Why: the registry holds one class per name, and others register theirs at any time, also after this plugin has been
+    loaded; verl has no hook between looking a trainer up and building it.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V1 trainers take a balance, or the order of groups is verl's own.
+
+    Raises:
+        UpstreamChangedError: the function or verl's registry is gone, or its parameters are not ``(name)``.
+    """
+    with _names_of_verl():
+        from verl.trainer.ppo import v1
+
+        look_up, registry = v1.get_trainer_cls, attrgetter("trainer_base.TRAINER_REGISTRY")
+        registry(v1)
+    if getattr(look_up, "keeps_groups", False):
+        return
+    _check_parameters(look_up, "verl.trainer.ppo.v1.get_trainer_cls", "name")
+
+    @functools.wraps(look_up)
+    def look_up_with_groups(name: str) -> type:
+        plain = name.removeprefix(prefix)
+        if plain == name or name in registry(v1):
+            return look_up(name)
+        return keep_groups(look_up(plain))
+
+    look_up_with_groups.keeps_groups = True  # type: ignore[attr-defined]
+    v1.get_trainer_cls = look_up_with_groups
+
+
+@contextmanager
+def verls_groups_off(trainer: Any) -> Iterator[None]:
+    """Within the block a V0 trainer balances as without the flag: its own balance of groups refuses a number of them
+    that the ranks do not divide.
+    """
+    asked, trainer.use_prefix_grouper = trainer.use_prefix_grouper, False
+    try:
+        yield
+    finally:
+        trainer.use_prefix_grouper = asked
+
+
+def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], None]) -> None:
+    """Let V0 trainers deal whole groups out by what they cost, whatever their number.
+
+    What: ``verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch`` of a trainer whose ``use_prefix_grouper`` is set
+    balances as without it, and then calls ``regroup(trainer, batch, metrics, logging_prefix)``. Put in once per process
+    and left there; trainers that share nothing are balanced as before.
+    Why: with the flag verl refuses a number of groups that the ranks do not divide, weighs a prompt once for each of
+    its responses, and lets mini-batches fall where they may. V0's task runners, verl's own and those of its recipes,
+    name their trainer's class, so that no other class can be handed in.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: V0 looks its trainer up by config, or is gone.
+
+    Raises:
+        UpstreamChangedError: the class or its method is gone, or the parameters are not ``(self, batch, metrics,
+            logging_prefix, keep_minibatch)``.
+    """
+    with _names_of_verl():
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        balance = RayPPOTrainer._balance_batch
+    if getattr(balance, "keeps_groups", False):
+        return
+    path = "verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch"
+    _check_parameters(balance, path, "self", "batch", "metrics", "logging_prefix", "keep_minibatch")
+
+    @functools.wraps(balance)
+    def balance_then_regroup(
+        self: Any,
+        batch: Any,
+        metrics: dict[str, Any],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> None:
+        if not getattr(self, "use_prefix_grouper", False):  # recipes set it by hand, or not
+            return balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        with verls_groups_off(self):
+            balance(self, batch, metrics, logging_prefix, keep_minibatch)
+        regroup(self, batch, metrics, logging_prefix)
+
+    balance_then_regroup.keeps_groups = True  # type: ignore[attr-defined]
+    RayPPOTrainer._balance_batch = balance_then_regroup
+
+
+@contextmanager
+def value_models_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, verl's FSDP engine of this process loads its value model with ``load``.
+
+    What: ``verl.utils.model.load_valuehead_model``, which ``FSDPEngine._build_module`` imports when it is called;
+    put back at the end of the block.
+    Why: the function loads every value model with ``attn_implementation="flash_attention_2"``, whatever the model
+    config says, and has no argument for it.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl loads value models with the attention of their config.
+
+    Args:
+        load: takes ``local_path``, ``torch_dtype``, ``model_config`` and ``trust_remote_code``.
+    """
+    import verl.utils.model as patched
+
+    loader = patched.load_valuehead_model
+    path = "verl.utils.model.load_valuehead_model"
+    _check_parameters(loader, path, "local_path", "torch_dtype", "model_config", "trust_remote_code")
+    patched.load_valuehead_model = load
+    try:
+        yield
+    finally:
+        patched.load_valuehead_model = loader
+
+
+@contextmanager
+def forwards_left_alone() -> Iterator[None]:
+    """Within the block, verl's FSDP engine of this process builds its model without replacing forwards.
+
+    What: ``apply_monkey_patch`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put back at the
+    end of the block.
+    Why: for Qwen3.5 it puts its own forwards into transformers' classes, for all models of the process. They take no
+    ``logits_to_keep`` and drop the keywords that say which rows are shared. What else the engine asks of it, Ulysses
+    and fused kernels, packed mode does by other means.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: verl's forwards of Qwen3.5 hand on the keywords that they do not know.
+
+    Raises:
+        UpstreamChangedError: the function has other parameters than the block can answer for.
+    """
+    from verl.workers.engine.fsdp import transformer_impl
+
+    patched = transformer_impl.apply_monkey_patch
+    missing = {"model", "use_remove_padding", "ulysses_sp_size"} - inspect.signature(patched).parameters.keys()
+    if missing:
+        raise _changed(f"verl.models.transformers.monkey_patch.apply_monkey_patch does not take {sorted(missing)}")
+    transformer_impl.apply_monkey_patch = lambda **kwargs: None
+    try:
+        yield
+    finally:
+        transformer_impl.apply_monkey_patch = patched
+
+
+def use_single_gloo_backend() -> None:
+    """Let verl's workers start a process group on the platform ``cpu``.
+
+    What: the default of ``backend`` in ``verl.utils.distributed.initialize_global_process_group_ray`` becomes
+    ``"cpu:gloo"``. The default is set on the function object, so modules that imported it by name see it too.
+    Why: verl builds ``cpu:gloo,<device>:<backend>``; with device ``cpu`` that names one device twice, which
+    torch refuses.
+    Versions: verl 0.9.1, torch 2.11 to 2.13. Only called when ``VERL_PLATFORM=cpu``.
+    Remove when: verl leaves the second pair out for device ``cpu``.
+
+    Raises:
+        UpstreamChangedError: the function's parameters are not ``(timeout_second=None, backend=None)``.
+    """
+    from verl.utils.distributed import initialize_global_process_group_ray as patched
+
+    defaults = {name: parameter.default for name, parameter in inspect.signature(patched).parameters.items()}
+    if defaults == {"timeout_second": None, "backend": "cpu:gloo"}:
+        return
+    if defaults != {"timeout_second": None, "backend": None}:
+        raise _changed(f"verl.utils.distributed.initialize_global_process_group_ray now takes {defaults}")
+    patched.__defaults__ = (None, "cpu:gloo")
+
+
+def use_unpinned_offload() -> None:
+    """Let the FSDP2 reference model load where there is no accelerator to pin memory for.
+
+    What: ``CPUOffloadPolicy`` in ``verl.workers.engine.fsdp.transformer_impl`` builds a policy without pinning.
+    Why: verl gives forward-only FSDP2 models ``CPUOffloadPolicy(pin_memory=True)``; pinning asks for an
+    accelerator and fails with "Cannot access accelerator device when none is available".
+    Versions: verl 0.9.1, torch 2.11 to 2.13. Only called when ``VERL_PLATFORM=cpu``.
+    Remove when: verl leaves offloading, or pinning, out for device ``cpu``.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    def unpinned(pin_memory: bool = False) -> CPUOffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=False)
+
+    if not hasattr(transformer_impl, "CPUOffloadPolicy"):
+        raise _changed("verl.workers.engine.fsdp.transformer_impl does not use CPUOffloadPolicy")
+    transformer_impl.CPUOffloadPolicy = unpinned
