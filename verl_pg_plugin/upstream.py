@@ -180,12 +180,15 @@ def verls_groups_off(trainer: Any) -> Iterator[None]:
         trainer.use_prefix_grouper = asked
 
 
-def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], None]) -> None:
-    """Let V0 trainers deal whole groups out by what they cost, whatever their number.
+def regroup_after_v0_balance(
+    regroup: Callable[[Any, Any, dict[str, Any], str], None], updated: Callable[[Any, dict[str, Any]], None]
+) -> None:
+    """Let V0 trainers assign whole groups by what they cost, whatever their number, and show what updates computed.
 
     What: ``verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch`` of a trainer whose ``use_prefix_grouper`` is set
-    balances as without it, and then calls ``regroup(trainer, batch, metrics, logging_prefix)``. Put in once per process
-    and left there; trainers that share nothing are balanced as before.
+    balances as without it, and then calls ``regroup(trainer, batch, metrics, logging_prefix)``; its ``_update_actor``
+    calls ``updated(trainer, metrics)`` at the end. Put in once per process and left there; trainers that share nothing
+    are left as before.
     Why: with the flag verl refuses a number of groups that the ranks do not divide, weighs a prompt once for each of
     its responses, and lets mini-batches fall where they may. V0's task runners, verl's own and those of its recipes,
     name their trainer's class, so that no other class can be handed in.
@@ -193,17 +196,19 @@ def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], 
     Remove when: V0 looks its trainer up by config, or is gone.
 
     Raises:
-        UpstreamChangedError: the class or its method is gone, or the parameters are not ``(self, batch, metrics,
-            logging_prefix, keep_minibatch)``.
+        UpstreamChangedError: the class or a method is gone, or the parameters are not ``(self, batch, metrics,
+            logging_prefix, keep_minibatch)`` and ``(self, batch)``.
     """
     with _names_of_verl():
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-        balance = RayPPOTrainer._balance_batch
+        balance, update = RayPPOTrainer._balance_batch, RayPPOTrainer._update_actor
     if getattr(balance, "keeps_groups", False):
         return
-    path = "verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch"
-    _check_parameters(balance, path, "self", "batch", "metrics", "logging_prefix", "keep_minibatch")
+    path = "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
+    parameters = "self", "batch", "metrics", "logging_prefix", "keep_minibatch"
+    _check_parameters(balance, f"{path}._balance_batch", *parameters)
+    _check_parameters(update, f"{path}._update_actor", "self", "batch")
 
     @functools.wraps(balance)
     def balance_then_regroup(
@@ -219,8 +224,15 @@ def regroup_after_v0_balance(regroup: Callable[[Any, Any, dict[str, Any], str], 
             balance(self, batch, metrics, logging_prefix, keep_minibatch)
         regroup(self, batch, metrics, logging_prefix)
 
+    @functools.wraps(update)
+    def update_then_show(self: Any, batch: Any) -> Any:
+        output = update(self, batch)
+        if getattr(self, "use_prefix_grouper", False):
+            updated(self, output.meta_info["metrics"])
+        return output
+
     balance_then_regroup.keeps_groups = True  # type: ignore[attr-defined]
-    RayPPOTrainer._balance_batch = balance_then_regroup
+    RayPPOTrainer._balance_batch, RayPPOTrainer._update_actor = balance_then_regroup, update_then_show
 
 
 @contextmanager

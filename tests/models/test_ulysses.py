@@ -67,7 +67,7 @@ def sliced_by_the_caller(model: Any) -> Result:
         dist.get_world_size(),
     )
     attention = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
-    ulysses = UlyssesAttention(attention, LAYOUT.num_rows, dist.group.WORLD)
+    ulysses = UlyssesAttention(attention, LAYOUT.num_tokens, dist.group.WORLD)
     logits = model(rows, position_ids=position_ids, prefix_grouper=ulysses).logits
     logits = gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
     assert ulysses.calls[ATTENTION] == model.config.num_hidden_layers

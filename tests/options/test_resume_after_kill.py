@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.multiprocessing import ProcessExitedException
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.ranks import on_ranks
+from tests.engine.ranks import RankEndedError, on_ranks
 from tests.options.harness import Checkpoint
 from tests.options.table import SAMPLES
 from tests.support import actor_loss, clone, make_engine
@@ -55,7 +54,7 @@ def run_through_and_resume(rank: int, path: str, folder: str) -> list[dict[str, 
 
 def test_weights_after_the_resume_are_those_of_an_uninterrupted_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+    with pytest.raises(RankEndedError, match="-9"):
         on_ranks(2, save_and_die, checkpoint.model, folder)
     through, resumed = on_ranks(2, run_through_and_resume, checkpoint.model, folder)[0]
     for name, weight in through.items():

@@ -230,18 +230,17 @@ def _of_query_heads(x_KGD: torch.Tensor, q_LHD: torch.Tensor) -> torch.Tensor:
     return x_KGD.repeat_interleave(q_LHD.shape[1] // x_KGD.shape[1], dim=1)
 
 
-def _hidden(num_q: int, num_k: int, p: Varlen, device: torch.device) -> torch.Tensor:
-    """(num_q, num_k) bool, True where a query does not see a key."""
-    behind = torch.arange(num_k - num_q, num_k, device=device)[:, None] - torch.arange(num_k, device=device)
-    return (behind < 0) | (behind > p.window) if p.window >= 0 else behind < 0
+def _mask(num_q: int, num_k: int, p: Varlen, like: torch.Tensor) -> torch.Tensor:
+    """(num_q, num_k), -inf where a query of a causal problem does not see a key, else 0."""
+    mask = like.new_full((num_q, num_k), -torch.inf).triu_(num_k - num_q + 1)
+    if p.window >= 0:
+        mask += torch.full_like(mask, -torch.inf).tril_(num_k - num_q - p.window - 1)
+    return mask
 
 
 def _cpu_options(q: torch.Tensor, k: torch.Tensor, p: Varlen) -> dict[str, Any]:
     square = p.causal and len(q) == len(k) and p.window < 0
-    mask = None
-    if p.causal and not square:
-        hidden = _hidden(len(q), len(k), p, q.device)
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)[None, None]
+    mask = _mask(len(q), len(k), p, q)[None, None] if p.causal and not square else None
     return {"dropout_p": 0.0, "is_causal": square, "attn_mask": mask, "scale": p.softmax_scale}
 
 
@@ -274,14 +273,14 @@ def _written_out_scores(
     q: torch.Tensor, k: torch.Tensor, p: Varlen
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | float]]:
     """For each chunk of queries its scores (H, Q, K), -inf where hidden, and what capping did to their slope."""
-    hidden = _hidden(len(q), len(k), p, q.device) if p.causal else None
+    mask = _mask(len(q), len(k), p, q) if p.causal else None
     for start in range(0, len(q), QUERY_CHUNK):
         chunk = slice(start, min(start + QUERY_CHUNK, len(q)))
         scores, slope = torch.einsum("qhd,khd->hqk", q[chunk], k) * p.softmax_scale, 1.0
         if p.softcap:
             capped = torch.tanh(scores / p.softcap)
             scores, slope = p.softcap * capped, 1 - capped.square()
-        yield chunk, scores if hidden is None else scores.masked_fill_(hidden[chunk], -torch.inf), slope
+        yield chunk, scores if mask is None else scores + mask[chunk], slope
 
 
 def _written_out_forward(

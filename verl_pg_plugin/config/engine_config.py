@@ -24,7 +24,6 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     Raises:
         RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
-        Exception: what keeps our engines from being registered; the import of the package only logged it.
     """
 
     use_prefix_grouper: bool = False
