@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-
 from verl_pg_plugin.cost.flops import ModelFlops
+
 from verl_pg_plugin.layout.order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.balance import cost_together

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_pg_plugin.cli.command import CommandError
+from verl_pg_plugin.cli import CommandError
 
 MODELING_FILE = "modeling_qwen3.py"
 BACKUP_FILE = "config.json.before_verl_pg_plugin"

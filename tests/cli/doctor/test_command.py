@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from verl_pg_plugin.cli.doctor.report import Problem, Section, show
 
 from tests.cli.doctor.support import ACTOR, CPU_ONLY
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.cli.doctor.report import Problem, Section, show
 
 pytestmark = CPU_ONLY
 

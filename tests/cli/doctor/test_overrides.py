@@ -1,10 +1,10 @@
 """The doctor reads overrides as the trainer does."""
 
 import pytest
-
-from tests.cli.doctor.support import ACTOR, CPU_ONLY
 from verl_pg_plugin.cli.command import CommandError
 from verl_pg_plugin.cli.doctor.overrides import compose_config, settings
+
+from tests.cli.doctor.support import ACTOR, CPU_ONLY
 
 pytestmark = CPU_ONLY
 

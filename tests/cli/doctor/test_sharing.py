@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
+from verl_pg_plugin.cli.doctor.overrides import compose_config
+from verl_pg_plugin.cli.doctor.sharing import Group, Limit, flop_bound, sharing, sharing_model
 
 from tests.cli.doctor.support import ACTOR, CPU_ONLY, REF, ROLLOUT
 from tests.support import save_tiny_model
-from verl_pg_plugin.cli.doctor.overrides import compose_config
-from verl_pg_plugin.cli.doctor.sharing import Group, Limit, flop_bound, sharing, sharing_model
+from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 from verl_pg_plugin.layout import build_packed_layout, build_prefix_order
 
 pytestmark = CPU_ONLY

@@ -1,13 +1,18 @@
-"""What rows cost, wherever it is asked: micro-batch metrics, balance, doctor and benchmark."""
+"""What tokens, images and pairs cost, wherever it is asked: metrics, balance, forecasts and the doctor."""
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout import build_packed_layout
-from verl_pg_plugin.mixers.protocol import PairCost
+from tests.layout.tries import Batch, batches
+from tests.modalities.tiny_vision import config_of as vision_config
+from verl_pg_plugin.layout import build_packed_layout, build_padded_layout
+from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.planning.cost import ModelFlops, num_pairs, visible_pairs
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
 PER_LAYER = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
@@ -21,12 +26,12 @@ def config(model_type: str, **overrides: object) -> transformers.PretrainedConfi
 def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> None:
     flops = ModelFlops.of_config(config("qwen3"))
     pairs = (PairCost(4 * 4 * 4 * 3),)
-    assert flops == ModelFlops(per_row=2 * 3 * PER_LAYER, per_head_row=2 * 50 * 16, pairs=pairs)
+    assert flops == ModelFlops(per_token=2 * 3 * PER_LAYER, per_label=2 * 50 * 16, pairs=pairs)
 
     tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6])
     layout = build_packed_layout(tokens, np.array([0, 4, 9]), np.array([3, 3]))
-    rows, head_index, num_pairs = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
-    priced = rows * flops.per_row + head_index * flops.per_head_row + num_pairs * pairs[0].flops
+    tokens_of, labels, seen = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
+    priced = tokens_of * flops.per_token + labels * flops.per_label + seen * pairs[0].flops
     assert flops.forward([layout]) == priced
     segments = flops.segments(np.array([0, 2, 2]), np.array([2, 1, 2]), np.array([0, 1, 2]))
     assert segments.sum() == priced, "balance and micro-batches would price one group differently"
@@ -47,11 +52,11 @@ def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> Non
     attention = 16 * 2 * 16 + 2 * 16 * 8 + 16 * 16  # queries and their gate, keys and values, output
     recurrent = 16 * (2 * keys + 2 * values + 2 * 4) + 3 * (2 * keys + values) + values * 16
     weights = attention + 2 * recurrent + 3 * 3 * 16 * 24
-    assert flops.per_row == 2 * weights + 2 * 6 * 4 * 8 * 4
+    assert flops.per_token == 2 * weights + 2 * 6 * 4 * 8 * 4
 
 
 def test_stock_verl_is_priced_with_every_token_and_its_head() -> None:
-    flops = ModelFlops(per_row=100.0, per_head_row=10.0, pairs=(PairCost(1.0),))
+    flops = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
     assert flops.alone(np.array([2, 3])).tolist() == [2 * 110 + 3, 3 * 110 + 6]
 
 
@@ -77,7 +82,7 @@ def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_a
 def test_experts_that_a_token_does_not_visit_do_no_work(model_type: str, sizes: dict[str, int]) -> None:
     flops = ModelFlops.of_config(config(model_type, **sizes))
     attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 16 * 8, 3 * 16 * 12
-    assert flops.per_row == 2 * 3 * (attention + router + 2 * expert)
+    assert flops.per_token == 2 * 3 * (attention + router + 2 * expert)
 
 
 def test_experts_of_unknown_number_are_refused_with_the_override_that_names_it() -> None:
@@ -95,7 +100,7 @@ def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
     assert flops.pairs == (PairCost(4 * 4 * 4), PairCost(2 * 4 * 4 * 4, window=2))
     layout = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5, 6]), np.array([0, 4, 9]), np.array([3, 3]))
     full, seen = 1 + 2 + 3 + 3 + 4, 1 + 2 + 2 + 2 + 2
-    assert flops.trunk(layout) - 5 * flops.per_row == 64 * full + 128 * seen
+    assert flops.without_head(layout) - 5 * flops.per_token == 64 * full + 128 * seen
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2"])
@@ -116,8 +121,8 @@ def test_lookup_tables_do_no_work_and_a_value_head_runs_on_its_rows() -> None:
     with torch.device("meta"):
         value = transformers.AutoModelForTokenClassification.from_config(config("qwen3", num_labels=1))
     flops = ModelFlops.of(value)
-    assert flops.per_row == 2 * 3 * PER_LAYER
-    assert flops.per_head_row == 2 * (16 + 1)
+    assert flops.per_token == 2 * 3 * PER_LAYER
+    assert flops.per_label == 2 * (16 + 1)
 
 
 def test_heads_of_latent_attention_have_two_sizes() -> None:
@@ -137,3 +142,60 @@ def test_heads_of_latent_attention_have_two_sizes() -> None:
         moe_intermediate_size=12,
     )
     assert ModelFlops.of_config(latent).pairs == (PairCost(2 * (8 + 5) * 4 * 3),)
+
+
+windows = st.none() | st.integers(1, 12)
+
+
+def keys_seen(position: int, window: int | None) -> int:
+    return min(position + 1, window or position + 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1), windows)
+def test_a_segment_pays_for_the_keys_in_the_window_of_each_query(
+    segments: list[tuple[int, int]], window: int | None
+) -> None:
+    start, rows = np.array(segments).T
+    counted = [sum(keys_seen(p, window) for p in range(a, a + n)) for a, n in segments]
+    assert visible_pairs(start, rows, window).tolist() == counted
+
+
+@given(batches(), windows)
+def test_packed_tokens_pay_once_each_for_what_they_see(batch: Batch, window: int | None) -> None:
+    layout = batch.layout()
+    assert num_pairs(layout, window) == sum(keys_seen(p, window) for p in layout.position_ids.tolist())
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 50])
+def test_padded_groups_pay_for_their_rows_and_not_for_padding(window: int | None) -> None:
+    tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8])
+    arguments = tokens, np.array([0, 4, 9, 11]), np.array([3, 3, 1])
+    padded, packed = build_padded_layout(*arguments), build_packed_layout(*arguments)
+    assert num_pairs(padded, window) == num_pairs(packed, window)
+
+
+GRIDS = ((1, 8, 12), (1, 4, 8))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_patches_cost_what_torch_counts(kind: str) -> None:
+    config = vision_config(kind)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    pixels = torch.randn(sum(int(np.prod(grid)) for grid in GRIDS), 3 * 2 * 4 * 4)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model.visual(pixels, grid_thw=torch.tensor(GRIDS))
+    patches = np.array([np.prod(grid) for grid in GRIDS])
+    assert ModelFlops.of(model).images(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_trusting_remote_code_changes_no_price(kind: str) -> None:
+    config = vision_config(kind)
+    assert ModelFlops.of_config(config, trust_remote_code=True) == ModelFlops.of_config(config)
+
+
+def test_a_model_without_images_pays_for_none() -> None:
+    flops = ModelFlops.of_config(transformers.Qwen3Config(num_hidden_layers=1, vocab_size=16))
+    assert flops.vision is None
+    assert flops.images(np.array([96])) == 0

@@ -1,0 +1,122 @@
+"""What ``estimate`` predicts follows from the tokens that the engine would compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import Qwen3Config
+from verl_pg_plugin.planning.memory import TokenMemory
+
+from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.planning.forecast import Batch, DeviceMemory, Forecast, Settings, forecast, lay_out, plan
+
+CONFIG = Qwen3Config(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+)
+FLOPS = ModelFlops.of_config(CONFIG)
+MEMORY = TokenMemory.of(CONFIG, 2, checkpointing=True, keeps_attention=True)
+P, R, N, G = 2048, 256, 8, 4
+GROUPS = Batch.of_lengths([P] * G, [[R] * N] * G)
+WHOLE = Settings(budget=G * N * (P + R), compile_layers=False)
+
+
+def predict(batch: Batch = GROUPS, settings: Settings = WHOLE) -> Forecast:
+    return forecast(batch, FLOPS, MEMORY, settings)
+
+
+def test_tokens_are_those_of_groups_that_share_their_prompt() -> None:
+    found = predict()
+    assert (found.logical_tokens, found.physical_tokens) == (G * N * (P + R), G * (P - 1 + N * R))
+    assert found.micro_batches == 1
+    assert found.old_log_prob == pytest.approx(found.flop_ratio, rel=0.02), "nothing is cut, so only the parts differ"
+    assert found.update > found.old_log_prob, "attention's outputs are kept for the backward"
+
+
+def test_nothing_shared_saves_the_head_of_prompts_alone() -> None:
+    alone = predict(Batch.of_lengths([P] * 4, [[R]] * 4))
+    assert alone.dedup_ratio == pytest.approx(1, abs=1e-3)
+    assert 1 < alone.old_log_prob < 1.3
+
+
+def test_prompts_that_begin_alike_share_more_than_their_groups() -> None:
+    system = np.arange(1000)
+    prompts = [np.concatenate([system, np.full(P - 1000, 5000 + g)]) for g in range(G)]
+    shared = predict(Batch.of_prompts(prompts, [[R] * N] * G))
+    assert shared.physical_tokens == predict().physical_tokens - (G - 1) * 999
+    assert shared.update > predict().update
+
+
+def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_again() -> None:
+    tight = replace(WHOLE, budget=P + 2 * R)
+    carried, again = predict(settings=tight), predict(settings=replace(tight, carry=False))
+    assert carried.physical_tokens == predict().physical_tokens
+    assert again.physical_tokens > carried.physical_tokens
+    assert again.update < carried.update < predict().update
+    assert carried.activation_gib < predict().activation_gib
+
+
+@pytest.mark.parametrize("faster", [{"compile_layers": True}, {"kernel": "flash_attn_4"}])
+def test_faster_layers_and_kernels_are_faster(faster: dict[str, object]) -> None:
+    assert predict(settings=replace(WHOLE, **faster)).update > predict().update
+    assert predict(settings=replace(WHOLE, **faster)).alone == predict().alone
+
+
+def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() -> None:
+    recomputing = predict(settings=replace(WHOLE, keeps_attention=False))
+    assert recomputing.update < predict().update
+    assert recomputing.old_log_prob == predict().old_log_prob
+    assert predict(settings=replace(WHOLE, checkpointing=False)).alone[1] < predict().alone[1]
+
+
+@pytest.mark.parametrize(("prompts", "responses"), [([], []), ([4], [[]]), ([4], [[0]]), ([0], [[4]])])
+def test_a_batch_without_a_sequence_or_a_response_is_refused(prompts: list[int], responses: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="token"):
+        Batch.of_lengths(prompts, responses)
+
+
+def test_what_is_laid_out_is_what_was_planned_and_sharing_alone_leaves_compiled_layers_out() -> None:
+    tight = replace(WHOLE, budget=P + 2 * R, compile_layers=True)
+    for forward_only, groups in zip((True, False), plan(GROUPS, MEMORY, tight), strict=True):
+        for group in groups:
+            layouts = lay_out(GROUPS, group, forward_only)
+            assert [layout.num_tokens for layout in layouts] == [micro_batch.num_tokens for micro_batch in group]
+    found, eager = predict(settings=tight), predict(settings=replace(tight, compile_layers=False))
+    assert found.sharing_alone == eager.sharing_alone == (eager.old_log_prob, eager.update)
+    assert found.update > eager.update
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "budget", "peak"),
+    [(8192, 8, 20480, 18.79), (8192, 4, 20480, 18.18), (1024, 8, 20480, 19.06)],
+    ids=["8192,1024,8", "8192,1024,4", "1024,2000,8"],
+)
+def test_memory_is_what_an_h200_held(prompt: int, n: int, budget: int, peak: float) -> None:
+    """The 4B config in docs/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    module = text_skeleton(config)
+    weights = sum(weight.numel() for weight in module.parameters())
+    response = 2000 if prompt == 1024 else 1024
+    batch = Batch.of_lengths([prompt], [[response] * n])
+    found = forecast(batch, ModelFlops.of(module), TokenMemory.of(config, 2, True, True), Settings(budget))
+    beside = DeviceMemory.of(module, num_gpus=1, compiled=True)
+    held = beside.peak_gib(found) - (16 - 4) * weights / 2**30
+    assert held == pytest.approx(peak, rel=0.2)
+    assert held > 0.95 * peak, "a budget that does not fit would be recommended"

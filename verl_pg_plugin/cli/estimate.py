@@ -1,0 +1,393 @@
+"""``estimate``: what sharing prompts would gain on given data, by token budget, before anything is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import Request, urlopen
+
+from verl_pg_plugin.cli import CommandError, in_columns
+from verl_pg_plugin.cli.doctor import gpus
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.planning.forecast import Batch, Forecast
+
+USUAL_BUDGETS = (16384, 32768, 65536, 131072)
+ACCURACY = "Of 254 measurements on H200s the median error of such a prediction is 5% (scripts/cost_accuracy.py)."
+DESCRIPTION = """\
+What packed mode would gain over stock verl (rmpad) on one rank's mini-batch, by token budget. The mini-batch is planned
+and laid out as in a training and priced in FLOPs, with a fixed price for each micro-batch; nothing is run on a model.
+
+Lengths come from one of:
+  --prompt P --response R --n N     every group alike
+  --data FILE.parquet --response R --n N
+                                    prompts of a data set, through the model's tokenizer and chat template: what prompts
+                                    share with each other (a system prompt) counts, as in a training
+  --rollouts DIR                    what verl wrote under trainer.rollout_data_dir; the last step is read. It is text
+                                    without special tokens, so lengths are some tokens short
+"""
+FETCH_TIMEOUT_S = 5
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``estimate`` to the command line."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="what sharing would gain on your data: dedup ratio, FLOPs, predicted speed-up by token budget",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="folder of a checkpoint, or a hub id")
+    add("--prompt", type=_positive, help="tokens of each prompt")
+    add("--response", type=_positive, help="tokens of each response (their mean)")
+    add("--n", type=_positive, default=8, help="responses to a prompt (8)")
+    add("--groups", type=_positive, default=8, help="prompts of a mini-batch on one rank; of rollouts the first (8)")
+    add("--data", type=Path, help="parquet file of prompts as verl reads it")
+    add("--prompt-key", default="prompt", help="column of the messages (prompt)")
+    add("--rollouts", type=Path, help="folder that trainer.rollout_data_dir named")
+    add("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
+    add("--gpus", type=_positive, default=8, help="that share the weights, gradients and AdamW's state (8)")
+    add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
+    add("--memory-gib", type=float, help="free for activations, instead of what --gpus and --gpu-gib leave")
+    add("--compile-layers", choices=("auto", "True", "False"), default="auto", help="prefix_grouper.compile_layers")
+    add("--activations", choices=("auto", "attention", "inputs"), default="auto", help="prefix_grouper.activations")
+    add("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
+    add("--no-carry", action="store_true", help="prefix_grouper.carry=never")
+    add("--no-ref", action="store_true", help="the step has no reference policy")
+    add("--gen-seconds", type=float, help="of a step's rollout: also predicts the step")
+    add("--tflops", type=float, default=380.0, help="that a GPU reaches, for the step (380: an H200)")
+    add("--json", type=Path, metavar="FILE", help="write the figures")
+    add("--plot", type=Path, metavar="FILE.png", help="draw speed-ups by budget")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the table, and write what was asked for.
+
+    Returns:
+        0.
+
+    Raises:
+        CommandError: no lengths or two sources of them, a file or model that cannot be read, or a budget that no
+            sequence fits.
+    """
+    for option, file in (("--json", args.json), ("--plot", args.plot)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"{option} {file}: there is no folder {file.parent}")
+    if sum(source is not None for source in (args.prompt, args.data, args.rollouts)) != 1:
+        raise CommandError("give lengths by one of --prompt, --data and --rollouts; --help says more")
+    if args.rollouts is None and args.response is None:
+        raise CommandError("--response is missing: how long responses are cannot be told from prompts")
+
+    from verl_pg_plugin.architectures import architecture_issues, text_skeleton
+    from verl_pg_plugin.config.compile import decide
+    from verl_pg_plugin.planning.cost import ModelFlops
+    from verl_pg_plugin.planning.forecast import DeviceMemory, Settings, forecast
+    from verl_pg_plugin.planning.memory import TokenMemory
+
+    config = load_config(args.model)
+    issues = architecture_issues(config, trust_remote_code=False)
+    if issues:
+        raise CommandError(f"--model {args.model}: packed mode does not run it: {issues[0].why}")
+    batch, lengths = read_batch(args)
+    longest = int(batch.lengths.max())
+    if args.budget and min(args.budget) < longest:
+        raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
+
+    module = text_skeleton(config)
+    flops, keeps = ModelFlops.of(module), args.activations != "inputs"
+    memory = TokenMemory.of(config.get_text_config(), 2, checkpointing=True, keeps_attention=keeps)
+    compiled, why = args.compile_layers == "True", f"--compile-layers {args.compile_layers}"
+    if args.compile_layers == "auto":
+        compiled, why = decide("auto", config.model_type, "cuda")
+    beside = DeviceMemory.of(module, args.gpus, compiled)
+
+    forecasts: list[Forecast] = []
+    usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
+    for budget in sorted(args.budget or usual):
+        settings = Settings(
+            budget, carry=not args.no_carry, keeps_attention=keeps, compile_layers=compiled, kernel=args.kernel
+        )
+        forecasts.append(forecast(batch, flops, memory, settings))
+        if not args.budget and forecasts[-1].micro_batches == 1:
+            break  # a larger one changes nothing
+
+    gib = args.gpu_gib or _memory_of_this_gpu() or 80.0
+    if args.memory_gib is not None:
+        peaks, limit = [found.activation_gib for found in forecasts], args.memory_gib
+        room = f"{limit:g} GiB for activations"
+    else:
+        peaks, limit = [beside.peak_gib(found) for found in forecasts], 0.92 * gib
+        room = f"{gib:g} GiB on each of {args.gpus} GPUs, whose weights, gradients and AdamW take "
+        room += f"{beside.fixed / 2**30:.0f} GiB each; 8% stay free"
+    fitting = [found for found, peak in zip(forecasts, peaks, strict=True) if peak <= limit]
+    best = max(fitting, key=lambda found: (round(found.update, 2), -found.budget), default=None)
+
+    lines = [
+        f"{forecasts[0].logical_tokens:,} tokens in sequences of their own; {lengths}",
+        f"assumed: {room}; {args.kernel}; gradient checkpointing, attention {'kept' if keeps else 'recomputed'}; layers "
+        f"{'compiled' if compiled else 'not compiled'} ({why}); stock verl with the same budget",
+        *table(forecasts, peaks, limit, args),
+    ]
+    if best is None:
+        lines.append(
+            f"no budget fits into this memory, the smallest takes {min(peaks):.1f} GiB: more --gpus, or a Ulysses group"
+        )
+    else:
+        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        lines.append(f"best budget that fits: {key}={best.budget}")
+        share, whole = best.sharing_alone[1], best.update
+        lines.append(
+            f"of its update's {whole:.2f}x sharing alone gives {share:.2f}x, compiled layers {whole / share:.2f}x"
+        )
+    sys.stdout.write("\n".join([*lines, ACCURACY]) + "\n")
+    if args.json:
+        args.json.write_text(to_json(forecasts, peaks, args))
+    if args.plot:
+        plot(forecasts, args.plot)
+    return 0
+
+
+def table(forecasts: list[Forecast], peaks: list[float], limit: float, args: argparse.Namespace) -> list[str]:
+    """A line for each budget, below their titles."""
+    step = args.gen_seconds is not None
+    titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
+    rows = [(*titles, *(["step"] if step else []), "GiB", "fits")]
+    for found, peak in zip(forecasts, peaks, strict=True):
+        speeds = [found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update]
+        if step:
+            stock, shared = step_seconds(found, args)
+            speeds.append(stock / shared)
+        figures = [f"{speed:.2f}x" for speed in (found.dedup_ratio, *speeds)]
+        counts = str(found.budget), str(found.micro_batches), f"{found.physical_tokens:,}"
+        rows.append((*counts, *figures, f"{peak:.1f}", "yes" if peak <= limit else "no"))
+    return in_columns(rows)
+
+
+def step_seconds(found: Forecast, args: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a step, by stock verl and shared: generation, log-probs once or twice, and the update."""
+    passes = 1 if args.no_ref else 2
+    log_prob, update = (price / (args.tflops * 1e12) for price in found.alone)
+    stock = args.gen_seconds + passes * log_prob + update
+    return stock, args.gen_seconds + passes * log_prob / found.old_log_prob + update / found.update
+
+
+def to_json(forecasts: list[Forecast], peaks: list[float], args: argparse.Namespace) -> str:
+    """The figures as a JSON list, one object for each budget."""
+    rows: list[dict[str, Any]] = []
+    for found, peak in zip(forecasts, peaks, strict=True):
+        row = {**asdict(found), "dedup_ratio": found.dedup_ratio, "peak_gib": peak}
+        row["ref"] = None if args.no_ref else found.old_log_prob
+        if args.gen_seconds is not None:
+            stock, shared = step_seconds(found, args)
+            row |= {"step_seconds_stock": stock, "step_seconds_shared": shared, "step": stock / shared}
+        rows.append(row)
+    return json.dumps(rows, indent=2) + "\n"
+
+
+def plot(forecasts: list[Forecast], path: Path) -> None:
+    """Draw speed-ups and their FLOP ratio by budget.
+
+    Raises:
+        CommandError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise CommandError("--plot needs matplotlib: pip install matplotlib") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    budgets = [found.budget for found in forecasts]
+    axes.plot(budgets, [found.old_log_prob for found in forecasts], "o-", label="old_log_prob, ref")
+    axes.plot(budgets, [found.update for found in forecasts], "s-", label="update")
+    axes.plot(budgets, [found.sharing_alone[1] for found in forecasts], "^:", label="update, sharing alone")
+    axes.axhline(forecasts[0].flop_ratio, linestyle="--", color="grey", label="FLOP ratio")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets], fontsize="small")
+    axes.set(xlabel="token budget of a micro-batch", ylabel="predicted speed-up over rmpad")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# Models
+
+
+def load_config(name: str) -> Any:
+    """Read a checkpoint's config, from a folder, the cache of huggingface_hub, or the hub; no weight is read.
+
+    Raises:
+        CommandError: there is none.
+    """
+    from transformers import AutoConfig
+
+    folder = _folder(name)
+    try:
+        if folder is not None:
+            return AutoConfig.from_pretrained(folder)
+        with tempfile.TemporaryDirectory() as fetched:
+            Path(fetched, "config.json").write_bytes(_fetch_config(name))
+            return AutoConfig.from_pretrained(fetched)
+    except (OSError, ValueError, KeyError) as error:
+        raise CommandError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """A checkpoint's tokenizer, from a folder or the cache.
+
+    Raises:
+        CommandError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    folder = _folder(name)
+    if folder is None:
+        raise CommandError(f"--model {name}: its tokenizer is not in the cache; {_download(name)}")
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CommandError(f"--model {name} has no tokenizer: {str(error).strip().splitlines()[0]}") from error
+
+
+def _folder(name: str) -> str | None:
+    """A folder as it is, of a hub id the one in the cache; None where that has to be fetched."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(name).is_dir():
+        return name
+    try:
+        if name.startswith(("/", ".", "~")):
+            raise HFValidationError
+        config_json = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        raise CommandError(f"--model {name}: no such folder; pass the folder of a checkpoint, or a hub id") from error
+    return str(Path(config_json).parent) if isinstance(config_json, str) else None
+
+
+def _fetch_config(name: str) -> bytes:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError("HF_HUB_OFFLINE is set")
+        url = f"{constants.ENDPOINT}/{name}/resolve/main/config.json"
+        with urlopen(Request(url, headers=build_hf_headers()), timeout=FETCH_TIMEOUT_S) as answer:
+            return bytes(answer.read())
+    except OSError as error:
+        raise CommandError(
+            f"--model {name} is not in the cache and cannot be fetched ({error}); {_download(name)}"
+        ) from error
+
+
+def _download(name: str) -> str:
+    return f"hf download {name} --include '*.json' where there is a network, or pass --model <folder of a checkpoint>"
+
+
+def _memory_of_this_gpu() -> float | None:
+    """GiB of the first GPU, as nvidia-smi says."""
+    memory = [gpu.rpartition(",")[2].split() for gpu in gpus()[:1]]
+    return float(memory[0][0]) / 1024 if memory and memory[0][0].isdecimal() else None
+
+
+# Lengths
+
+
+def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
+    """The mini-batch, and what must be known about its lengths.
+
+    Raises:
+        CommandError: what is needed is missing or cannot be read.
+    """
+    from verl_pg_plugin.planning.forecast import Batch
+
+    if args.prompt is not None:
+        batch = Batch.of_lengths([args.prompt] * args.groups, [[args.response] * args.n] * args.groups)
+        groups = f"{args.groups} groups of {args.n} responses of {args.response} tokens to a prompt of {args.prompt}"
+        return batch, f"{groups}; prompts share nothing with each other"
+    tokenizer = load_tokenizer(args.model)
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    if args.data is not None:
+        column = _prompts(args)
+        texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in column]
+        prompts, responses = [ids(text) for text in texts], [[args.response] * args.n] * len(texts)
+        counts = [len(prompt) for prompt in prompts]
+        remark = f"{len(prompts)} prompts of {min(counts)} to {max(counts)} tokens, in the order of the file; {args.n} "
+        remark += f"responses of {args.response} tokens each"
+    else:
+        file, groups = _groups(args.rollouts)
+        chosen = groups[: args.groups]
+        prompts = [ids(group[0]["input"]) for group in chosen]
+        responses = [[max(len(ids(record["output"])), 1) for record in group] for group in chosen]
+        remark = f"{len(chosen)} of {len(groups)} groups of {file.name}; the dump is text without special tokens, so "
+        remark += "lengths are a few tokens short (chat template, end of a turn), and ratios off by that share"
+    return Batch.of_prompts(prompts, responses), remark
+
+
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    """Messages of the first prompts of a data set."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(args.data).names
+        if args.prompt_key not in names:
+            raise CommandError(f"--data {args.data} has no column {args.prompt_key}; it has {', '.join(names)}")
+        found: list[Any] = pq.read_table(args.data, columns=[args.prompt_key]).column(0)[: args.groups].to_pylist()
+    except FileNotFoundError as error:
+        raise CommandError(f"--data {args.data}: no such file") from error
+    except (OSError, pa.ArrowException) as error:
+        raise CommandError(f"--data {args.data}: {str(error).splitlines()[0]}") from error
+    if not found:
+        raise CommandError(f"--data {args.data} has no row")
+    return found
+
+
+def _groups(folder: Path) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """verl's dump of the last step, lines with ``input`` and ``output`` by prompt.
+
+    Sequences of a prompt share their ``uid`` but for ``_session_output``; V0's dump has none.
+    """
+    file = max(folder.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem), default=None)
+    if file is None:
+        raise CommandError(f"--rollouts {folder} has no .jsonl file; train with trainer.rollout_data_dir=<folder>")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # and not where Unicode knows of other ends of lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CommandError(f"{file}, line {number} is no JSON: {error}; is the run still writing it?") from error
+        if not (isinstance(record, dict) and {"input", "output"} <= record.keys()):
+            raise CommandError(f"{file}, line {number}: no input and output; it is no rollout dump of verl's")
+        key = str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else record["input"]
+        groups.setdefault(key, []).append(record)
+    if not groups:
+        raise CommandError(f"{file} is empty; is the run still writing it?")
+    return file, list(groups.values())
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return int(text)

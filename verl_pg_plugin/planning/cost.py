@@ -1,0 +1,196 @@
+"""What tokens cost: one model for micro-batches, balance, metrics, forecasts and the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PretrainedConfig
+
+from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.layout import IntArray, Layout
+from verl_pg_plugin.mixers import MIXERS, PairCost, count_layers
+from verl_pg_plugin.modalities import IMAGE_MODEL_TYPES
+
+FORWARDS_OF_AN_UPDATE = 3
+"""An update in units of its forward: a backward computes two matrix products for each of the forward's."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+"""Names that transformers' configs have for them."""
+
+
+def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) -> IntArray:
+    """(query, key) pairs of each segment under the causal mask, in closed form.
+
+    The query at position p sees the keys of positions 0 .. p, the last ``window`` of them.
+
+    Args:
+        start: (S,) position of a segment's first token, which is the number of tokens it shares.
+        tokens: (S,) of the segment.
+        window: keys a query sees, itself included, as transformers counts ``sliding_window``; None for all.
+
+    Returns:
+        (S,) pairs.
+    """
+    stop = start + tokens
+    if window is None:
+        return _triangle(stop) - _triangle(start)
+    inside_stop, inside_start = np.minimum(stop, window), np.minimum(start, window)
+    beyond = (stop - inside_stop) - (start - inside_start)
+    return _triangle(inside_stop) - _triangle(inside_start) + window * beyond
+
+
+def num_pairs(layout: Layout, window: int | None = None) -> int:
+    """Pairs of a whole layout; padding is not computed."""
+    return int(visible_pairs(*layout.segments, window).sum())
+
+
+def _triangle(n: IntArray) -> IntArray:
+    """1 + 2 + ... + n."""
+    return n * (n + 1) // 2
+
+
+@dataclass(frozen=True)
+class VisionFlops:
+    """Forward FLOPs of a vision encoder that looks at each image alone, in both directions.
+
+    Attributes:
+        per_patch: of an image patch outside attention scores.
+        pairs: by window, in patches (None for the whole image), the FLOPs of one pair over the blocks that have it.
+    """
+
+    per_patch: float
+    pairs: tuple[tuple[int | None, float], ...]
+
+    @classmethod
+    def of(cls, module: Any) -> VisionFlops | None:
+        """Count the matrices of an unsharded transformers model; None if it reads no images, or none are shared."""
+        if getattr(module.config, "model_type", None) not in IMAGE_MODEL_TYPES:
+            return None
+        encoder, config = module.model.visual, module.config.vision_config
+        lookups = {id(part.weight) for part in encoder.modules() if isinstance(part, nn.Embedding)}
+        per_patch = 0.0
+        for name, weight in encoder.named_parameters():
+            if weight.ndim >= 2 and id(weight) not in lookups:
+                merged = config.spatial_merge_size**2 if "merger" in name else 1
+                per_patch += 2 * weight.numel() / merged
+        whole = getattr(config, "fullatt_block_indexes", range(config.depth))
+        window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
+        per_pair = 4.0 * config.hidden_size
+        pairs = ((None, per_pair * len(whole)), (window, per_pair * (config.depth - len(whole))))
+        return cls(per_patch, tuple(pair for pair in pairs if pair[1]))
+
+    def forward(self, patches: IntArray) -> float:
+        """FLOPs of one forward over images of so many patches (C,)."""
+        total = self.per_patch * float(patches.sum())
+        for window, flops in self.pairs:
+            seen = patches if window is None else np.minimum(patches, window)
+            total += flops * float((patches * seen).sum())
+        return total
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Forward FLOPs of a decoder: two per weight and token, and those of its (query, key) pairs.
+
+    Micro-batches are limited by tokens, which is what fills memory; all else that asks for a price asks here.
+
+    Attributes:
+        per_token: outside attention scores and the LM or value head.
+        per_label: of the head on one token.
+        pairs: of pairs, one entry for each window that some layers have.
+        vision: of the patches of images; None where no images are read.
+    """
+
+    per_token: float
+    per_label: float
+    pairs: tuple[PairCost, ...]
+    vision: VisionFlops | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModelFlops:
+        """Count the matrices of an unsharded transformers model; a device of ``meta`` will do.
+
+        Raises:
+            ValueError: it has experts, and its config does not say how many a token visits.
+        """
+        config = module.config.get_text_config()
+        head = module.get_output_embeddings()
+        if head is None:
+            head = getattr(module, "score", None)  # of token classifiers, which value models are
+        head_weights = [] if head is None else list(head.parameters())
+        lookups = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+        skip = {id(weight) for weight in (*head_weights, *lookups)}
+        layers = count_layers(config)
+        per_token = sum(MIXERS[name].token_flops(config) for name in layers)
+        # Images of a multimodal model cost what its vision encoder computes; tokens counted here are those of the text.
+        text = module if module.config is config else module.get_decoder()
+        for name, weight in text.named_parameters():
+            if weight.ndim >= 2 and id(weight) not in skip:
+                per_token += 2 * weight.numel() * (_visited_experts(config) if ".experts." in name else 1)
+        return cls(
+            per_token=per_token,
+            per_label=2.0 * sum(weight.numel() for weight in head_weights),
+            pairs=tuple(pair for name in layers for pair in MIXERS[name].pair_costs(config)),
+            vision=VisionFlops.of(module),
+        )
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFlops:
+        """Count a causal language model that exists as a config only: it is built without storage, no weight is read.
+
+        Args:
+            config: of the checkpoint, overrides applied.
+            trust_remote_code: the user's own flag, for a class that the checkpoint brings along.
+
+        Raises:
+            ValueError: transformers has no causal language model for it, or see ``of``.
+        """
+        return cls.of(text_skeleton(config, trust_remote_code))
+
+    def segments(self, start: IntArray, tokens: IntArray, labels: IntArray) -> NDArray[np.float64]:
+        """FLOPs (S,) of each of S segments, tokens that follow ``start`` shared ones.
+
+        Args:
+            start, tokens, labels: (S,) tokens before the segment that it sees, tokens it has, and how many of those the
+                head runs on.
+        """
+        attention = sum(pair.flops * visible_pairs(start, tokens, pair.window) for pair in self.pairs)
+        return self.per_token * tokens + self.per_label * labels + attention
+
+    def forward(self, layouts: Sequence[Layout]) -> float:
+        """FLOPs of one forward over all layouts."""
+        return sum(self.without_head(layout) + self.per_label * len(layout.head_index) for layout in layouts)
+
+    def without_head(self, layout: Layout) -> float:
+        """FLOPs of one forward over a layout without the head."""
+        attention = sum(pair.flops * num_pairs(layout, pair.window) for pair in self.pairs)
+        return self.per_token * layout.num_tokens + attention
+
+    def images(self, patches: IntArray) -> float:
+        """FLOPs of one forward of the vision encoder over images of so many patches (C,)."""
+        return self.vision.forward(patches) if self.vision is not None else 0.0
+
+    def alone(self, lengths: IntArray) -> NDArray[np.float64]:
+        """FLOPs (B,) of stock verl on B sequences of so many tokens: nothing shared, the head on every token."""
+        return self.segments(np.zeros_like(lengths), lengths, lengths)
+
+
+def _visited_experts(config: PretrainedConfig) -> float:
+    """The share of its experts that a token visits."""
+    total, visited = (
+        next((found for name in names if (found := getattr(config, name, None))), None)
+        for names in (EXPERTS, EXPERTS_PER_TOKEN)
+    )
+    if total is None or visited is None:
+        raise ValueError(
+            f"{config.model_type} has experts, and its config says neither {' nor '.join(EXPERTS_PER_TOKEN)} of how "
+            "many; set ++actor_rollout_ref.model.override_config.num_experts_per_tok=<experts a token visits> and "
+            "++actor_rollout_ref.model.override_config.num_experts=<experts of a layer>"
+        )
+    return float(np.mean(visited) / np.mean(total))  # a list has a number for every layer
