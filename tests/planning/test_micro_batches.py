@@ -1,212 +1,388 @@
-"""Micro-batches over random tries: nobody is lost, nobody exceeds the limit, groups stay whole where they fit."""
+"""Micro-batches over random trees: nobody is lost, budgets hold with what is cached, little is computed twice."""
 
 import time
 from collections import Counter, defaultdict
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verl_pg_plugin.batching.micro_batches import MicroBatchLimits, cut_micro_batches
 
+from tests.layout.chains import limits_for, num_of_group, plans, tries
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.layout import PrefixOrder
+from verl_pg_plugin.planning.micro_batches import (
+    MICRO_BATCH_COST,
+    PREFILL_COST,
+    CacheWeights,
+    MicroBatch,
+    MicroBatchLimits,
+    cut_micro_batches,
+    first_label,
+    num_tokens,
+)
+
+Plan = list[list[MicroBatch]]
+ANY_BATCH = st.one_of(tries(), batches(max_sequences=10, with_classes=True))
+FREE = CacheWeights()
+PROMPT = tuple(range(100, 200))
+GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
 
 
-@st.composite
-def limits_for(draw: st.DrawFn, batch: Batch) -> MicroBatchLimits:
-    """Limits that every single sequence meets."""
-    longest = max(map(len, batch.sequences)) - 1
-    max_rows = draw(st.none() | st.integers(longest, 2 * longest) | st.just(len(batch.rows())))
-    max_sequences = draw(st.none() | st.integers(1, len(batch.sequences)))
-    return MicroBatchLimits(max_rows, max_sequences)
+def parts_of(plan: Plan) -> list[MicroBatch]:
+    return [part for group in plan for part in group]
 
 
-def physical_rows(batch: Batch, micro_batch: list[int]) -> int:
-    return len(batch.take(micro_batch).rows())
+def members(plan: Plan) -> list[list[int]]:
+    return sorted(sorted(part.sequences) for part in parts_of(plan))
 
 
-def admitted(batch: Batch, limits: MicroBatchLimits, micro_batch: list[int]) -> bool:
-    return limits.admit(physical_rows(batch, micro_batch), len(micro_batch))
+def num_split(plan: Plan) -> int:
+    return sum(len(group) > 1 for group in plan)
 
 
-def sharing(batch: Batch, depth: int | None = None) -> list[list[int]]:
-    """For every row (of the given position, or any), the sequences that contain it."""
-    members = defaultdict(list)
-    for s, tokens in enumerate(batch.sequences):
-        for t in range(len(tokens) - 1) if depth is None else [depth]:
-            members[batch.class_of(s), tokens[: t + 2]].append(s)
-    return list(members.values())
+def cached(plan: Plan) -> int:
+    return sum(part.chunk.num_cached for part in parts_of(plan) if part.chunk)
 
 
-@given(st.data(), batches(with_classes=True, max_sequences=12))
+def prefilled(plan: Plan) -> int:
+    return sum(part.chunk.num_cached - part.chunk.num_kept for part in parts_of(plan) if part.chunk)
+
+
+def recomputed(plan: Plan, order: PrefixOrder) -> int:
+    return sum(part.num_tokens for part in parts_of(plan)) - int(order.num_new.sum())
+
+
+def cost(plan: Plan, order: PrefixOrder, forward_only: bool) -> float:
+    """What a plan takes beyond tokens that are computed once, in tokens of an update."""
+    total = recomputed(plan, order) + MICRO_BATCH_COST * len(parts_of(plan))
+    for part in parts_of(plan):
+        missing = part.chunk.num_cached - part.chunk.num_kept if part.chunk else 0
+        if missing and not forward_only:
+            total += PREFILL_COST * (missing + MICRO_BATCH_COST)
+    return total
+
+
+@given(st.data(), ANY_BATCH)
 def test_every_sequence_is_trained_on_exactly_once(data: st.DataObject, batch: Batch) -> None:
-    at_least = data.draw(st.integers(1, len(batch.sequences)))
-    cut = cut_micro_batches(batch.order(), data.draw(limits_for(batch)), at_least)
-    assert sorted(s for micro_batch in cut for s in micro_batch) == list(range(len(batch.sequences)))
+    weights = data.draw(st.sampled_from([None, FREE]))
+    plan = data.draw(plans(batch, weights=weights))
+    assert sorted(s for part in parts_of(plan) for s in part.sequences) == list(range(len(batch.sequences)))
+    assert weights or all(part.chunk is None for part in parts_of(plan))
 
 
-@given(st.data(), batches(with_classes=True, max_sequences=12))
+@given(st.data(), ANY_BATCH)
 def test_no_micro_batch_is_empty_or_exceeds_what_fits_into_memory(data: st.DataObject, batch: Batch) -> None:
+    """A single sequence alone, or where it keeps no attention, may take more."""
     limits = data.draw(limits_for(batch))
-    at_least = data.draw(st.integers(1, len(batch.sequences)))
-    for micro_batch in cut_micro_batches(batch.order(), limits, at_least):
-        assert micro_batch
-        assert admitted(batch, limits, micro_batch)
+    weight = st.sampled_from([0.0, 0.5, 1.5])
+    weights = CacheWeights(data.draw(weight), data.draw(weight), data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    for part in parts_of(data.draw(plans(batch, limits=limits, weights=weights))):
+        chunk, num_chunk = part.chunk, num_of_group(part)
+        apart = [part.sequences[:num_chunk], part.sequences[num_chunk:]]
+        skipped = chunk.num_cached if chunk else 0
+        assert part.num_tokens == sum(len(batch.take(some).rows()) for some in apart) - skipped > 0
+        assert len(part.sequences) <= (limits.max_sequences or len(part.sequences))
+        taken = float(part.num_tokens)
+        if chunk:
+            published = max(chunk.num_read_next - chunk.num_kept, 0)
+            taken += weights.cached * chunk.num_cached + weights.published * published
+        if part.recompute_attention:
+            assert len(part.sequences) == 1
+            taken -= (1 - weights.recomputing) * part.num_tokens
+        assert limits.max_tokens is None or taken <= limits.max_tokens + 1e-9
 
 
-@given(st.data(), batches(with_classes=True, max_sequences=12))
-def test_sequences_that_share_a_row_and_fit_are_computed_in_one_piece(data: st.DataObject, batch: Batch) -> None:
-    """Groups whole, and where a system prompt makes one group of everything, the groups inside it."""
+@given(st.data(), ANY_BATCH)
+def test_chunks_of_a_split_group_fit_each_other(data: st.DataObject, batch: Batch) -> None:
+    for group in data.draw(plans(batch)):
+        chunks = [part.chunk for part in group if part.chunk]
+        assert len(chunks) == (len(group) if len(group) > 1 else 0)
+        if chunks:
+            assert (chunks[0].num_cached, chunks[-1].num_read_next) == (0, 0)
+            assert [a.num_read_next for a in chunks[:-1]] == [b.num_cached for b in chunks[1:]]
+
+
+@given(st.data(), ANY_BATCH)
+def test_a_rank_makes_exactly_as_many_micro_batches_as_another_needs(data: st.DataObject, batch: Batch) -> None:
+    fixed = {
+        "limits": data.draw(limits_for(batch)),
+        "weights": data.draw(st.sampled_from([None, FREE, CacheWeights(0.5, 0.5, 0.5), CacheWeights(1.5, 1.5)])),
+        "forward_only": data.draw(st.booleans()),
+        "micro_batch_cost": 2.0,
+    }
+    alone = len(parts_of(data.draw(plans(batch, at_least=1, **fixed))))
+    wanted = data.draw(st.integers(alone, len(batch.sequences)))
+    assert len(parts_of(data.draw(plans(batch, at_least=wanted, **fixed)))) == wanted
+
+
+@given(st.data(), ANY_BATCH)
+def test_sequences_that_share_a_token_and_fit_are_computed_in_one_piece(data: st.DataObject, batch: Batch) -> None:
     limits = data.draw(limits_for(batch))
-    place = {s: i for i, micro_batch in enumerate(cut_micro_batches(batch.order(), limits)) for s in micro_batch}
-    for together in sharing(batch):
-        if admitted(batch, limits, together):
-            assert len({place[s] for s in together}) == 1
-
-
-@given(st.data(), batches(max_sequences=12))
-def test_ranks_that_agree_on_a_number_of_micro_batches_get_at_least_that_many(
-    data: st.DataObject, batch: Batch
-) -> None:
-    limits = data.draw(limits_for(batch))
-    alone = len(cut_micro_batches(batch.order(), limits))
-    at_least = data.draw(st.integers(1, len(batch.sequences)))
-    assert len(cut_micro_batches(batch.order(), limits, at_least)) >= at_least
-    assert len(cut_micro_batches(batch.order(), MicroBatchLimits(), at_least)) == at_least
-    assert alone >= limits.least_micro_batches(len(batch.rows()), len(batch.sequences))
+    plan = parts_of(data.draw(plans(batch, limits=limits, at_least=1)))
+    place = {s: i for i, part in enumerate(plan) for s in part.sequences}
+    groups = defaultdict(list)
+    for s, tokens in enumerate(batch.sequences):
+        groups[batch.class_of(s), tokens[:2]].append(s)
+    for group in groups.values():
+        tokens, most = len(batch.take(group).rows()), limits.max_tokens
+        if tokens <= (most or tokens) and len(group) <= (limits.max_sequences or len(group)):
+            # Without a token budget a split group has the room of the longest sequences.
+            assert len({place[s] for s in group}) == 1 or most is None
 
 
 @given(st.data(), batches(with_classes=True, max_sequences=10))
 def test_the_order_of_the_mini_batch_does_not_change_the_micro_batches(data: st.DataObject, batch: Batch) -> None:
     limits = data.draw(limits_for(batch))
-    rows = data.draw(st.permutations(range(len(batch.sequences))))
 
     def contents(some: Batch) -> list[Counter]:
-        cut = cut_micro_batches(some.order(), limits)
-        return [Counter((some.class_of(s), some.sequences[s]) for s in micro_batch) for micro_batch in cut]
+        plan = cut_micro_batches(some.order(), limits, FREE)
+        return [Counter((some.class_of(s), some.sequences[s]) for s in part.sequences) for part in parts_of(plan)]
 
-    assert contents(batch) == contents(batch.take(rows))
-
-
-@given(st.data(), batches(max_sequences=12))
-def test_the_largest_micro_batch_runs_first(data: st.DataObject, batch: Batch) -> None:
-    """Out of memory shows in the first micro-batch and not in the last."""
-    limits = data.draw(limits_for(batch))
-    if not all(admitted(batch, limits, group) for group in sharing(batch, depth=0)):
-        return
-    sizes = [physical_rows(batch, micro_batch) for micro_batch in cut_micro_batches(batch.order(), limits)]
-    assert sizes == sorted(sizes, reverse=True)
+    assert contents(batch) == contents(batch.take(data.draw(st.permutations(range(len(batch.sequences))))))
 
 
-PROMPT = tuple(range(100, 200))
-GROUP = batch_of(*[(PROMPT, (i, i, i)) for i in range(8)])
+@given(st.data(), ANY_BATCH)
+def test_tokens_of_sequences_that_are_no_neighbours_are_counted(data: st.DataObject, batch: Batch) -> None:
+    order = batch.order()
+    places = sorted(data.draw(st.sets(st.integers(0, len(batch.sequences) - 1))))
+    assert num_tokens(order, np.array(places, dtype=int)) == len(batch.take(order.sequences[places].tolist()).rows())
+
+
+@given(st.data())
+def test_one_prompt_is_split_within_a_fortieth_of_the_cheapest_of_all_cuts(data: st.DataObject) -> None:
+    """Against all cuts of a group of equal responses, with the price of each written out once more."""
+    prompt, response, n = (data.draw(st.integers(*bounds)) for bounds in ((500, 4000), (50, 1000), (2, 6)))
+    order = PrefixOrder(np.arange(n), np.full(n, prompt + response), np.array([0, *[prompt] * (n - 1)]))
+    budget = data.draw(st.integers(prompt + response, prompt + n * response - 1))
+    weights = CacheWeights(*data.draw(st.sampled_from([(0.0, 0.0), (0.25, 0.25), (0.75, 0.5)])))
+    forward_only = data.draw(st.booleans())
+
+    def price(sizes: list[int], starts: tuple[bool, ...]) -> float:
+        total = 0.0
+        for k, (size, carries) in enumerate(zip(sizes, starts, strict=True)):
+            reads_on = k + 1 < len(sizes) and starts[k + 1]
+            own = size * response + (0 if carries else prompt)
+            taken = own + weights.cached * prompt * carries + weights.published * prompt * (reads_on and not carries)
+            if taken > budget and (size > 1 or carries or reads_on):
+                return np.inf
+            total += MICRO_BATCH_COST + (prompt if k and not carries else 0)
+            if carries and not reads_on and not forward_only:
+                total += PREFILL_COST * (prompt + MICRO_BATCH_COST)
+        return total
+
+    cuts = [
+        [b - a for a, b in pairwise([0, *(i + 1 for i, bit in enumerate(bits) if bit), n])]
+        for bits in product((0, 1), repeat=n - 1)
+    ]
+    best = min(
+        price(sizes, (False, *carries)) for sizes in cuts for carries in product((False, True), repeat=len(sizes) - 1)
+    )
+    plan = cut_micro_batches(order, MicroBatchLimits(budget), weights, forward_only=forward_only)
+    base = prompt + n * response
+    assert base + cost(plan, order, forward_only) <= 1.025 * (base + best)
+
+
+LOGNORMAL = np.minimum(np.random.default_rng(0).lognormal(7.3, 0.9, 512), 16_000).astype(int) + 1
+WEIGHTS_8B = CacheWeights(0.744, 0.496, 0.496), CacheWeights(0.248, 0.248, 0.0)
+WEIGHTS_4B = CacheWeights(0.914, 0.610, 0.381), CacheWeights(0.305, 0.305, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "budget", "weights", "update", "log_probs"),
+    [
+        (8192, [2048] * 32, 20_480, WEIGHTS_8B, 3885.25, 1400),
+        (8192, [2048] * 64, 20_480, WEIGHTS_8B, 5635.25, 2800),
+        (16_384, [2048] * 16, 20_480, WEIGHTS_8B, 5933.25, 1050),
+        (32_768, [1024] * 16, 40_960, WEIGHTS_4B, 9329.25, 700),
+        (2000, LOGNORMAL.tolist(), 20_480, WEIGHTS_8B, 23687.25, 21700),
+        (8192, [64] * 256, 20_480, WEIGHTS_4B, 2835.25, 700),
+        (30_000, [32] * 64, 40_960, WEIGHTS_4B, 350, 350),
+    ],
+)
+def test_split_groups_of_grpo_cost_what_the_cheapest_cuts_cost(
+    prompt: int, responses: list[int], budget: int, weights: tuple, update: float, log_probs: float
+) -> None:
+    """A dynamic programme over all cuts finds these figures."""
+    n = len(responses)
+    lengths = prompt - 1 + np.array(responses)
+    order = PrefixOrder(np.arange(n), lengths, np.array([0, *[prompt - 1] * (n - 1)]))
+    for forward_only, expected in ((False, update), (True, log_probs)):
+        plan = cut_micro_batches(order, MicroBatchLimits(budget), weights[forward_only], forward_only=forward_only)
+        assert cost(plan, order, forward_only) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(("group_size", "response"), [(1, 512), (16, 512), (256, 512), (65_536, 64)])
+def test_65536_sequences_are_cut_in_three_seconds(group_size: int, response: int) -> None:
+    lengths = 1023 + np.random.default_rng(0).integers(response // 2, response, 65_536)
+    order = PrefixOrder(np.arange(65_536), lengths, np.where(np.arange(65_536) % group_size, 1023, 0))
+    start = time.process_time()
+    plan = cut_micro_batches(order, MicroBatchLimits(6000), CacheWeights(0.745, 0.497, 0.4))
+    assert time.process_time() - start < 3
+    assert recomputed(plan, order) == 0
+    assert num_split(plan) == (65_536 // group_size if group_size > 1 else 0)
+
+
+def test_one_group_is_cut_into_as_many_micro_batches_as_sequences_in_seconds() -> None:
+    order = PrefixOrder(np.arange(1024), np.arange(1, 1025), np.arange(1024))
+    for weights in (None, FREE):
+        assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
+
+
+def plan_group(max_tokens: int | None, weights: CacheWeights | None = FREE, at_least: int = 1, **options: bool) -> Plan:
+    limits = MicroBatchLimits(max_tokens)
+    return cut_micro_batches(GROUP.order(), limits, weights, at_least, micro_batch_cost=4.0, **options)
 
 
 def test_the_limit_counts_shared_prompts_once() -> None:
-    physical = 99 + 8 * 3
-    assert len(cut_micro_batches(GROUP.order(), MicroBatchLimits(max_rows=physical))) == 1
-    assert len(cut_micro_batches(GROUP.order(), MicroBatchLimits(max_rows=physical - 1))) == 2
+    assert len(plan_group(99 + 8 * 3, None)) == 1
+    assert len(plan_group(99 + 8 * 3 - 1, None)) == 2
 
 
-def test_a_group_above_the_limit_is_cut_into_parts_that_fill_it() -> None:
-    cut = cut_micro_batches(GROUP.order(), MicroBatchLimits(max_rows=99 + 3 * 3))
-    assert sorted(map(len, cut)) == [2, 3, 3]
+def test_a_group_above_the_limit_is_computed_anew_in_parts_that_fill_it_where_nothing_is_cached() -> None:
+    assert sorted(len(part.sequences) for part in parts_of(plan_group(99 + 3 * 3, None))) == [2, 3, 3]
 
 
-def test_an_oversize_tree_is_cut_where_its_branches_share_least() -> None:
+def test_a_tree_above_the_limit_is_cut_where_its_branches_share_least() -> None:
     left, right = (*PROMPT, 1, 1, 1, 1), (*PROMPT, 2, 2, 2, 2)
     tree = batch_of((left, (5, 5)), (right, (5, 5)), (left, (6, 6)), (right, (6, 6)))
-    cut = cut_micro_batches(tree.order(), MicroBatchLimits(max_sequences=2))
-    assert sorted(map(sorted, cut)) == [[0, 2], [1, 3]]
+    assert members(cut_micro_batches(tree.order(), MicroBatchLimits(max_sequences=2))) == [[0, 2], [1, 3]]
 
 
-def test_a_group_is_halved_in_the_middle_when_ranks_agree_on_more_micro_batches() -> None:
-    assert sorted(map(sorted, cut_micro_batches(GROUP.order(), MicroBatchLimits(), at_least=2))) == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-    ]
-    sizes = [len(cut) for cut in cut_micro_batches(GROUP.order(), MicroBatchLimits(), at_least=3)]
-    assert sorted(sizes) == [2, 2, 4]
+def test_a_whole_group_is_halved_where_ranks_need_more_micro_batches() -> None:
+    assert members(plan_group(None, None, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(len(part.sequences) for part in parts_of(plan_group(None, None, 3))) == [2, 2, 4]
+    split = plan_group(None, FREE, 3)
+    assert (len(parts_of(split)), num_split(split), recomputed(split, GROUP.order())) == (3, 1, 0)
 
 
 def test_a_tree_is_halved_where_its_branches_share_least_and_of_such_places_near_the_middle() -> None:
-    parts = [(*PROMPT, b, b, b) for b in (1, 2, 3)]
-    tree = batch_of(*[(parts[b], (i, i)) for b, members in enumerate((1, 3, 5)) for i in range(members)])
-    cut = cut_micro_batches(tree.order(), MicroBatchLimits(), at_least=2)
-    assert sorted(map(sorted, cut)) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
-    cut = cut_micro_batches(tree.order(), MicroBatchLimits(), at_least=3)
-    assert sorted(map(len, cut)) == [1, 3, 5], "the part with two branches has most rows, so it goes next"
+    stems = [(*PROMPT, b, b, b) for b in (1, 2, 3)]
+    tree = batch_of(*[(stems[b], (i, i)) for b, count in enumerate((1, 3, 5)) for i in range(count)])
+    assert members(cut_micro_batches(tree.order(), MicroBatchLimits(), at_least=2)) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
 
 
-def test_small_groups_are_packed_together() -> None:
+def test_whole_groups_are_packed_together_longest_first() -> None:
     pairs = [((g, g + 1, g + 2), (i,)) for g in range(10, 90, 10) for i in range(4)]
-    cut = cut_micro_batches(batch_of(*pairs).order(), MicroBatchLimits(max_rows=2 * (2 + 4)))
-    assert [len(micro_batch) for micro_batch in cut] == [8, 8, 8, 8]
+    plan = cut_micro_batches(batch_of(*pairs).order(), MicroBatchLimits(max_tokens=2 * (2 + 4)))
+    assert [len(part.sequences) for part in parts_of(plan)] == [8, 8, 8, 8]
+    unique = batch_of(((1,), (1, 1, 1, 1)), ((2,), (2, 2, 2, 2)), ((3,), [3] * 8))
+    assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
+
+
+def test_the_largest_micro_batch_runs_first() -> None:
+    """Out of memory shows in the first micro-batch and not in the last."""
+    lone = batch_of(*[((i,), (i,) * i) for i in range(1, 12)])
+    tokens = [part.num_tokens for part in parts_of(cut_micro_batches(lone.order(), MicroBatchLimits(12)))]
+    assert tokens == sorted(tokens, reverse=True)
 
 
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:
     system = tuple(range(50))
     prompts = [(*system, 60 + q, *range(30)) for q in range(6)]
     batch = batch_of(*[(prompt, (i, i)) for i in range(4) for prompt in prompts])
-    cut = cut_micro_batches(batch.order(), MicroBatchLimits(max_rows=150))
-    assert sorted(sorted({s % 6 for s in micro_batch}) for micro_batch in cut) == [[0, 1], [2, 3], [4, 5]]
-    assert [len(micro_batch) for micro_batch in cut] == [8, 8, 8]
+    plan = cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens=150))
+    assert sorted(sorted({s % 6 for s in part.sequences}) for part in parts_of(plan)) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_sequence_above_the_limit_is_refused_by_name() -> None:
     batch = batch_of(((1, 2), (3,)), ((4, 5, 6), (7, 8)))
-    with pytest.raises(ValueError, match="sequence 1 alone needs 4 tokens of computation, more than the 3"):
-        cut_micro_batches(batch.order(), MicroBatchLimits(max_rows=3))
+    for weights in (None, FREE):
+        with pytest.raises(ValueError, match=r"sequence 1 alone needs 4 tokens of computation, more than the 3"):
+            cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens=3), weights)
 
 
 def test_more_micro_batches_than_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match="8 sequences cannot fill 9 micro-batches"):
-        cut_micro_batches(GROUP.order(), MicroBatchLimits(), at_least=9)
+        plan_group(None, at_least=9)
 
 
-def test_a_long_chain_of_turns_above_the_limit_is_cut() -> None:
-    """An agent's trajectory trained turn by turn: every sequence continues the one before."""
-    chain = batch_of(*[(range(turns), (5000,)) for turns in range(1, 1201)])
-    cut = cut_micro_batches(chain.order(), MicroBatchLimits(max_rows=1200))
-    assert sum(map(len, cut)) == 1200
+def test_a_prompt_that_nearly_fills_the_budget_is_computed_once() -> None:
+    plan = plan_group(99 + 3)
+    assert (num_split(plan), recomputed(plan, GROUP.order()), prefilled(plan)) == (1, 0, 99)
 
 
-def large(group_size: int, num_sequences: int = 8192) -> PrefixOrder:
-    """Groups of one size with responses of many lengths."""
-    responses = np.random.default_rng(0).integers(100, 200, num_sequences)
-    first = np.arange(num_sequences) % group_size == 0
-    return PrefixOrder(np.arange(num_sequences), 511 + responses, np.where(first, 0, 511))
+def test_chunks_of_a_split_group_are_of_one_size() -> None:
+    long = batch_of(*[(range(10), [i] * 30) for i in range(9)])
+    plan = cut_micro_batches(long.order(), MicroBatchLimits(180), FREE, micro_batch_cost=4.0)
+    assert sorted(part.num_tokens for part in parts_of(plan)) in ([120, 159], [129, 150])
 
 
-@pytest.mark.parametrize(
-    ("order", "limits", "at_least"),
-    [
-        (large(1), MicroBatchLimits(max_rows=710), 1),
-        (large(1), MicroBatchLimits(max_sequences=1), 1),
-        (large(1), MicroBatchLimits(max_rows=8192), 1),
-        (large(8192), MicroBatchLimits(), 8192),
-        (PrefixOrder(np.arange(8192), np.arange(1, 8193), np.arange(8192)), MicroBatchLimits(), 8192),
-    ],
-    ids=["own micro-batches", "static micro-batches", "nothing shared", "one group split up", "one chain split up"],
-)
-def test_a_large_batch_is_cut_in_seconds(order: PrefixOrder, limits: MicroBatchLimits, at_least: int) -> None:
-    """Looking at every micro-batch for every sequence takes a minute."""
-    start = time.process_time()
-    cut = cut_micro_batches(order, limits, at_least)
-    assert time.process_time() - start < 2
-    assert sorted(s for micro_batch in cut for s in micro_batch) == list(range(8192))
-    assert len(cut) >= at_least
+def test_log_probs_are_split_without_a_prefill() -> None:
+    plan = plan_group(110, forward_only=True)
+    assert (num_split(plan), recomputed(plan, GROUP.order())) == (1, 0)
+    assert cached(plan) == 99 * (len(parts_of(plan)) - 1)
 
 
-def test_the_run_with_most_rows_is_halved() -> None:
-    small = [((7, 8), (i,)) for i in range(2)]
-    cut = cut_micro_batches(batch_of(*small, *[(PROMPT, (i, i)) for i in range(4)]).order(), MicroBatchLimits(), 3)
-    assert sorted(map(sorted, cut)) == [[0, 1], [2, 3], [4, 5]]
+def test_a_tiny_prefix_is_computed_again_rather_than_prefilled() -> None:
+    tiny = batch_of(*[(range(9), [i] * 50) for i in range(8)]).order()
+    update = cut_micro_batches(tiny, MicroBatchLimits(210), FREE)
+    assert (num_split(update), recomputed(update, tiny)) == (0, 8 * (len(update) - 1))
+    assert num_split(cut_micro_batches(tiny, MicroBatchLimits(210), FREE, forward_only=True)) == 1
 
 
-def test_runs_are_packed_largest_first() -> None:
-    """Two of one length and one of twice that: the long one is alone, whatever comes first in the batch."""
-    unique = batch_of(((1,), (1, 1, 1, 1)), ((2,), (2, 2, 2, 2)), ((3,), [3] * 8))
-    cut = cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)
-    assert sorted(map(sorted, cut)) == [[0, 1], [2]]
+def test_what_is_cached_takes_room_in_the_budget() -> None:
+    assert len(parts_of(plan_group(106))) == 2
+    assert len(parts_of(plan_group(106, CacheWeights(cached=1.0)))) == 4
+
+
+def test_a_prompt_is_computed_again_where_there_is_no_room_for_its_pending_gradients() -> None:
+    assert num_split(plan_group(103, CacheWeights(0.5, 0.5))) == 0
+    spared = plan_group(103, CacheWeights(0.5, 0.5, 0.5))
+    assert (num_split(spared), recomputed(spared, GROUP.order())) == (1, 0)
+    parts = parts_of(spared)
+    assert [part.recompute_attention for part in parts] == [True, *[False] * (len(parts) - 1)]
+    assert num_split(plan_group(103, CacheWeights(0.5, 0.75, 0.5))) == 0
+
+
+def test_a_micro_batch_size_in_sequences_makes_split_groups_too() -> None:
+    limits = MicroBatchLimits(max_sequences=2)
+    plan = cut_micro_batches(GROUP.order(), limits, FREE, micro_batch_cost=4.0)
+    assert [len(part.sequences) for part in parts_of(plan)] == [2, 2, 2, 2]
+    assert (num_split(plan), prefilled(plan), recomputed(plan, GROUP.order())) == (1, 99, 0)
+
+
+def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
+    small = [((7, i), (1, 2)) for i in range(3)]
+    batch = batch_of(*small, *[(PROMPT, (i, i, i)) for i in range(8)])
+    plan = cut_micro_batches(batch.order(), MicroBatchLimits(120), FREE, micro_batch_cost=4.0)
+    assert [len(group) for group in plan] == [2]
+    assert sum(len(part.sequences) - num_of_group(part) for part in plan[0]) == 3
+
+
+def test_equal_sequences_never_make_a_chunk_without_tokens() -> None:
+    same = batch_of(*[(PROMPT, (1, 2, 3))] * 6, (PROMPT, (4, 5)))
+    for at_least in range(1, 8):
+        parts = parts_of(cut_micro_batches(same.order(), MicroBatchLimits(), FREE, at_least, micro_batch_cost=1.0))
+        assert len(parts) == at_least
+        assert all(part.num_tokens for part in parts)
+
+
+def test_the_first_label_is_that_of_the_shortest_prompt_of_the_split_group() -> None:
+    assert first_label(plan_group(110)[0], np.array([100] * 7 + [40])) == 39
+
+
+def behind(preamble: tuple[int, ...]) -> Batch:
+    """Four groups of 8, with a prompt of 100 tokens each, and one short prompt; all begin with ``preamble``."""
+    prompts = [preamble + tuple(range(1000 * (g + 1), 1000 * (g + 1) + 100)) for g in range(4)]
+    return batch_of(*[(prompt, (i,) * 30) for prompt in prompts for i in range(8)], ((*preamble, 7), (1, 2, 3)))
+
+
+def test_a_chat_template_that_all_prompts_share_does_not_make_one_split_group_of_them() -> None:
+    """Else chunks of other prompts would wait for each other, and their labels would begin where the shortest does."""
+    alone, together = (
+        cut_micro_batches(batch.order(), MicroBatchLimits(256), FREE, micro_batch_cost=4.0)
+        for batch in (behind(()), behind((1, 2, 3)))
+    )
+    assert num_split(together) == num_split(alone) == 4
+    split = [group for group in together if len(group) > 1]
+    assert all(len({s // 8 for part in group for s in part.sequences[: num_of_group(part)]}) == 1 for group in split)
+    lengths = np.array(behind((1, 2, 3)).prompt_lengths)
+    assert [first_label(group, lengths) for group in split] == [102] * 4
+    assert max(part.num_tokens for part in parts_of(together)) <= 256
+
+
+def test_a_long_preamble_is_cached_from_group_to_group() -> None:
+    plan = cut_micro_batches(behind(tuple(range(60))).order(), MicroBatchLimits(256), FREE, micro_batch_cost=4.0)
+    assert any(len({s // 8 for part in group for s in part.sequences[: num_of_group(part)]}) > 1 for group in plan)

@@ -46,8 +46,8 @@ def build_prefix_order(
         tokens: (N,) token ids of all sequences, one after the other; any integer dtype, 0 <= id < 2**32.
         offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``; at least two tokens each.
         classes: (B,) optional; sequences of different class never share a token.
-        inside: (N,) optional; tokens in front of this one that belong to the same image, 0 for a first one and for text.
-            An image is computed whole or not at all, so no sequence forks where this is positive: it branches off
+        inside: (N,) optional; tokens in front of this one that belong to the same image, 0 for a first one and for
+            text. An image is computed whole or not at all, so no sequence forks where this is positive: it branches off
             earlier, which is another tree of the same sequences. No sequence may end in an image.
 
     Raises:

@@ -4,19 +4,19 @@ For a GRPO group with prompt p_0 .. p_{P-1} and responses r^i the packed tokens 
 
     [p_0 .. p_{P-2}] [p_{P-1} r^1_0 .. r^1_{R_1-2}] [p_{P-1} r^2_0 .. r^2_{R_2-2}] ...
 
-that is, one segment for the shared prefix and one for each response. In general the segments form a tree: each
-has a path of ancestors, and its queries attend to the tokens of those ancestors followed by its own. A segment ends only
+that is, one segment for the shared prefix and one for each response. In general the segments form a tree: each has a
+path of ancestors, and its queries attend to the tokens of those ancestors followed by its own. A segment ends only
 where sequences part: of turns that continue one another, each a sequence of its own, the longest is one segment.
 
-A tree that exceeds a micro-batch is a *split group*: it is cut, in sorted order, into *chunks* of neighbouring sequences,
-each a forward of its own. A chunk computes the tokens that no earlier chunk has. What else it reads is a prefix of its
-first sequence, the *cached* tokens
+A tree that exceeds a micro-batch is a *split group*: it is cut, in sorted order, into *chunks* of neighbouring
+sequences, each a forward of its own. A chunk computes the tokens that no earlier chunk has. What else it reads is a
+prefix of its first sequence, the *cached* tokens
 
     chunk 1   [p_0 .. p_{P-2}] [p_{P-1} r^1_0 ..] [p_{P-1} r^2_0 ..]
     chunk 2   cached: keys     [p_{P-1} r^3_0 ..] [p_{P-1} r^4_0 ..]
 
-whose keys and values lie in a prefix cache, by their position. The split group's sequences sort first in their chunk, so
-token, position and place in the cache are one number, and the index maps stay as they are: queries drop out.
+whose keys and values lie in a prefix cache, by their position. The split group's sequences sort first in their chunk,
+so token, position and place in the cache are one number, and the index maps stay as they are: queries drop out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Chunk:
         num_sequences: how many of them belong to the split group.
         num_cached: leading tokens of the first one that earlier chunks compute.
         num_kept: how many of those the next chunk reads as well.
-        num_read_next: tokens that the next chunk has cached, 0 for the last chunk; a prefix of the group's last sequence
-            here.
+        num_read_next: tokens that the next chunk has cached, 0 for the last chunk; a prefix of the group's last
+            sequence here.
     """
 
     num_sequences: int
@@ -54,9 +54,10 @@ class Chunk:
 class PackedLayout:
     """Index maps of a packed forward over B sequences; numpy integers, host memory.
 
-    Shape legend: T packed tokens, c cached tokens, S segments, K keys, N tokens that run the LM head, M response tokens.
-    Tokens of a segment are consecutive and segments are ordered by their first token, so queries need no gather. A
-    token's *logical* index is its place in the sequences laid one after the other, as verl's jagged tensors hold them.
+    Shape legend: T packed tokens, c cached tokens, S segments, K keys, N tokens that run the LM head, M response
+    tokens. Tokens of a segment are consecutive and segments are ordered by their first token, so queries need no
+    gather. A token's *logical* index is its place in the sequences laid one after the other, as verl's jagged tensors
+    hold them.
 
     Attributes:
         input_ids: (T,) id of each packed token.
@@ -115,7 +116,7 @@ class PackedLayout:
 
     @property
     def num_groups(self) -> int:
-        """Sets of sequences that share at least their first token, which is computed here: a split group counts once."""
+        """Sets of sequences that share at least their first token; a split group counts where that is computed."""
         return int((self.segment_start == 0).sum())
 
     @property
@@ -215,8 +216,8 @@ def build_chunk_layout(
     published, num_cached = max(chunk.num_read_next - chunk.num_kept, 0), chunk.num_cached
     if len(layout.publish) != published or (layout.publish < num_cached).any() or layout.num_tokens <= num_cached:
         raise ValueError(
-            f"{chunk} is no chunk of these {layout.num_tokens} tokens: its sequences must be neighbours in sorted order "
-            "and compute at least one token"
+            f"{chunk} is no chunk of these {layout.num_tokens} tokens: its sequences must be neighbours in sorted "
+            "order and compute at least one token"
         )
     prefill = None
     if not forward_only and num_cached > chunk.num_kept:
@@ -227,7 +228,7 @@ def build_chunk_layout(
 def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> PackedLayout:
     """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
 
-    For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all ranks or on none.
+    For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all ranks or none.
     """
     stop = 1 if inside is None else 1 + int(np.argmin(inside[offsets[0] + 1 : offsets[1]] > 0))
     return replace(_prefill(tokens, offsets, start=0, stop=stop, first_label=stop), publish=_empty())

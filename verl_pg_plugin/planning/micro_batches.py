@@ -1,16 +1,16 @@
 """Cut a mini-batch into micro-batches that compute what sequences share as rarely as the token budget lets.
 
 A *group* is sequences that share their first token. One that fits stays whole, and whole groups fill micro-batches,
-longest first. One that does not fit becomes a *split group*: in sorted order it is cut into chunks, each of which ends at
-the furthest place where it fits beside the prefix that it publishes for the next. Then the budget of the group is lowered
-while the chunks cost no more, so that they become of one size.
+longest first. One that does not fit becomes a *split group*: in sorted order it is cut into chunks, each of which ends
+at the furthest place where it fits beside the prefix that it publishes for the next. Then the budget of the group is
+lowered while the chunks cost no more, so that they become of one size.
 
-Walking costs as much as the cheapest cuts there are where responses share one prompt, and within 2.5% where prefixes form
-deep trees, which is less than is known of the costs below.
+Where responses share one prompt that costs as little as the cheapest cuts there are, and up to 2.5% more in deep trees.
 """
 
+import heapq
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -29,9 +29,9 @@ PREFILL_COST = 0.25
 In the same data a token of old_log_prob, LM head and entropy included, takes 0.26 of one of an update.
 """
 SHORT_PREFIX = 64
-"""A prefix of at most one in this many tokens of the budget binds no groups together: each micro-batch computes it again.
-What all prompts share, a chat template or a short system prompt, would make one split group of a whole mini-batch, whose
-chunks wait for each other and have no room for other groups.
+"""A prefix of at most one in this many tokens of the budget binds no groups together: each micro-batch computes it.
+What all prompts share, a chat template or a short system prompt, would make one split group of a whole mini-batch,
+whose chunks wait for each other and have no room for other groups.
 """
 SLACKS = (0.0, 0.1, 0.3)
 """How much shorter than the furthest a chunk may end where its sequences share less with the next."""
@@ -117,9 +117,9 @@ def cut_micro_batches(
     if limits.max_tokens is not None and (order.num_tokens > limits.max_tokens).any():
         longest = int(order.num_tokens.argmax())
         raise ValueError(
-            f"sequence {int(order.sequences[longest])} alone needs {int(order.num_tokens[longest])} tokens of computation, "
-            f"more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu and "
-            "log_prob_max_token_len_per_gpu"
+            f"sequence {int(order.sequences[longest])} alone needs {int(order.num_tokens[longest])} tokens of "
+            f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
+            "and log_prob_max_token_len_per_gpu"
         )
     if weights is not None and limits.max_tokens is None and limits.max_sequences is not None:
         room = int(np.sort(order.num_tokens)[-limits.max_sequences :].sum())
@@ -167,7 +167,7 @@ class _Span:
 class _Part:
     """A micro-batch that is being filled: whole groups, in front of them the chunk of a split group if it is one."""
 
-    spans: list[_Span]
+    spans: list[_Span] = field(default_factory=list)
     load: float = 0.0
     sequences: int = 0
 
@@ -295,11 +295,12 @@ class _Planner:
             if stop == rest.stop:
                 return stop, 0
             prefix = shared[stop]
+            published = prefix - min(common, prefix)
+            next_alone = weights.recomputing * self.new[stop] + weights.cached * prefix
             if prefix <= self.worth:
                 ends.append((stop, 0, own))
-            elif self.new[stop] and taken + weights.published * (prefix - min(common, prefix)) <= budget:
-                if weights.recomputing * self.new[stop] + weights.cached * prefix <= budget:  # the next has room
-                    ends.append((stop, prefix, own))
+            elif self.new[stop] and max(taken + weights.published * published, next_alone) <= budget:
+                ends.append((stop, prefix, own))
             common = min(common, prefix)
         ends = ends or alone
         enough = (1 - slack) * ends[-1][2]
@@ -308,27 +309,30 @@ class _Planner:
 
     def fill(self, split: list[list[_Span]], loose: list[_Span], at_least: int) -> list[list[_Part]]:
         """Whole groups, longest first, to the micro-batch that has the most room, or to a new one."""
-        groups = [[self.part(span, read_next) for span, read_next in _with_next(chain)] for chain in split]
-        chunks = [part for group in groups for part in group]
-        loads = sum(part.load for part in chunks) + sum(map(self.tokens, loose))
-        by_sequences = sum(part.sequences for part in chunks) + sum(span.size for span in loose)
-        wanted = max(at_least, math.ceil(loads / self.max_tokens), math.ceil(by_sequences / self.max_sequences))
-        parts = chunks + [_Part([]) for _ in range(min(wanted - len(chunks), len(loose)))]
-        load, count = np.array([part.load for part in parts]), np.array([part.sequences for part in parts])
+        groups = [[_Part([span], self.taken(span, after), span.size) for span, after in _with_next(c)] for c in split]
+        parts = [part for group in groups for part in group]
+        num_chunks = len(parts)
+        load = sum(part.load for part in parts) + sum(map(self.tokens, loose))
+        sequences = sum(part.sequences for part in parts) + sum(span.size for span in loose)
+        wanted = max(at_least, math.ceil(load / self.max_tokens), math.ceil(sequences / self.max_sequences))
+        parts += [_Part() for _ in range(min(wanted - num_chunks, len(loose)))]
+        emptiest = [(part.load, i) for i, part in enumerate(parts)]
+        heapq.heapify(emptiest)
         for span in sorted(loose, key=lambda span: (-self.tokens(span), span.first)):
-            tokens = self.tokens(span)
-            room = (load + tokens <= self.max_tokens) & (count + span.size <= self.max_sequences)
-            if not room.any():
-                parts.append(_Part([]))
-                load, count, room = np.append(load, 0.0), np.append(count, 0), np.append(room, True)
-            i = int(np.where(room, load, np.inf).argmin())
+            crowded: list[tuple[float, int]] = []
+            while emptiest and parts[emptiest[0][1]].sequences + span.size > self.max_sequences:
+                crowded.append(heapq.heappop(emptiest))
+            if not emptiest or emptiest[0][0] + self.tokens(span) > self.max_tokens:
+                heapq.heappush(emptiest, (0.0, len(parts)))
+                parts.append(_Part())
+            load, i = emptiest[0]
             parts[i].spans.append(span)
-            load[i] += tokens
-            count[i] += span.size
-        return groups + [[part] for part in parts[len(chunks) :] if part.spans]
-
-    def part(self, span: _Span, read_next: int) -> _Part:
-        return _Part([span], self.taken(span, read_next), span.size)
+            parts[i].sequences += span.size
+            heapq.heapreplace(emptiest, (load + self.tokens(span), i))
+            for one in crowded:
+                if parts[one[1]].sequences < self.max_sequences:
+                    heapq.heappush(emptiest, one)
+        return groups + [[part] for part in parts[num_chunks:] if part.spans]
 
     def add_one(self, groups: list[list[_Part]]) -> None:
         """Make one micro-batch more, of the largest that can be divided within the limits."""
@@ -362,9 +366,7 @@ class _Planner:
     def halve(self, span: _Span, read_next: int) -> tuple[_Span, _Span] | None:
         """Two spans that fit, the second with a cached prefix or with one that it computes, whichever costs less."""
         places = np.arange(span.first + 1, span.stop)
-        off_middle = np.abs(
-            np.array(self.before[span.first + 1 : span.stop]) * 2 - self.before[span.first] - self.before[span.stop]
-        )
+        off_middle = np.abs(2 * places - span.first - span.stop)
         shared = self.order.num_shared[places]
         least = int(places[np.lexsort((off_middle, shared))[0]])
         ways = [(_Span(span.first, least, span.cached), _Span(least, span.stop))]
