@@ -1,1 +1,0 @@
-"""The parts of verl and transformers that this plugin builds on, with their signatures."""
