@@ -52,7 +52,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
-from verl_pg_plugin.cost.flops import ModelFlops
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,10 @@ import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from benchmarks.pictures import PromptPictures
-from verl_pg_plugin.batching.balance import balance_groups
-from verl_pg_plugin.batching.session_order import common_prefix, order_by_sessions
-from verl_pg_plugin.cost.flops import ModelFlops
-from verl_pg_plugin.layout import build_packed_layout
-from verl_pg_plugin.layout.prefix_order import IntArray
+from verl_pg_plugin.layout import IntArray, build_packed_layout
+from verl_pg_plugin.planning.balance import balance_groups
+from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
 from verl_pg_plugin.synthetic import Sample, random_group
 
 PHASES = ("old_log_prob", "ref", "update_actor")

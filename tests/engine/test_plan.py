@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tensordict import TensorDict
-from verl_pg_plugin.batching.chain_cuts import CarryWeights
 from verl_pg_plugin.engine.batch.layout_field import export_of, runs_tower
 from verl_pg_plugin.engine.batch.micro_batch_plan import CarryPolicy, MicroBatchPlan, plan_micro_batches
 from verl_pg_plugin.engine.batch.sequences import Sequences

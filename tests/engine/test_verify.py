@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peft
@@ -16,7 +15,7 @@ from verl.workers.engine import EngineRegistry
 from tests.engine.carried_cases import carrying_engine
 from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
 from tests.engine.verifying import ALWAYS, SAMPLES, break_layouts, infer, update, wrong_kv_row
-from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
+from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import SHARING_OFF

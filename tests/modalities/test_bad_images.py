@@ -151,7 +151,7 @@ def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
     """Equal tokens and images, and a video shown at another speed: Qwen2.5-VL's positions say so."""
     modality = Images.of(config_of("qwen3_vl"))
     batch = image_batch(model, TURNS[:2])
-    shared = lay_out_packed(read_sequences(batch, modality)).num_tokens
+    shared = lay_out_packed(read_sequences(batch, modality)).num_rows
     second = batch["position_ids"].offsets()[1]
     batch["position_ids"].values()[1, second + 6 : second + 28] += 1
     apart = lay_out_packed(read_sequences(batch, modality)).num_tokens

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verl_pg_plugin.layout.prefix_order import PrefixOrder, build_prefix_order
 
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
+from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
 from verl_pg_plugin.planning.cost import ModelFlops

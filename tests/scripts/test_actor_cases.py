@@ -36,7 +36,9 @@ def test_sessions_of_a_prompt_share_it_and_every_reply_has_a_head() -> None:
     assert rows == 2 * 4 * 3
     assert found.physical_tokens == 2 * (20 - 1 + 4 * (1 + 2 * 10 + 2 - 1))
     trunk, head = found.packed["old_log_prob"][0], 2 * 4 * 3 * 2 * FLOPS.per_label
-    assert trunk - head > found.physical_tokens * FLOPS.per_token, "a head on replies alone, and pairs on top of the rows"
+    assert trunk - head > found.physical_tokens * FLOPS.per_token, (
+        "a head on replies alone, and pairs on top of the rows"
+    )
 
 
 def test_a_search_tree_has_a_row_for_every_leaf_and_computes_every_step_once() -> None:

@@ -9,7 +9,6 @@ fused with it.
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -116,9 +116,7 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         module = super()._build_fsdp_module(module)
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
-        self.verifier = Verifier(
-            self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype
-        )
+        self.verifier = Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
         return module
 
     # ------------------------------------------------------------------------------------------- the loop

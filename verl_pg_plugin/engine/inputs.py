@@ -185,7 +185,7 @@ def packed_inputs(
     shard = TokenShard(num_tokens, sp_group)
     context: AttentionContext = PackedAttention(layout, kernel, device, cache, keep=keep, perturb=perturb)
     if sp_group is not None:
-        context = UlyssesAttention(context, num_tokens, sp_group, keep=keep, perturb=perturb)
+        context = UlyssesAttention(context, num_tokens, sp_group)
 
     own = shard.own(layout.head_index)
     # A head never runs on nothing: a rank without labels computes its first token, which nobody reads.

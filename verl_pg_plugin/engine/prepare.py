@@ -131,7 +131,9 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
         config._attn_implementation = {"": config._attn_implementation, **kept}
 
 
-def prepare_model(module: Any, modality: Modality, *, compiles: bool, keeps_attention: bool, sp_size: int) -> SharedModel:
+def prepare_model(
+    module: Any, modality: Modality, *, compiles: bool, keeps_attention: bool, sp_size: int
+) -> SharedModel:
     """Let the mixers take over, compile and checkpoint as asked.
 
     Args:

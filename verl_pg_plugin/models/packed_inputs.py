@@ -23,12 +23,9 @@ from verl.utils.ulysses import (
     ulysses_pad_and_slice_inputs,
 )
 
+from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
 from verl_pg_plugin.attention.interface import ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
-from verl_pg_plugin.attention.context import PackedAttention
-from verl_pg_plugin.attention.context import PaddedGroupsAttention
-from verl_pg_plugin.attention.context import AttentionContext
-from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.layout import IntArray
 from verl_pg_plugin.planning.balance import Balance, balance_groups
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.sessions import order_by_sessions
 
 __all__ = ["ESTIMATED_TOKENS", "KeepsGroups", "NumMiniBatches", "Samples", "group_order", "mini_batches_of_config"]
