@@ -19,9 +19,9 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.cost.pairs import num_pairs
-from verl_pg_plugin.engine.batch.sequences import BatchError
-from verl_pg_plugin.layout.padded import build_padded_layout
+from verl_pg_plugin.layout import build_padded_layout
+from verl_pg_plugin.modalities import BatchError
+from verl_pg_plugin.planning.cost import num_pairs
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

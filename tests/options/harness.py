@@ -28,7 +28,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
+from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 LORA_RANK = 4
@@ -135,7 +135,7 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
         # Ranks that share sequences share the budget of all.
         budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // sequence_ranks(engine))
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
-    shares = isinstance(engine, SharedPrefixMixin)
+    shares = isinstance(engine, SharedPrefixEngine)
     with carrying(engine) if case.carries and shares else nullcontext():
         result = run_engine(engine, mine, loss_of(case))
     assert result.outputs.keys() == output_names(everything)
