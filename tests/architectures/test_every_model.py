@@ -63,7 +63,7 @@ def assert_actor_is_exact(model_type: str, folder: Path, head_in_chunks: bool, *
         engine={"logits_chunk_size": 5},
         model={"enable_gradient_checkpointing": supports_checkpointing(model_type)},
     )
-    assert (engine.job_head is not None) == head_in_chunks
+    assert (engine.log_prob_head is not None) == head_in_chunks
     actual, expected = run_engine(engine, batch, actor_loss()), run_reference(str(folder), batch, actor_loss())
     zero = ZERO_GRADIENTS.get(model_type, set())
     assert_same(without(actual, zero), without(expected, zero))

@@ -45,7 +45,7 @@ def test_fused_kernels_are_exact_or_refused_by_name(
     else:
         batch, zero = make_batch(SAMPLES), ZERO_GRADIENTS.get(model_type, set())
         engine = make_engine(str(tmp_path), packed=True, model=settings)
-        assert isinstance(engine.job_head, FusedHead)
+        assert engine.log_prob_head.fused is not None
         got, want = run_engine(engine, batch, actor_loss()), run_reference(str(tmp_path), batch, actor_loss())
         assert_same(without(got, zero), without(want, zero))
     record_property("transformers", transformers.__version__)
@@ -56,7 +56,7 @@ def test_fused_kernels_are_exact_or_refused_by_name(
 def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_path: Path, record_property) -> None:
     path = hybrids.save_hybrid(tmp_path, kind)
     engine = make_engine(path, packed=True, model=FUSED_HEAD)
-    assert isinstance(engine.job_head, FusedHead)
+    assert engine.log_prob_head.fused is not None
     assert_exact(run_engine(engine, make_batch(HYBRID_SAMPLES), actor_loss()), rows_alone(path, kind))
     record_property("transformers", transformers.__version__)
     record_property("model", json.dumps({kind: {FUSED: True}}))
@@ -68,7 +68,7 @@ def test_fused_kernels_of_multimodal_hybrids_are_as_exact_as_their_layers(
 ) -> None:
     path = hybrids.save_multimodal(tmp_path, kind)
     engine = make_engine(path, packed=True, model=FUSED_HEAD)
-    assert isinstance(engine.job_head, FusedHead)
+    assert engine.log_prob_head.fused is not None
     got = run_engine(engine, make_batch(multimodal.SAMPLES), actor_loss())
     assert_same(got, multimodal.reference(path), tolerance=2e-5)
     record_property("transformers", transformers.__version__)

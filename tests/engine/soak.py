@@ -56,10 +56,10 @@ class Mode:
 
 MODES: dict[str, Mode] = {
     "packed": Mode({"packed": True}),
-    "packed, verified": Mode({"packed": True, "engine": {"verify": "every_n", "verify_every": 1, "verify_rows": 2}}),
-    "packed, static rows": Mode({"packed": True, "engine": {"static_rows": True, "logits_chunk_size": 64}}),
-    "packed, gated": Mode({"packed": True, "engine": {"min_dedup_ratio": 2.0, "carry": "never"}}, carries=False),
-    "packed, by sequences": Mode({"packed": True, "engine": {"recompute_attention": True}}, sequences=True),
+    "packed, verified": Mode({"packed": True, "engine": {"verify": "every_1"}}),
+    "packed, head in chunks": Mode({"packed": True, "engine": {"logits_chunk_size": 64}}),
+    "packed, never carried": Mode({"packed": True, "engine": {"carry": "never"}}, carries=False),
+    "packed, by sequences": Mode({"packed": True, "engine": {"activations": "inputs"}}, sequences=True),
     "packed, Ulysses": Mode({"packed": True, "engine": {"ulysses_sequence_parallel_size": 2}}, one_batch=True),
     "packed, fused kernels": Mode(
         {

@@ -1,7 +1,7 @@
 """Carried groups on a GPU: rounding no worse than that of the whole group, under both of verl's FSDP strategies."""
 
-from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 # What an owner is owed fits its micro-batch only if attention is computed again in its backward.
-OWED_MUCH = CacheWeights(carried=0.2, published=0.5, recomputing=0.5)
+OWED_MUCH = CacheWeights(cached=0.2, published=0.5, recomputing=0.5)
 
 
 @pytest.mark.parametrize("option", ["fsdp2", "fsdp", "compiled layers", "head in chunks"])
@@ -52,17 +52,21 @@ def test_an_owner_that_computes_attention_again_gives_the_gradient_of_one_that_k
 ) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     engine = carrying_engine(qwen3, OWED_MUCH, **OPTIONS[option])
-    dropped, calls = SavedAttention.dropped, []
-    gradients = []
-    for drop in (lambda self: calls.append(self) or dropped(self), lambda self: nullcontext()):
-        monkeypatch.setattr(SavedAttention, "dropped", drop)
+    gradients, inputs, kept = [], engine._inputs, []
+    for keeps in (False, True):
+
+        def with_room(*args: Any, keep: bool = True, keeps: bool = keeps, **kwargs: Any) -> Any:
+            kept.append(keep)
+            return inputs(*args, keep=keep or keeps, **kwargs)
+
+        monkeypatch.setattr(engine, "_inputs", with_room)
         with engine.train_mode(), carrying(engine):
             engine.optimizer_zero_grad()
             engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
             gradients.append(full_gradients(engine.module))
-    assert calls, "no owner computed attention again"
-    again, kept = gradients
-    assert all(torch.equal(gradient, kept[name]) for name, gradient in again.items())
+    assert not all(kept), "no chunk computed attention again"
+    again, whole = gradients
+    assert all(torch.equal(gradient, whole[name]) for name, gradient in again.items())
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.carried_cases import CASES, carrying_engine
 from tests.support import actor_loss, clone, group, make_engine, save_tiny_model
-from verl_pg_plugin.attention.kernels import sdpa
+from verl_pg_plugin.attention import passes
+from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 READS = ("tolist", "cpu", "numpy")  # item, bool and int go through _local_scalar_dense
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten::equal")
 GROUPS = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
-OURS = Path(sdpa.__file__).parents[2].as_posix()
+OURS = Path(passes.__file__).parents[1].as_posix()
 
 
 class Waits(TorchDispatchMode):
@@ -52,7 +52,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    """Watches verl's ``forward_step``, in which ours runs, and every backward."""
+    """Watches every micro-batch from the selection of its sequences on, its backward included."""
     watching = Waits()
 
     @contextmanager
@@ -76,8 +76,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
         return run
 
-    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", within(FSDPEngineWithLMHead.forward_step))
-    monkeypatch.setattr(torch.Tensor, "backward", within(torch.Tensor.backward))
+    monkeypatch.setattr(SharedPrefixEngine, "_run", within(SharedPrefixEngine._run))
     return watching
 
 
@@ -91,7 +90,7 @@ def run(engine: Any, batch: TensorDict) -> None:
 
 def of_ours(waits: Waits) -> set[str]:
     """But for the kernel of CPUs, which no GPU runs."""
-    return {name for name in waits.files if name.startswith(OURS)} - {sdpa.__file__}
+    return {name for name in waits.files if name.startswith(OURS)} - {passes.__file__}
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +98,13 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}, {"static_rows": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}], ids=str)
 def test_only_verls_loss_waits_in_packed_micro_batches(qwen3: str, waits: Waits, options: dict) -> None:
     run(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
     assert not of_ours(waits)
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
     assert any("verl/workers/utils" in name for name in waits.files)
-    assert sdpa.__file__ in waits.files
+    assert passes.__file__ in waits.files
 
 
 def test_nor_do_parts_of_chains(qwen3: str, waits: Waits) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from verl_pg_plugin.engine.requirements import check_model
-from verl_pg_plugin.engine.sharing_modes import PackedMode, PaddedGroupsMode
 
 from tests.support import make_engine, save_tiny_model
+from verl_pg_plugin.engine.prepare import prepare_model
+from verl_pg_plugin.modalities import TEXT
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -24,13 +24,10 @@ FIXED = {"use_dynamic_bsz": False}
 FUSED_BY_TRITON = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "triton"}}
 
 
-@pytest.mark.parametrize(
-    ("remove_padding", "sharing", "mode"),
-    [(True, True, PackedMode), (False, True, PaddedGroupsMode), (True, False, type(None)), (False, False, type(None))],
-)
-def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool, mode: type) -> None:
+@pytest.mark.parametrize(("remove_padding", "sharing"), [(True, True), (False, True), (True, False), (False, False)])
+def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool) -> None:
     engine = make_engine(qwen3, packed=sharing, engine=FIXED, model={"use_remove_padding": remove_padding})
-    assert type(engine.sharing) is mode
+    assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +36,7 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
         ({}, PADDED, r"actor.use_dynamic_bsz=True: dynamic micro-batches.*actor.use_dynamic_bsz=False"),
         (FIXED, {**PADDED, "use_fused_kernels": True}, "actor_rollout_ref.model.use_fused_kernels=False"),
         ({**FIXED, "pad_to_length": True}, PADDED, "pad_to_length=False"),
-        ({**FIXED, "static_rows": True}, PADDED, "prefix_grouper.static_rows=False"),
         ({**FIXED, "compile_layers": True}, PADDED, "compile_layers=False"),
-        ({**FIXED, "min_dedup_ratio": 2.0}, PADDED, "min_dedup_ratio=1"),
-        ({**FIXED, "static_rows": True}, {}, "static_rows=True pads to the token budget.*use_dynamic_bsz=True"),
-        ({"static_rows": True, "on_mismatch": "rmpad"}, {}, "prefix_grouper.on_mismatch=raise"),
         (
             {"strategy": "fsdp", "compile_layers": True},
             {},
@@ -94,4 +87,4 @@ def test_architecture_outside_the_attention_interface_is_named() -> None:
     with torch.device("meta"):
         module = transformers.BloomForCausalLM(transformers.BloomConfig(attention_dropout=0.0))
     with pytest.raises(ValueError, match=r"BloomForCausalLM does not go through.*use_prefix_grouper=False"):
-        check_model(module)
+        prepare_model(module, TEXT, compiles=False, keeps_attention=True, sp_size=1)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from verl_pg_plugin.engine.batch.sequences import BatchError
 
 from tests.engine.test_exactness import CASES, MIXED
 from tests.support import (
@@ -20,7 +19,8 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.layout.padded import build_padded_layout
+from verl_pg_plugin.layout import build_padded_layout
+from verl_pg_plugin.modalities import BatchError
 from verl_pg_plugin.planning.cost import num_pairs
 from verl_pg_plugin.synthetic import Sample, make_batch
 

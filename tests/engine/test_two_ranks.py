@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
-from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 
 from tests.engine.ranks import on_ranks
 from tests.support import (
@@ -25,8 +24,9 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention.kernels import KERNELS, selection
-from verl_pg_plugin.config import layer_compiler
+from verl_pg_plugin.attention import kernels
+from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.engine import prepare
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]
@@ -55,7 +55,7 @@ def run_splits(rank: int, path: str) -> dict[tuple[str, str], tuple[Result, int]
     for split, rows in SPLITS.items():
         for cut, settings in CUTS.items():
             batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **settings), rows[rank])
-            plan = plan_micro_batches(clone(batch), engine.get_data_parallel_group(), 1, engine.sharing)
+            plan = engine.plan(clone(batch), forward_only=False)
             results[split, cut] = run_engine(engine, batch, actor_loss()), len(plan.micro_batches)
     return results
 
@@ -100,12 +100,13 @@ def fail_on_rank_one(rank: int, path: str) -> list[str]:
 def build_on_unlike_machines(rank: int, path: str) -> dict[str, str]:
     """How building an engine ends on this rank where rank 1 lacks something, and then where it lacks nothing."""
     fast = replace(KERNELS["sdpa"], package="fast-attention" if rank == 1 else None, install="pip install it")
-    either = patch.object(selection, "candidates", lambda name, device: ("fast", "sdpa"))
+    either = patch.object(kernels, "candidates", lambda name, device: ("fast", "sdpa"))
     no_compiler = patch.dict(os.environ, {"CXX": "/nowhere/c++"}) if rank == 1 else nullcontext()
-    compiled_here = patch.object(layer_compiler, "PROVEN_DEVICE", "cpu")
+    compiles = (rank == 0, "it has a C++ compiler" if rank == 0 else "it has none: install g++")
+    unlike = patch.object(prepare, "compiles_layers", lambda *configs: compiles)
     cases: dict[str, tuple[dict, list[Any]]] = {
         "kernel": ({}, [patch.dict(KERNELS, {"fast": fast}), either]),
-        "compiler": ({}, [compiled_here, no_compiler]),
+        "compiler": ({}, [unlike]),
         "compiler, by name": ({"compile_layers": True}, [no_compiler]),
         "nothing": ({}, []),
     }
@@ -115,7 +116,7 @@ def build_on_unlike_machines(rank: int, path: str) -> dict[str, str]:
             for each in patches:
                 stack.enter_context(each)
             try:
-                ended[name] = type(make_engine(path, packed=True, engine=options).sharing).__name__
+                ended[name] = make_engine(path, packed=True, engine=options).kernel.name
             except (ValueError, RuntimeError) as error:
                 ended[name] = f"{type(error).__name__}: {error}"
     return ended
@@ -136,12 +137,12 @@ def failures(qwen3: str) -> list[tuple[list[str], dict[str, str]]]:
         (
             "kernel",
             r"attention kernels: fast on rank 0 of .*, sdpa on rank 1 of .*; fast needs fast-attention, which is not "
-            r"installed: pip install it\); .* or set \+\+prefix_grouper\.attention_kernel=sdpa",
+            r"installed: pip install it\); .* or set \+\+prefix_grouper\.attention_kernel=",
         ),
         (
             "compiler",
-            r"layers compiled on rank 0 of .*\(.*: tested with qwen3 on cpu\), layers not compiled on rank 1 of .*"
-            r"needs a C\+\+ compiler.*install g\+\+.* or set \+\+prefix_grouper\.compile_layers=False",
+            r"layers compiled on rank 0 of .*, layers not compiled on rank 1 of .*install g\+\+.* or set "
+            r"\+\+prefix_grouper\.compile_layers=False",
         ),
     ],
 )
@@ -153,7 +154,7 @@ def test_a_rank_whose_machine_lacks_what_the_other_runs_stops_both(failures: lis
 
 def test_ranks_build_engines_again_after_they_differed(failures: list) -> None:
     (_, first), (_, second) = failures
-    assert first["nothing"] == second["nothing"] == "PackedMode"
+    assert first["nothing"] == second["nothing"] == "sdpa"
 
 
 def test_a_rank_that_cannot_compile_as_it_is_told_stops_both(failures: list) -> None:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 from verl.workers.engine import EngineRegistry
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithValueHead
 
-from tests.engine.test_exactness import CASES, MIXED
 from tests.engine.value_models import (
     critic_batch,
     critic_loss,
@@ -16,9 +14,11 @@ from tests.engine.value_models import (
     run_value_reference,
     save_value_model,
 )
+from tests.engine.test_exactness import CASES, MIXED
 from tests.models.models import save_qwen3
 from tests.support import assert_same, clone, run_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
+from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithValueHead
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -44,13 +44,6 @@ def test_verl_builds_our_engine_for_the_critic() -> None:
 def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, path: str, case: str) -> None:
     batch = critic_batch(CASES[case])
     assert_same(run_engine(packed, batch, critic_loss()), run_value_reference(path, batch))
-
-
-def test_a_critic_may_keep_its_layers(path: str) -> None:
-    engine = make_value_engine(path, options={"keep_activations": "all"})
-    assert engine.keeper.layers.num_layers > 0
-    batch = critic_batch(MIXED, max_token_len_per_gpu=36)
-    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))
 
 
 @pytest.mark.parametrize("budget", [36, 60])

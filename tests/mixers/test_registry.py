@@ -2,14 +2,13 @@
 
 import pytest
 import transformers
-from verl_pg_plugin.engine.shared_model import prepare_model
-from verl_pg_plugin.engine.sharing_modes import PackedMode
 
 from tests.mixers.toy import Convolution, save_toy_model
-from tests.support import PACKED_MODE, actor_loss, assert_same, group, make_engine, run_engine, run_reference
+from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import architecture_issues
-from verl_pg_plugin.config import PrefixGrouperOptions
+from verl_pg_plugin.engine.prepare import prepare_model
 from verl_pg_plugin.mixers import MIXERS, count_layers
+from verl_pg_plugin.modalities import TEXT
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -56,13 +55,10 @@ def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
 
 
 @pytest.mark.usefixtures("with_convolutions")
-def test_a_mixer_that_cannot_spread_rows_over_ranks_is_refused_under_ulysses(
-    toy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixer_that_cannot_spread_rows_over_ranks_is_refused_under_ulysses(toy: str) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(toy)
-    monkeypatch.setattr(PackedMode, "sp_size", 2)
     with pytest.raises(ValueError, match=r"convolution layers .* ulysses_sequence_parallel_size=1"):
-        prepare_model(module, PACKED_MODE, PrefixGrouperOptions())
+        prepare_model(module, PrefixGrouperOptions())
 
 
 @pytest.mark.usefixtures("with_convolutions")

@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
-from verl_pg_plugin.engine.shared_prefix_engine import SharedPrefixMixin
 
 from tests.engine.carried_cases import carry_always, carrying
 from tests.options.option import Case
@@ -29,6 +28,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
+from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 LORA_RANK = 4
@@ -135,7 +135,7 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
         # Ranks that share sequences share the budget of all.
         budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // sequence_ranks(engine))
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
-    shares = isinstance(engine, SharedPrefixMixin)
+    shares = isinstance(engine, SharedPrefixEngine)
     with carrying(engine) if case.carries and shares else nullcontext():
         result = run_engine(engine, mine, loss_of(case))
     assert result.outputs.keys() == output_names(everything)

@@ -10,11 +10,10 @@ from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.actor import RolloutCorrectionConfig
-from verl_pg_plugin.engine.batch.micro_batch_plan import plan_micro_batches
 
 from tests.options.harness import Checkpoint, Engines
 from tests.options.table import DEFAULT, SAMPLES
-from tests.support import PACKED_MODE, actor_loss, assert_same, clone, run_engine, run_reference
+from tests.support import actor_loss, assert_same, clone, run_engine, run_reference
 from verl_pg_plugin.synthetic import make_batch
 
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
@@ -35,7 +34,8 @@ def seeded(loss: Callable) -> Callable:
 
 def assert_loss_is_that_of_the_rows_alone(engines: Engines, checkpoint: Checkpoint, loss: Callable) -> None:
     batch = make_batch(SAMPLES, max_token_len_per_gpu=45)
-    cut = plan_micro_batches(clone(batch), None, 1, PACKED_MODE).indices
+    plan = engines.of(DEFAULT).plan(clone(batch), forward_only=False)
+    cut = [planned.sequences for planned in plan.micro_batches]
     assert len({len(rows) for rows in cut}) > 1, "the micro-batches are unequal"
     result = run_engine(engines.of(DEFAULT), batch, seeded(loss))
     assert any(gradient.any() for gradient in result.gradients.values())
