@@ -4,14 +4,13 @@ A row is named by its *key*: the tokens it has read and the one it predicts. Two
 (and classes) are equal.
 """
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout, build_prefix_order
@@ -20,9 +19,7 @@ Key = tuple[int, ...]
 
 # Two busy cores miss a deadline without anything being wrong.
 settings.register_profile("no_deadline", deadline=None)
-# Where it is enough that a test fails, as in scripts/mutate.py, looking for the smallest example takes a minute each.
-settings.register_profile("first_failure", deadline=None, phases=(Phase.explicit, Phase.generate))
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "no_deadline"))
+settings.load_profile("no_deadline")
 
 
 @dataclass(frozen=True)
