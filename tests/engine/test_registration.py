@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from verl.workers.engine import EngineRegistry
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
+from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 
 from tests.fresh import Ended, run_fresh
 from tests.support import make_engine, save_tiny_model

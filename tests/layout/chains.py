@@ -1,4 +1,4 @@
-"""Parts of a chain without a model: their rows by tokens, and the stack as an engine keeps it."""
+"""Chunks of split groups without a model: their tokens by name, and the prefix cache as an engine keeps it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from verl_pg_plugin.planning.micro_batches import (
 
 @st.composite
 def tries(draw: st.DrawFn, max_sequences: int = 14) -> Batch:
-    """Groups with a trie of one to four levels each, and prompts that end at any depth."""
+    """Groups with a tree of one to four levels each, and prompts that end at any depth."""
     pairs: list[tuple[Sequence[int], Sequence[int]]] = []
     for root in range(draw(st.integers(1, 3))):
         stems: list[tuple[int, ...]] = [(root, *range(50, 50 + draw(st.integers(1, 8))))]
@@ -107,55 +107,55 @@ def part_keys(batch: Batch, num_of_group: int) -> list[tuple[int, Key]]:
     return list(keys.values())
 
 
-class Stack:
-    """Whatever is known of the rows 0, 1, 2, ... of a path, and what they are owed."""
+class Cache:
+    """Whatever is known of the tokens 0, 1, 2, ... of a path, and their pending gradients."""
 
     def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self.owed: list[Any] = []
+        self.tokens: list[Any] = []
+        self.pending: list[Any] = []
 
-    def push(self, start: int, rows: Sequence[Any], nothing: Any = 0) -> None:
-        assert start == len(self.rows), "rows lie at their position"
-        self.rows.extend(rows)
-        self.owed.extend(nothing for _ in rows)
+    def push(self, start: int, tokens: Sequence[Any], nothing: Any = 0) -> None:
+        assert start == len(self.tokens), "tokens lie at their position"
+        self.tokens.extend(tokens)
+        self.pending.extend(nothing for _ in tokens)
 
     def pop(self, start: int) -> list[Any]:
-        """Forget the rows from ``start`` on; what is owed to them."""
-        owed = self.owed[start:]
-        del self.rows[start:], self.owed[start:]
-        return owed
+        """Forget the tokens from ``start`` on; their pending gradients."""
+        pending = self.pending[start:]
+        del self.tokens[start:], self.pending[start:]
+        return pending
 
 
-def walk_forward(chain: list[LaidOut], visit: Callable[[LaidOut, list[Any]], list[Any]]) -> None:
-    """Forward-only phase: ``visit`` gets a part and its carried rows, and returns what its own rows leave behind."""
-    stack = Stack()
-    for laid_out in chain:
+def walk_forward(group: list[LaidOut], visit: Callable[[LaidOut, list[Any]], list[Any]]) -> None:
+    """Forward-only phase: ``visit`` gets a chunk and its cached tokens, and returns what its own leave behind."""
+    cache = Cache()
+    for laid_out in group:
         layout = laid_out.layout
-        own = visit(laid_out, stack.rows[: layout.num_cached])
-        stack.pop(layout.publish_start)
-        stack.push(layout.publish_start, [own[row] for row in layout.publish.tolist()])
-    assert not stack.rows, "nothing stays allocated"
+        own = visit(laid_out, cache.tokens[: layout.num_cached])
+        cache.pop(layout.publish_start)
+        cache.push(layout.publish_start, [own[row] for row in layout.publish.tolist()])
+    assert not cache.tokens, "nothing stays allocated"
 
 
 def walk_backward(
-    chain: list[LaidOut],
-    export: Callable[[LaidOut, PackedLayout, list[Any]], list[Any]],
+    group: list[LaidOut],
+    prefill: Callable[[LaidOut, PackedLayout, list[Any]], list[Any]],
     visit: Callable[[LaidOut, list[Any], list[Any]], list[Any]],
     nothing: Any = 0,
 ) -> None:
-    """Training: ``export`` returns what its own rows leave behind; ``visit`` gets a part, its carried rows and what is
-    owed to those it hands over, and returns what it owes to the carried ones."""
-    stack = Stack()
-    for laid_out in chain[::-1]:
+    """Training: ``prefill`` returns what its own tokens leave behind; ``visit`` gets a chunk, its cached tokens and the
+    pending gradients of those it publishes, and returns those of the cached ones."""
+    cache = Cache()
+    for laid_out in group[::-1]:
         layout = laid_out.layout
-        owed = stack.pop(layout.publish_start)
-        assert len(owed) == len(layout.publish)
-        exported = layout.prefill
-        if exported is not None:
-            assert exported.num_cached == len(stack.rows)
-            own = export(laid_out, exported, stack.rows[: exported.num_cached])
-            stack.push(exported.publish_start, [own[row] for row in exported.publish.tolist()], nothing)
-        assert len(stack.rows) == layout.num_cached
-        for position, more in enumerate(visit(laid_out, list(stack.rows), owed)):
-            stack.owed[position] = stack.owed[position] + more
-    assert not stack.rows, "every sum has found its owner"
+        pending = cache.pop(layout.publish_start)
+        assert len(pending) == len(layout.publish)
+        prefilled = layout.prefill
+        if prefilled is not None:
+            assert prefilled.num_cached == len(cache.tokens)
+            own = prefill(laid_out, prefilled, cache.tokens[: prefilled.num_cached])
+            cache.push(prefilled.publish_start, [own[row] for row in prefilled.publish.tolist()], nothing)
+        assert len(cache.tokens) == layout.num_cached
+        for position, more in enumerate(visit(laid_out, list(cache.tokens), pending)):
+            cache.pending[position] = cache.pending[position] + more
+    assert not cache.tokens, "every sum has found its owner"

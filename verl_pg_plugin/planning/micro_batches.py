@@ -245,7 +245,7 @@ class _Planner:
         groups: list[_Span] = []
         for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
             starts: list[int] = []
-            if not self.fits(_Span(first, stop)):
+            if stop - first > 1 and not self.fits(_Span(first, stop)):
                 starts = (first + 1 + np.flatnonzero(shared[first + 1 : stop] <= short)).tolist()
             groups += [_Span(a, b) for a, b in pairwise([first, *starts, stop])]
         return groups
@@ -258,7 +258,7 @@ class _Planner:
             spans = self.walk(group, self.max_tokens, slack)
             cost = self.cost(spans)
             low, high = self.tokens(group) / len(spans), self.max_tokens
-            while not math.isinf(high) and high - low > 0.02 * high:
+            while not math.isinf(high) and high - low > 0.03 * high:
                 middle = (low + high) / 2
                 tighter = self.walk(group, middle, slack)
                 if (lower := self.cost(tighter)) <= cost * (1 + 1e-9):
@@ -295,13 +295,16 @@ class _Planner:
             if stop == rest.stop:
                 return stop, 0
             prefix = shared[stop]
-            published = prefix - min(common, prefix)
-            next_alone = weights.recomputing * self.new[stop] + weights.cached * prefix
+            published = prefix - common if prefix > common else 0
             if prefix <= self.worth:
                 ends.append((stop, 0, own))
-            elif self.new[stop] and max(taken + weights.published * published, next_alone) <= budget:
+            elif (
+                self.new[stop]
+                and taken + weights.published * published <= budget
+                and weights.recomputing * self.new[stop] + weights.cached * prefix <= budget  # the next has room
+            ):
                 ends.append((stop, prefix, own))
-            common = min(common, prefix)
+            common = prefix - published
         ends = ends or alone
         enough = (1 - slack) * ends[-1][2]
         stop, read_next, _ = min((e for e in ends if e[2] >= enough), key=lambda e: (shared[e[0]], -e[0]))

@@ -1,4 +1,4 @@
-"""Chains over random tries: each row is owned once, reads its ancestors, and gets every gradient owed to it."""
+"""Split groups over random trees: a token is computed once, reads its ancestors and gets every pending gradient."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=
 
 
 def readable(layout: PackedLayout) -> list[list[int]]:
-    """For every own row, the indices into [carried | own] that its query may see: causal, aligned at the end."""
+    """For every own token, the indices into [cached | own] that its query may see: causal, aligned at the end."""
     seen = []
     keys = [layout.kv_index[a:b].tolist() for a, b in pairwise(layout.cu_seqlens_k.tolist())]
     for path, (a, b) in zip(keys, pairwise(layout.cu_seqlens_q.tolist()), strict=True):
@@ -31,11 +31,13 @@ def ancestors(key: tuple[int, Key]) -> list[tuple[int, Key]]:
 
 
 @given(st.data(), ANY_BATCH, st.booleans())
-def test_every_row_is_computed_by_one_part_of_its_chain(data: st.DataObject, batch: Batch, forward_only: bool) -> None:
-    for chain in data.draw(plans(batch)):
-        parts, rows = lay_out(batch, chain, forward_only), chain_rows(batch, chain)
+def test_every_token_is_computed_by_one_chunk_of_its_split_group(
+    data: st.DataObject, batch: Batch, forward_only: bool
+) -> None:
+    for group in data.draw(plans(batch)):
+        parts, rows = lay_out(batch, group, forward_only), group_keys(batch, group)
         owned = Counter(key for p in parts for key in p.own_keys if key in rows)
-        assert owned == Counter(rows) + Counter(key for key in filler_rows(batch, chain) if key in rows)
+        assert owned == Counter(rows) + Counter(key for key in filler_keys(batch, group) if key in rows)
         for p in parts:
             assert p.layout.num_tokens == p.part.num_tokens == len(p.own_keys)
             assert p.layout.input_ids.tolist() == [key[-2] for _, key in p.own_keys]
@@ -44,37 +46,35 @@ def test_every_row_is_computed_by_one_part_of_its_chain(data: st.DataObject, bat
             assert p.layout.num_logical_tokens == sum(map(len, p.batch.sequences))
 
 
-def chain_rows(batch: Batch, chain: list) -> set[tuple[int, Key]]:
-    """Rows of the chain's sequences; of an ordinary micro-batch, all."""
-    return batch.take([s for part in chain for s in part.sequences[: num_of_group(part) or None]]).rows()
+def group_keys(batch: Batch, group: list) -> set[tuple[int, Key]]:
+    """Tokens of the split group's sequences; of an ordinary micro-batch, all."""
+    return batch.take([s for part in group for s in part.sequences[: num_of_group(part) or None]]).rows()
 
 
-def filler_rows(batch: Batch, chain: list) -> list[tuple[int, Key]]:
-    """Rows of what fills parts: it reads none of the others, so prefixes that it shares are computed again."""
-    return [key for part in chain if part.chunk for key in batch.take(part.sequences[num_of_group(part) :]).rows()]
+def filler_keys(batch: Batch, group: list) -> list[tuple[int, Key]]:
+    """Tokens of what fills chunks: it reads none of the others, so prefixes that it shares are computed again."""
+    return [key for part in group if part.chunk for key in batch.take(part.sequences[num_of_group(part) :]).rows()]
 
 
 @given(st.data(), ANY_BATCH)
 def test_a_query_sees_its_ancestors_in_order_and_nothing_else(data: st.DataObject, batch: Batch) -> None:
-    for chain in data.draw(plans(batch)):
-        for p in lay_out(batch, chain, forward_only=False):
+    for group in data.draw(plans(batch)):
+        for p in lay_out(batch, group, forward_only=False):
             seen = readable(p.layout)
             assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
-            assert num_pairs(p.layout) == sum(map(len, seen))
             segment_rows = [len(seen[row]) - 1 for row in p.layout.cu_seqlens_q[:-1].tolist()]
             assert p.layout.segment_start.tolist() == segment_rows
-            export = p.layout.prefill
-            if export is not None:
+            if (prefill := p.layout.prefill) is not None:
                 path = p.keys[: p.layout.num_cached]
-                assert [[path[row] for row in rows] for rows in readable(export)] == [
+                assert [[path[row] for row in rows] for rows in readable(prefill)] == [
                     ancestors(key) for key in path[p.part.chunk.num_kept :]
                 ]
 
 
 @given(st.data(), ANY_BATCH)
-def test_a_part_copies_no_key_only_where_it_reads_every_row_once(data: st.DataObject, batch: Batch) -> None:
-    for chain in data.draw(plans(batch)):
-        for p in lay_out(batch, chain, forward_only=False):
+def test_a_chunk_gathers_no_key_only_where_it_reads_every_token_once(data: st.DataObject, batch: Batch) -> None:
+    for group in data.draw(plans(batch)):
+        for p in lay_out(batch, group, forward_only=False):
             for layout in (p.layout, p.layout.prefill):
                 if layout is not None:
                     as_they_are = layout.kv_index.tolist() == list(range(layout.num_cached + layout.num_tokens))
@@ -82,7 +82,7 @@ def test_a_part_copies_no_key_only_where_it_reads_every_row_once(data: st.DataOb
             assert p.layout.prefill is None or not p.layout.prefill.num_gathered_kv
 
 
-def test_a_part_that_begins_with_a_duplicate_picks_the_carried_rows_that_it_reads() -> None:
+def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_reads() -> None:
     batch = batch_of(*[(range(20), (1, 2, 3))] * 2, (range(20), (4, 5)))
     part = Chunk(num_sequences=2, num_cached=22, num_kept=19)
     mine, options = batch.take([1, 2]), {"first_label": 19, "forward_only": True}
@@ -92,9 +92,9 @@ def test_a_part_that_begins_with_a_duplicate_picks_the_carried_rows_that_it_read
 
 
 @given(st.data(), ANY_BATCH)
-def test_a_segment_follows_its_parent_unless_that_is_carried(data: st.DataObject, batch: Batch) -> None:
-    for chain in data.draw(plans(batch)):
-        for p in lay_out(batch, chain, forward_only=True):
+def test_a_segment_follows_its_parent_unless_that_is_cached(data: st.DataObject, batch: Batch) -> None:
+    for group in data.draw(plans(batch)):
+        for p in lay_out(batch, group, forward_only=True):
             layout, seen = p.layout, readable(p.layout)
             assert (np.diff(layout.cu_seqlens_q) > 0).all()
             for segment, parent in enumerate(layout.segment_parent.tolist()):
@@ -103,28 +103,28 @@ def test_a_segment_follows_its_parent_unless_that_is_carried(data: st.DataObject
                     assert before[-1] - layout.num_cached == layout.cu_seqlens_q[parent + 1] - 1
                 else:
                     assert not before or before[-1] < layout.num_cached
-        roots = sum(p.layout.num_groups for p in lay_out(batch, chain, forward_only=True))
-        if all(len(part.sequences) == num_of_group(part) for part in chain):
+        roots = sum(p.layout.num_groups for p in lay_out(batch, group, forward_only=True))
+        if all(len(part.sequences) == num_of_group(part) for part in group):
             assert roots == 1
 
 
 @given(st.data(), ANY_BATCH)
 def test_without_gradient_a_part_finds_on_the_stack_what_earlier_parts_left(data: st.DataObject, batch: Batch) -> None:
-    def visit(p: LaidOut, carried: list) -> list:
-        assert [key for key, _ in carried] == p.keys[: p.layout.num_cached]
+    def visit(p: LaidOut, cached: list) -> list:
+        assert [key for key, _ in cached] == p.keys[: p.layout.num_cached]
         assert p.layout.prefill is None
         heads = set(p.layout.head_index.tolist())
-        check_heads(p, [has_head for _, has_head in carried])
+        check_heads(p, [has_head for _, has_head in cached])
         return [(key, row in heads) for row, key in enumerate(p.own_keys)]
 
-    for chain in data.draw(plans(batch)):
-        walk_forward(lay_out(batch, chain, forward_only=True), visit)
+    for group in data.draw(plans(batch)):
+        walk_forward(lay_out(batch, group, forward_only=True), visit)
 
 
-def check_heads(p: LaidOut, carried_has_head: list[bool]) -> None:
-    """Every response token is read from a row with its path and label that has been through the head."""
+def check_heads(p: LaidOut, cached_has_head: list[bool]) -> None:
+    """Every response token is read from a token with its path and label that has been through the LM head."""
     layout = p.layout
-    assert all(carried_has_head[position] for position in layout.cached_heads.tolist())
+    assert all(cached_has_head[position] for position in layout.cached_heads.tolist())
     read = [*layout.cached_heads.tolist(), *(layout.num_cached + layout.head_index).tolist()]
     logical = dict(zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True))
     expected = {
@@ -139,10 +139,12 @@ def check_heads(p: LaidOut, carried_has_head: list[bool]) -> None:
 
 
 @given(st.data(), ANY_BATCH)
-def test_an_export_computes_what_the_stack_lacks_with_the_heads_it_needs(data: st.DataObject, batch: Batch) -> None:
-    def export(p: LaidOut, layout: PackedLayout, carried: list) -> list:
+def test_a_prefill_computes_what_the_cache_lacks_with_the_head_outputs_it_needs(
+    data: st.DataObject, batch: Batch
+) -> None:
+    def prefill(p: LaidOut, layout: PackedLayout, cached: list) -> list:
         path = p.keys[: p.layout.num_cached]
-        assert [key for key, _ in carried] == path[: layout.num_cached]
+        assert [key for key, _ in cached] == path[: layout.num_cached]
         own = path[layout.num_cached :]
         assert layout.input_ids.tolist() == [key[-2] for _, key in own]
         assert layout.labels.tolist() == [key[-1] for _, key in own]
@@ -155,26 +157,28 @@ def test_an_export_computes_what_the_stack_lacks_with_the_heads_it_needs(data: s
         heads = set(layout.head_index.tolist())
         return [(key, row in heads) for row, key in enumerate(own)]
 
-    def visit(p: LaidOut, carried: list, owed: list) -> list:
-        assert [key for key, _ in carried] == p.keys[: p.layout.num_cached]
-        check_heads(p, [has_head for _, has_head in carried])
+    def visit(p: LaidOut, cached: list, pending: list) -> list:
+        assert [key for key, _ in cached] == p.keys[: p.layout.num_cached]
+        check_heads(p, [has_head for _, has_head in cached])
         assert set(p.layout.publish[p.layout.publish_heads].tolist()) <= set(p.layout.head_index.tolist())
         return [0] * p.layout.num_cached
 
-    for chain in data.draw(plans(batch)):
-        walk_backward(lay_out(batch, chain, forward_only=False), export, visit)
+    for group in data.draw(plans(batch)):
+        walk_backward(lay_out(batch, group, forward_only=False), prefill, visit)
 
 
 @given(st.data(), ANY_BATCH)
-def test_every_gradient_reaches_the_owner_of_the_row_exactly_once(data: st.DataObject, batch: Batch) -> None:
+def test_every_gradient_reaches_the_chunk_that_computes_the_token_exactly_once(
+    data: st.DataObject, batch: Batch
+) -> None:
     """Keys' gradients by (reader, row), and head outputs' by response token: counted, none lost, none twice."""
-    for chain in data.draw(plans(batch)):
+    for group in data.draw(plans(batch)):
         received: Counter = Counter()
 
-        def export(p: LaidOut, layout: PackedLayout, carried: list) -> list:
+        def prefill(p: LaidOut, layout: PackedLayout, cached: list) -> list:
             return list(p.keys[layout.num_cached : p.layout.num_cached])
 
-        def visit(p: LaidOut, carried: list, owed: list, received: Counter = received) -> list:
+        def visit(p: LaidOut, cached: list, pending: list, received: Counter = received) -> list:
             layout, c = p.layout, p.layout.num_cached
             sums = [Counter() for _ in p.keys]
             for query, rows in enumerate(readable(layout)):
@@ -184,54 +188,31 @@ def test_every_gradient_reaches_the_owner_of_the_row_exactly_once(data: st.DataO
             for index, head in zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True):
                 s = int(np.searchsorted(p.batch.offsets, index, side="right")) - 1
                 sums[heads[head]]["token", p.part.sequences[s], index - int(p.batch.offsets[s])] += 1
-            for row, more in zip(layout.publish.tolist(), owed, strict=True):
+            for row, more in zip(layout.publish.tolist(), pending, strict=True):
                 sums[c + row] += more
             for key, total in zip(p.own_keys, sums[c:], strict=True):
                 received.update({(key, reader): times for reader, times in total.items()})
             return sums[:c]
 
-        walk_backward(lay_out(batch, chain, forward_only=False), export, visit, nothing=Counter())
-        members = [(s, part) for part in chain for s in part.sequences]
+        walk_backward(lay_out(batch, group, forward_only=False), prefill, visit, nothing=Counter())
+        members = [(s, part) for part in group for s in part.sequences]
         expected = Counter(
             (row, ("token", s, len(row[1]) - 2))
             for s, _ in members
             for row in ancestors((batch.class_of(s), batch.sequences[s]))
             if len(row[1]) - 1 >= batch.prompt_lengths[s]
         )
-        rows = [key for p in lay_out(batch, chain, forward_only=False) for key in p.own_keys]
+        rows = [key for p in lay_out(batch, group, forward_only=False) for key in p.own_keys]
         expected.update((row, key) for key in rows for row in ancestors(key))
         assert received == expected
 
 
-@given(st.data(), ANY_BATCH)
-def test_attention_over_parts_equals_attention_of_every_sequence_alone(data: st.DataObject, batch: Batch) -> None:
-    rng = np.random.default_rng(0)
-    vectors = {key: rng.normal(size=(3, 4)) for key in sorted(batch.rows())}  # q, k, v of each row
-
-    def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        weights = np.exp(k @ q)
-        return weights @ v / weights.sum()
-
-    for chain in data.draw(plans(batch)):
-
-        def visit(p: LaidOut, carried: list) -> list:
-            own = [vectors[key] for key in p.own_keys]
-            kv = np.array([*carried, *own])
-            out = [attend(q[0], kv[rows, 1], kv[rows, 2]) for q, rows in zip(own, readable(p.layout), strict=True)]
-            for key, got in zip(p.own_keys, out, strict=True):
-                path = np.array([vectors[row] for row in ancestors(key)])
-                np.testing.assert_allclose(got, attend(path[-1, 0], path[:, 1], path[:, 2]), rtol=1e-12)
-            return own
-
-        walk_forward(lay_out(batch, chain, forward_only=True), visit)
-
-
 @given(batches())
-def test_a_rank_without_exports_runs_one_row_that_nobody_reads(batch: Batch) -> None:
+def test_a_rank_without_a_prefill_runs_one_token_that_nobody_reads(batch: Batch) -> None:
     idle = idle_prefill(batch.tokens, batch.offsets)
     first = batch.sequences[0]
     assert (idle.input_ids.tolist(), idle.labels.tolist(), idle.position_ids.tolist()) == ([first[0]], [first[1]], [0])
-    assert (idle.num_cached, idle.kv_index.tolist(), num_pairs(idle)) == (0, [0], 1)
+    assert (idle.num_cached, idle.kv_index.tolist(), idle.is_chunk) == (0, [0], False)
     assert idle.num_logical_tokens == len(first)
     assert not len(idle.publish)
     assert not len(idle.publish_heads)
@@ -254,13 +235,13 @@ def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
         lay_group_out(replace(FIRST, **wrong))
 
 
-def test_a_row_that_is_prompt_here_and_label_elsewhere_hands_over_its_head_output() -> None:
+def test_a_token_that_is_prompt_here_and_label_elsewhere_publishes_its_head_output() -> None:
     layout = lay_group_out(FIRST, first_label=17)
     assert layout.publish[layout.publish_heads].tolist() == [17, 18]
     assert {17, 18} <= set(layout.head_index.tolist())
 
 
-def test_a_part_without_a_row_of_its_own_is_refused() -> None:
+def test_a_chunk_without_a_token_of_its_own_is_refused() -> None:
     def lay_out_one(num_cached: int) -> PackedLayout:
         part = Chunk(num_sequences=1, num_cached=num_cached)
         rows = np.array([1, 2, 3, 4]), np.array([0, 4]), np.array([2])
