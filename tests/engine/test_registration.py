@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from verl.workers.engine import EngineRegistry
-from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 
 from tests.fresh import Ended, run_fresh
 from tests.support import make_engine, save_tiny_model
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine import registration
+from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 
 STOCK = "verl.workers.engine.fsdp.transformer_impl"
 OURS = "PrefixGrouperFSDPEngineWithLMHead"
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "package first, no plugins": ("import verl_pg_plugin" + BUILT, CPU | NO_PLUGINS),
     "external module": (BUILT, CPU | NO_PLUGINS | {"VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
     "broken": (
-        "import sys\nsys.modules['verl_pg_plugin.engine.fsdp_engine'] = None" + SELECT_THE_MODE,
+        "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None" + SELECT_THE_MODE,
         {"VERL_PLATFORM": "nvidia"},
     ),
     "selected, no plugins": (SELECT_THE_MODE, NO_PLUGINS | {"VERL_PLATFORM": "nvidia"}),
@@ -128,7 +128,7 @@ def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(mo
 def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(ended: dict[str, Ended]) -> None:
     """verl logs a plugin that fails to load at DEBUG; the config that selects the mode raises its error."""
     assert ended["broken"].returncode != 0
-    assert "import of verl_pg_plugin.engine.fsdp_engine halted" in ended["broken"].stderr
+    assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
 
 
 def test_selecting_the_mode_registers_even_where_verl_was_told_to_load_no_plugins(ended: dict[str, Ended]) -> None:
