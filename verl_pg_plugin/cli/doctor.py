@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, and a set of overrides, without starting anything",
-        description="Exit code 0: nothing fails. 1: something does; its fix is below it. 2: overrides that Hydra refuses.",
+        description="Exit code 0: nothing fails. 1: something does, its fix below it. 2: Hydra refuses the overrides.",
     )
     parser.add_argument(
         "overrides",
@@ -123,7 +123,8 @@ def show(sections: Iterable[Section]) -> int:
     states: list[str] = []
     for title, lines in sections:
         sys.stdout.write(f"{title}\n")
-        for line, text in zip(lines, in_columns([(line.state.ljust(4), line.what, line.text) for line in lines])):
+        texts = in_columns([(line.state.ljust(4), line.what, line.text) for line in lines])
+        for line, text in zip(lines, texts, strict=True):
             sys.stdout.write(f"  {text}\n" + (f"        fix: {line.fix}\n" if line.fix else ""))
             states.append(line.state)
     failures, doubts = states.count(FAIL), states.count(WARN)
@@ -191,7 +192,7 @@ def gpus() -> list[str]:
 
 
 def fresh_process() -> dict[str, Any]:
-    """What ``fresh_process.py`` finds in a new process of this environment; ``error`` alone where verl does not load."""
+    """What ``fresh_process.py`` finds in a new process; ``error`` alone where verl does not load."""
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.read_text()]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -29,7 +29,7 @@ from verl_pg_plugin.planning.micro_batches import (
 BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
 COMPILED = 1.4
-"""Speed of tokens where ``compile_layers`` fuses what lies between the matrices; fitted by scripts/cost_accuracy.py."""
+"""Speed of tokens where ``compile_layers`` fuses what lies between the matrices; fitted to docs/data."""
 KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.75, "flash_attn_4": 1.75}
 """Speed of attention kernels, that of stock verl being 1; from the same table."""
 FIRST_RESPONSE_TOKEN = 2**31
@@ -145,8 +145,8 @@ class Forecast:
 class DeviceMemory:
     """Bytes of an update beside its activations, on one of the GPUs that FSDP2 spreads a model over.
 
-    As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations. With ``TokenMemory`` it met 25
-    peaks measured on H200s within 3%.
+    As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations. With ``TokenMemory`` it meets
+    peaks measured on an H200 within a tenth.
 
     Attributes:
         fixed: weights, gradients, both moments, and the layers, embedding and LM head that are gathered.
