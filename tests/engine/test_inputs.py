@@ -77,8 +77,14 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ModelInputs]:
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
         inputs.append(
             packed_inputs(
-                LAYOUT, BATCH, select_kernel("sdpa", "cpu"), TEXT, torch.device("cpu"), runs_encoder=False,
-                token_multiple=PADDED, sp_group=object(),  # type: ignore[arg-type]
+                LAYOUT,
+                BATCH,
+                select_kernel("sdpa", "cpu"),
+                TEXT,
+                torch.device("cpu"),
+                runs_encoder=False,
+                token_multiple=PADDED,
+                sp_group=object(),  # type: ignore[arg-type]
             )
         )
     return inputs

@@ -70,7 +70,9 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     limit = tu.get_non_tensor_data(data, name, default=None)
     if limit is None:
         raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
-    return MicroBatchLimits(max_tokens=int(limit) * sp_size) if by_tokens else MicroBatchLimits(max_sequences=int(limit))
+    return (
+        MicroBatchLimits(max_tokens=int(limit) * sp_size) if by_tokens else MicroBatchLimits(max_sequences=int(limit))
+    )
 
 
 @dataclass(frozen=True)

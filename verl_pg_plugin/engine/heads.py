@@ -105,9 +105,7 @@ class LogProbHead:
         hidden_NE = hidden_1NE.squeeze(0)
         if self.fused is not None:
             return _fused_outputs(self.fused, hidden_NE, self.head.weight, request).unsqueeze(0)
-        return _ChunkedOutputs.apply(
-            hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size
-        ).unsqueeze(0)
+        return _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size).unsqueeze(0)
 
 
 def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
