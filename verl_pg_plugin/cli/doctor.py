@@ -354,7 +354,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
             add_sections(config)
         OmegaConf.resolve(config.copy())
     except (HydraException, OmegaConfBaseException) as error:
-        raise CommandError(" ".join(str(error).split())) from error
+        override = getattr(error, "override", None)  # of one that cannot be parsed
+        message = " ".join(str(error).split())
+        raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
     auto_set_device(config)
     return config
 
