@@ -14,9 +14,9 @@ from tests.architectures.outcome import EXACT, HYBRIDS, supports_checkpointing
 from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
 from tests.architectures.tiny_configs import tiny_config
 from tests.mixers import hybrids
-from tests.mixers import test_multimodal_text as multimodal
-from tests.mixers.test_gated_delta_engine import SAMPLES as HYBRID_SAMPLES
-from tests.mixers.test_gated_delta_engine import assert_exact, rows_alone
+from tests.mixers import test_engine as multimodal
+from tests.mixers.test_engine import SAMPLES as HYBRID_SAMPLES
+from tests.mixers.test_engine import assert_exact, rows_alone
 from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import fused_obstacle, skeleton
 from verl_pg_plugin.synthetic import make_batch
@@ -69,7 +69,7 @@ def test_fused_kernels_of_multimodal_hybrids_are_as_exact_as_their_layers(
     path = hybrids.save_multimodal(tmp_path, kind)
     engine = make_engine(path, packed=True, model=FUSED_HEAD)
     assert engine.log_prob_head.fused is not None
-    got = run_engine(engine, make_batch(multimodal.SAMPLES), actor_loss())
+    got = run_engine(engine, make_batch(multimodal.TEXTS), actor_loss())
     assert_same(got, multimodal.reference(path), tolerance=2e-5)
     record_property("transformers", transformers.__version__)
     record_property("model", json.dumps({kind: {FUSED: True}}))

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 
-from tests.mixers.test_gated_delta_engine import NEARLY_CANCEL
+from tests.mixers.test_engine import NEARLY_CANCEL
 from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, run_alone, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
