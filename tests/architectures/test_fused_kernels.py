@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from make_models_table import FUSED, read_record
-from verl_pg_plugin.engine.heads.fused_head import FusedHead
 
 from tests.architectures.outcome import EXACT, HYBRIDS, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
+from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without
 from tests.architectures.tiny_configs import tiny_config
 from tests.mixers import hybrids
 from tests.mixers import test_engine as multimodal
@@ -35,8 +34,6 @@ def test_fused_kernels_are_exact_or_refused_by_name(
     torch.manual_seed(SEED)
     config = tiny_config(model_type)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    if config.get_text_config().to_dict().get("attn_logit_softcapping"):
-        write_capped_scores_out(monkeypatch)
     obstacle = fused_obstacle(skeleton(tiny_config(model_type).get_text_config()))
     settings = {**FUSED_HEAD, "enable_gradient_checkpointing": supports_checkpointing(model_type)}
     if obstacle:
