@@ -36,7 +36,7 @@ def experts_of(config: transformers.PretrainedConfig) -> dict[str, str]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path
 ) -> None:
     if outcome_of(model_type).status != EXACT:
         pytest.skip("is refused")
@@ -75,5 +75,5 @@ def test_types_that_are_refused_compiled_would_not_be_exact(model_type: str, tmp
     why = WRONG_COMPILED[model_type]
     monkeypatch.delitem(WRONG_COMPILED, model_type)
     with pytest.raises(AssertionError, match="off by"):
-        test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path, monkeypatch)
+        test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path)
     assert " off " in why
