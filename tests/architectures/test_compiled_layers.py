@@ -35,9 +35,7 @@ def experts_of(config: transformers.PretrainedConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type: str, tmp_path: Path) -> None:
     if outcome_of(model_type).status != EXACT:
         pytest.skip("is refused")
     config = tiny_config(model_type)

@@ -32,9 +32,7 @@ ZERO_GRADIENTS = {
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in HYBRIDS])
-def test_exact_through_the_engine_or_refused_by_name(
-    model_type: str, tmp_path: Path, record_property: Any
-) -> None:
+def test_exact_through_the_engine_or_refused_by_name(model_type: str, tmp_path: Path, record_property: Any) -> None:
     expected = outcome_of(model_type)
     if expected.status == NOT_RUN:
         with pytest.raises((AttributeError, StrictDataclassError)):

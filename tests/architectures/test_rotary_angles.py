@@ -42,9 +42,7 @@ def recomputed_without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         if name not in HYBRIDS
     ],
 )
-def test_torch_before_2_13_trains_every_type_that_is_not_refused(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_torch_before_2_13_trains_every_type_that_is_not_refused(model_type: str, tmp_path: Path) -> None:
     """A type that fails here and is not in the list would fail in a user's first update."""
     if outcome_of(model_type).status != EXACT or not supports_checkpointing(model_type):
         pytest.skip("is refused, or has no gradient checkpointing")
