@@ -8,7 +8,7 @@ import transformers
 from torch._dynamo.utils import counters
 
 from tests.architectures.outcome import EXACT, HYBRIDS, model_class, outcome_of, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
+from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without
 from tests.architectures.test_gpu_models import DENSE, assert_as_close_as_stock, save_dense, zero_gradients
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
@@ -36,13 +36,11 @@ def experts_of(config: transformers.PretrainedConfig) -> dict[str, str]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path
 ) -> None:
     if outcome_of(model_type).status != EXACT:
         pytest.skip("is refused")
     config = tiny_config(model_type)
-    if config.get_text_config().to_dict().get("attn_logit_softcapping"):
-        write_capped_scores_out(monkeypatch)
     torch.manual_seed(SEED)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     engine = make_engine(
@@ -77,5 +75,5 @@ def test_types_that_are_refused_compiled_would_not_be_exact(model_type: str, tmp
     why = WRONG_COMPILED[model_type]
     monkeypatch.delitem(WRONG_COMPILED, model_type)
     with pytest.raises(AssertionError, match="off by"):
-        test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path, monkeypatch)
+        test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type, tmp_path)
     assert " off " in why

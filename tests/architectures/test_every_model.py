@@ -1,7 +1,6 @@
 """Every causal language model of transformers is exact through the engine, or refused by name."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, record_outcome, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from tests.attention.dense import attend_sequence
 from tests.engine.test_exactness import CASES
 from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
-from verl_pg_plugin.attention.kernels import KERNELS, sdpa
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -36,15 +33,13 @@ ZERO_GRADIENTS = {
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in HYBRIDS])
 def test_exact_through_the_engine_or_refused_by_name(
-    model_type: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path, record_property: Any
 ) -> None:
     expected = outcome_of(model_type)
     if expected.status == NOT_RUN:
         with pytest.raises((AttributeError, StrictDataclassError)):
             transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
     if expected.status == EXACT:
-        if tiny_config(model_type).get_text_config().to_dict().get("attn_logit_softcapping"):
-            write_capped_scores_out(monkeypatch)
         assert_actor_is_exact(model_type, tmp_path, expected.head_in_chunks)
         if expected.value_head:
             assert_critic_is_exact(model_type, tmp_path / "value")
@@ -84,30 +79,3 @@ def assert_critic_is_exact(model_type: str, folder: Path) -> None:
 
 def without(result: Result, names: set[str]) -> Result:
     return replace(result, gradients={name: grad for name, grad in result.gradients.items() if name not in names})
-
-
-def write_capped_scores_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel for a CPU caps scores: attention written out takes the place of sdpa."""
-    monkeypatch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], softcap=True))
-    monkeypatch.setattr(sdpa, "attend", capped_attention)
-
-
-def capped_attention(q_THD, k_KGD, v_KGD, cu_seqlens_q, cu_seqlens_k, *longest, **options: Any) -> torch.Tensor:
-    lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    pieces = zip(q_THD.split(lengths[0]), k_KGD.split(lengths[1]), v_KGD.split(lengths[1]), strict=True)
-    return torch.cat([partial(attend_segment, **options)(*piece) for piece in pieces])
-
-
-def attend_segment(
-    q_LHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    *,
-    softmax_scale: float,
-    window_size: int,
-    softcap: float,
-) -> torch.Tensor:
-    """The queries are the last L of M positions."""
-    before = len(k_MGD) - len(q_LHD)
-    q_MHD = torch.cat([q_LHD.new_zeros(before, *q_LHD.shape[1:]), q_LHD])
-    return attend_sequence(q_MHD, k_MGD, v_MGD, softmax_scale, window_size, softcap)[before:]

@@ -8,15 +8,14 @@ import pytest
 import torch
 import transformers
 from make_models_table import FUSED, read_record
-from verl_pg_plugin.engine.heads.fused_head import FusedHead
 
 from tests.architectures.outcome import EXACT, HYBRIDS, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without, write_capped_scores_out
+from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without
 from tests.architectures.tiny_configs import tiny_config
 from tests.mixers import hybrids
-from tests.mixers import test_multimodal_text as multimodal
-from tests.mixers.test_gated_delta_engine import SAMPLES as HYBRID_SAMPLES
-from tests.mixers.test_gated_delta_engine import assert_exact, rows_alone
+from tests.mixers import test_engine as multimodal
+from tests.mixers.test_engine import SAMPLES as HYBRID_SAMPLES
+from tests.mixers.test_engine import assert_exact, rows_alone
 from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import fused_obstacle, skeleton
 from verl_pg_plugin.synthetic import make_batch
@@ -35,8 +34,6 @@ def test_fused_kernels_are_exact_or_refused_by_name(
     torch.manual_seed(SEED)
     config = tiny_config(model_type)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    if config.get_text_config().to_dict().get("attn_logit_softcapping"):
-        write_capped_scores_out(monkeypatch)
     obstacle = fused_obstacle(skeleton(tiny_config(model_type).get_text_config()))
     settings = {**FUSED_HEAD, "enable_gradient_checkpointing": supports_checkpointing(model_type)}
     if obstacle:
@@ -69,7 +66,7 @@ def test_fused_kernels_of_multimodal_hybrids_are_as_exact_as_their_layers(
     path = hybrids.save_multimodal(tmp_path, kind)
     engine = make_engine(path, packed=True, model=FUSED_HEAD)
     assert engine.log_prob_head.fused is not None
-    got = run_engine(engine, make_batch(multimodal.SAMPLES), actor_loss())
+    got = run_engine(engine, make_batch(multimodal.TEXTS), actor_loss())
     assert_same(got, multimodal.reference(path), tolerance=2e-5)
     record_property("transformers", transformers.__version__)
     record_property("model", json.dumps({kind: {FUSED: True}}))

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import CheckpointError
 
 from tests.architectures.outcome import EXACT, HYBRIDS, outcome_of, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES, write_capped_scores_out
+from tests.architectures.test_every_model import SAMPLES
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import actor_loss, make_engine, run_engine
 from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
@@ -43,14 +43,12 @@ def recomputed_without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_torch_before_2_13_trains_every_type_that_is_not_refused(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path
 ) -> None:
     """A type that fails here and is not in the list would fail in a user's first update."""
     if outcome_of(model_type).status != EXACT or not supports_checkpointing(model_type):
         pytest.skip("is refused, or has no gradient checkpointing")
     config = tiny_config(model_type)
-    if config.get_text_config().to_dict().get("attn_logit_softcapping"):
-        write_capped_scores_out(monkeypatch)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     engine = make_engine(str(tmp_path), packed=True, engine=BF16)
     fails = pytest.raises(CheckpointError, match="different metadata")
