@@ -164,7 +164,7 @@ def test_rows_spread_over_ranks_are_refused_by_name(hybrids: dict) -> None:
 
 
 def test_padded_groups_are_refused_by_name(hybrids: dict) -> None:
-    with pytest.raises(ValueError, match=r"gated_delta layers of qwen3_next share packed rows only"):
+    with pytest.raises(ValueError, match=r"gated_delta layers of qwen3_next share packed tokens only"):
         make_engine(hybrids["qwen3_next"], packed=True, model={"use_remove_padding": False})
 
 
@@ -184,11 +184,13 @@ def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MIXERS, Convolution.name, Convolution())
 
 
-@pytest.mark.parametrize("options", [{}, {"engine": {"compile_layers": True}}, {"engine": {"verify": "first"}}])
+@pytest.mark.parametrize(
+    "options", [{"verify": "first"}, pytest.param({"compile_layers": True}, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.usefixtures("with_convolutions")
 def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: dict) -> None:
     batch = make_batch(TREE, max_token_len_per_gpu=28)
-    engine = make_engine(toy, packed=True, **options)
+    engine = make_engine(toy, packed=True, engine=options)
     assert_same(run_engine(engine, batch, actor_loss()), run_reference(toy, batch, actor_loss()))
     assert engine.shared_model.layers == {"attention": 2, "convolution": 1}
     assert not engine.shared_model.prefix_cache, "so its groups are not split"
@@ -261,12 +263,12 @@ def test_forwards_of_transformers_stay_as_they_are(qwen3_5: str) -> None:
     assert "logits_to_keep" in inspect.signature(before).parameters
 
 
-def test_the_tower_costs_rows_nothing(qwen3_5: str) -> None:
+def test_the_vision_encoder_costs_text_nothing(qwen3_5: str) -> None:
     config = transformers.AutoConfig.from_pretrained(qwen3_5)
     assert architecture_issues(config, trust_remote_code=False) == []
     whole = transformers.AutoModelForImageTextToText.from_pretrained(qwen3_5)
     text = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
-    assert replace(ModelFlops.of(whole), tower=None) == ModelFlops.of(text) == ModelFlops.of_config(config)
+    assert replace(ModelFlops.of(whole), vision=None) == ModelFlops.of(text) == ModelFlops.of_config(config)
 
 
 def worst_log_prob(path: str, **options) -> float:

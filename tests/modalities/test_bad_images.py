@@ -7,12 +7,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl_pg_plugin.engine.batch.sequences import BatchError, lay_out_packed, read_sequences
 
 from tests.modalities.image_cases import CAT, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
 from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
 from tests.support import actor_loss, clone, make_engine
-from verl_pg_plugin.modalities import Images
+from verl_pg_plugin.engine.batch import read_sequences
+from verl_pg_plugin.modalities import BatchError, Images
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -151,10 +151,10 @@ def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
     """Equal tokens and images, and a video shown at another speed: Qwen2.5-VL's positions say so."""
     modality = Images.of(config_of("qwen3_vl"))
     batch = image_batch(model, TURNS[:2])
-    shared = lay_out_packed(read_sequences(batch, modality)).num_rows
+    shared = read_sequences(batch, modality).lay_out(packed=True).num_tokens
     second = batch["position_ids"].offsets()[1]
     batch["position_ids"].values()[1, second + 6 : second + 28] += 1
-    apart = lay_out_packed(read_sequences(batch, modality)).num_tokens
+    apart = read_sequences(batch, modality).lay_out(packed=True).num_tokens
     assert shared == len(TURNS[0].tokens) - 1 + 1
     assert apart == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
 
@@ -171,7 +171,7 @@ def test_images_that_differ_in_anything_are_not_shared(model: Any, name: str) ->
         ids, (start, stop) = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
         ids[start:stop][ids[start:stop] == IMAGE] = VIDEO
     with_inputs(1, change)(batch)
-    layout = lay_out_packed(read_sequences(batch, Images.of(config_of("qwen3_vl"))))
+    layout = read_sequences(batch, Images.of(config_of("qwen3_vl"))).lay_out(packed=True)
     assert layout.num_tokens == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
 
 
