@@ -87,7 +87,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_outputs_and_gradients_are_those_of_every_sequence_alone(kind: str, depth: int) -> None:
     batch = trie_of_depth(depth)
     assert depth_of(batch.layout()) == depth
@@ -104,10 +104,9 @@ def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch
     return state.new_zeros(total, *state.shape[1:])
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_without_the_state_handed_down_nothing_is_right(depth: int) -> None:
+def test_without_the_state_handed_down_nothing_is_right() -> None:
     with patch.object(layer_file._HandDown, "apply", forget):
-        found = errors("qwen3_next", trie_of_depth(depth))
+        found = errors("qwen3_next", trie_of_depth(4))
     assert found["output"] > 1e-2
     assert found["A_log"] > 1e-2
 
