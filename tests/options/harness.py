@@ -1,7 +1,8 @@
 """Runs a case of the matrix in packed mode and holds it against every sequence alone."""
 
 import json
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 LORA_RANK = 4
+HOW_TO_CUT = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "use_fused_kernels")
 
 
 def save_adapter(model_path: str, path: Path) -> str:
@@ -71,6 +73,7 @@ class Engines:
     checkpoint: Checkpoint
     base: dict[str, Any] = field(default_factory=dict)
     built: dict[str, Any] = field(default_factory=dict)
+    references: dict[str, Result] = field(default_factory=dict)
 
     def of(self, case: Case, **settings: Any) -> Any:
         """The engine of a case; ``settings`` as for ``make_engine``."""
@@ -87,6 +90,14 @@ class Engines:
                 carry_always(built)
             self.built[key] = built
         return self.built[key]
+
+    def reference_of(self, case: Case, batch: TensorDict) -> Result:
+        """Every sample of the matrix alone; how they are cut makes no difference to it."""
+        told = {name: value for name, value in case.settings("batch").items() if name not in HOW_TO_CUT}
+        key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case.settings("model"))))
+        if key not in self.references:
+            self.references[key] = reference_of(case, self.checkpoint, batch)
+        return self.references[key]
 
 
 def batch_of(case: Case, samples: Sequence[Sample] = SAMPLES, scale: int = 1) -> TensorDict:
@@ -129,14 +140,14 @@ def output_names(batch: TensorDict) -> set[str]:
 
 
 def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
-    """Chains, where the case is about them, are of some rank: the one whose group exceeds its budget."""
+    """Split groups, where the case is about them, are of some rank: the one whose group exceeds its budget."""
     mine = tu.index_select_tensor_dict(everything, rows_of(case, engine, everything))
-    if case.carries and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
+    if case.splits and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
         # Ranks that share sequences share the budget of all.
         budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // sequence_ranks(engine))
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
     shares = isinstance(engine, SharedPrefixEngine)
-    with carrying(engine) if case.carries and shares else nullcontext():
+    with carrying(engine) if case.splits and shares else nullcontext():
         result = run_engine(engine, mine, loss_of(case))
     assert result.outputs.keys() == output_names(everything)
     assert any(gradient.any() for gradient in result.gradients.values())
@@ -148,9 +159,9 @@ def sequence_ranks(engine: Any) -> int:
 
 
 def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
-    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks; with chains, neighbours."""
+    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks; neighbours where groups are split."""
     rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-    if case.carries:
+    if case.splits:
         return np.array_split(np.arange(len(everything)), size)[rank].tolist()
     return list(range(rank, len(everything), size))
 
@@ -164,5 +175,22 @@ def of_rows(result: Result, rows: Sequence[int]) -> Result:
 def assert_exact(case: Case, engines: Engines) -> None:
     """Outputs, loss and gradients of a case on this rank are those of the sequences alone."""
     engine, everything = engines.of(case), batch_of(case)
-    expected = reference_of(case, engines.checkpoint, everything)
+    expected = engines.reference_of(case, everything)
     assert_same(run_on_this_rank(case, engine, everything), of_rows(expected, rows_of(case, engine, everything)))
+
+
+def errors_of(rank: int, cases: Iterable[Case], check: Callable[[Case], None]) -> list[str]:
+    """What is wrong with each case on this rank, empty where nothing is."""
+    errors = []
+    for case in cases:
+        try:
+            check(case)
+            errors.append("")
+        except Exception:
+            errors.append(f"rank {rank}: {traceback.format_exc()}")
+    return errors
+
+
+def by_case(cases: Sequence[Case], by_rank: Sequence[list[str]]) -> dict[str, str]:
+    """What is wrong with each case on any rank."""
+    return {str(case): "\n".join(filter(None, errors)) for case, *errors in zip(cases, *by_rank, strict=True)}

@@ -1,6 +1,6 @@
 """An option of verl's users as the matrix runs it: alone, and with every option it meets in the code."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import combinations
@@ -13,7 +13,7 @@ class Place(Enum):
     """Where in the engine an option takes effect; two options that share a place are tested together."""
 
     CUT = "a mini-batch is cut into micro-batches"
-    ROWS = "the rows of a forward are padded or spread over ranks"
+    TOKENS = "the tokens of a forward are padded or spread over ranks"
     HEAD = "outputs are computed from the last hidden states"
     LAYERS = "layers run, and run again in the backward"
     WEIGHTS = "weights are sharded, moved, gathered and updated"
@@ -26,13 +26,13 @@ class Option:
     Attributes:
         name: its title in the table.
         override: what the user writes on the command line.
-        meets: where it takes effect.
+        meets: where it takes effect; the matrix runs what has any, and the tests of the others are ``proofs``.
         engine, model, batch, loss: settings for ``make_engine``, ``make_batch`` and ``actor_loss`` of
             ``tests.support``; a tensor in ``batch`` becomes a field of the batch.
         num_ranks: processes it needs.
         needs_gpu: it cannot run on a CPU.
-        slow: it takes seconds (compilers), so its pairs belong to the long tail.
-        carries: it makes chains, which every case with it must have.
+        compiles: torch compiles something, which takes seconds.
+        splits: it makes split groups, which every case with it must have.
         refuses: names of options that it is rejected with, by name.
         rejected: packed mode refuses it, by name.
         proofs: further tests of it, as beginnings of test ids.
@@ -41,16 +41,16 @@ class Option:
 
     name: str
     override: str
-    meets: frozenset[Place] = frozenset()
+    meets: Set[Place] = frozenset()
     engine: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
     loss: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
     needs_gpu: bool = False
-    slow: bool = False
-    carries: bool = False
-    refuses: frozenset[str] = frozenset()
+    compiles: bool = False
+    splits: bool = False
+    refuses: Set[str] = frozenset()
     rejected: bool = False
     proofs: tuple[str, ...] = ()
     note: str = ""
@@ -60,11 +60,6 @@ class Option:
         """Whether every case has it on already."""
         return not (self.engine or self.model or self.batch)
 
-    @property
-    def runs(self) -> bool:
-        """Whether the matrix runs it; else its tests are those in ``proofs``."""
-        return bool(self.meets)
-
     def contradicts(self, other: "Option") -> bool:
         """Whether the two set one thing to different values."""
         sections = ((self.engine, other.engine), (self.model, other.model), (self.batch, other.batch))
@@ -73,9 +68,6 @@ class Option:
             for mine, theirs in sections
             for name in mine.keys() & theirs.keys()
         )
-
-    def refuses_with(self, other: "Option") -> bool:
-        return other.name in self.refuses or self.name in other.refuses
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,31 +88,28 @@ class Case:
         return max(option.num_ranks for option in self.options)
 
     @property
-    def carries(self) -> bool:
+    def splits(self) -> bool:
         """Not where temperatures of samples part the groups, which then fit."""
         parted = isinstance(self.settings("batch").get("temperature"), torch.Tensor)
-        return any(option.carries for option in self.options) and not parted
+        return any(option.splits for option in self.options) and not parted
 
     @property
-    def slow(self) -> bool:
-        return len(self.options) > 1 and any(option.slow for option in self.options)
+    def compiles(self) -> bool:
+        return any(option.compiles for option in self.options)
+
+    @property
+    def is_refused(self) -> bool:
+        names = {option.name for option in self.options}
+        return any(option.refuses & names for option in self.options)
 
 
 def alone(options: Iterable[Option]) -> list[Case]:
     """One case per option that the matrix runs."""
-    return [Case((option,)) for option in options if option.runs]
+    return [Case((option,)) for option in options if option.meets]
 
 
-def pairs(options: Iterable[Option]) -> list[Case]:
-    """One case per two options that share a place and can be on together."""
-    return [Case(both) for both in _meeting(options) if not both[0].refuses_with(both[1])]
-
-
-def refused_pairs(options: Iterable[Option]) -> list[Case]:
-    """Those that could, were they not rejected by name."""
-    return [Case(both) for both in _meeting(options) if both[0].refuses_with(both[1])]
-
-
-def _meeting(options: Iterable[Option]) -> list[tuple[Option, Option]]:
+def pairs(options: Iterable[Option], refused: bool = False) -> list[Case]:
+    """One case per two options that share a place and can be on together, or could, were they not refused by name."""
     changing = [option for option in options if not option.is_default]
-    return [(a, b) for a, b in combinations(changing, 2) if a.meets & b.meets and not a.contradicts(b)]
+    both = [Case((a, b)) for a, b in combinations(changing, 2) if a.meets & b.meets and not a.contradicts(b)]
+    return [case for case in both if case.is_refused == refused]

@@ -14,16 +14,15 @@ from verl_pg_plugin.after_import import after_import
 
 FAULT = "the fault of rank 1"
 PLACES = {
-    "in front of a forward": ("verl_pg_plugin.engine.sharing_modes", "PackedMode", "to_device"),
-    "forward": ("verl_pg_plugin.attention.context", "PackedAttention", "attend_packed"),
-    "backward": ("verl_pg_plugin.attention.gather", None, "sum_over_readers"),
+    "in front of a forward": ("verl_pg_plugin.engine.engine", "on_device"),
+    "forward": ("verl_pg_plugin.attention.op", "_forward"),
+    "backward": ("verl_pg_plugin.attention.op", "_backward"),
 }
 
 
-def _plant(module: str, owner: str | None, name: str) -> None:
-    place: Any = importlib.import_module(module)
-    place = place if owner is None else getattr(place, owner)
-    function = getattr(place, name)
+def _plant(module_name: str, name: str) -> None:
+    module: Any = importlib.import_module(module_name)
+    function = getattr(module, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if os.environ.get("RANK") == "1":
@@ -31,7 +30,7 @@ def _plant(module: str, owner: str | None, name: str) -> None:
             raise ZeroDivisionError(FAULT)
         return function(*args, **kwargs)
 
-    setattr(place, name, failing)
+    setattr(module, name, failing)
 
 
 if "FAULT_PLACE" in os.environ:  # in a worker, and not in the test that starts it

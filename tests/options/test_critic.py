@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def is_for_a_critic(option: Option) -> bool:
-    runs_here = option.num_ranks == 1 and not option.needs_gpu and not option.slow
+    runs_here = option.num_ranks == 1 and not option.needs_gpu and not option.compiles
     # verl gives peft the task of a causal LM, which it cannot put adapters for on a token classifier.
     return runs_here and option.name != "LoRA" and bool(option.meets - {Place.HEAD})
 

@@ -1,10 +1,14 @@
 """The table itself: no row without a test, no test that is not there, and overrides that verl takes."""
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
 import transformers
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 from tests.config.config_support import TINY, compose_config, save_checkpoint
 from tests.options.option import Option
@@ -19,22 +23,22 @@ def test_names_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_is_proven(option: Option) -> None:
-    assert option.runs or option.proofs
-    assert option.refuses <= set(NAMES)
-    for proof in option.proofs:
-        path, _, test = proof.partition("::")
-        assert (REPOSITORY / path).is_file(), proof
-        assert f"def {test.partition('[')[0]}" in (REPOSITORY / path).read_text(), proof
+def test_every_option_is_proven() -> None:
+    for option in OPTIONS:
+        assert option.meets or option.proofs, option.name
+        assert option.refuses <= set(NAMES)
+        for proof in option.proofs:
+            path, _, test = proof.partition("::")
+            assert (REPOSITORY / path).is_file(), proof
+            assert f"def {test.partition('[')[0]}" in (REPOSITORY / path).read_text(), proof
 
 
 @pytest.fixture(scope="module")
-def runnable(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that leave nothing to object to."""
+def runnable(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
+    """A config that leaves nothing to object to."""
     hf_config = transformers.Qwen3Config(**{**TINY, "num_attention_heads": 4})
     checkpoint = save_checkpoint(tmp_path_factory.mktemp("qwen3"), hf_config)
-    return [
+    return compose_config(
         f"actor_rollout_ref.model.path={checkpoint}",
         f"critic.model.path={checkpoint}",
         "actor_rollout_ref.actor.use_prefix_grouper=True",
@@ -44,13 +48,25 @@ def runnable(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.name=hf",
         "algorithm.adv_estimator=grpo",
-    ]
+    )
+
+
+def with_overrides(config: DictConfig, overrides: list[str]) -> DictConfig:
+    """Hydra's own way to apply them to a config, which takes a second less than to compose it."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    if any(override.key_or_group == "model_engine" for override in parsed):  # picks files, and no value
+        model = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+        flag = "actor_rollout_ref.actor.use_prefix_grouper=True"
+        return compose_config(model, flag, *overrides)
+    changed = copy.deepcopy(config)
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, changed)
+    return changed
 
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS if "=" in o.override], ids=lambda option: option.name)
-def test_override_is_taken_or_refused_before_anything_starts(option: Option, runnable: list[str]) -> None:
-    overrides = re.split(r" (?=[\w.+]+=)", option.override)
-    found = [issue.why for issue in sharing_issues(compose_config(*runnable, *overrides)) if not issue.is_warning]
+def test_override_is_taken_or_refused_before_anything_starts(option: Option, runnable: DictConfig) -> None:
+    config = with_overrides(runnable, re.split(r" (?=[\w.+]+=)", option.override))
+    found = [issue.why for issue in sharing_issues(config) if not issue.is_warning]
     if option.needs_gpu:  # the machine's fault
         found = [why for why in found if "needs a GPU" not in why]
     assert bool(found) == option.rejected, found
