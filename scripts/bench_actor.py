@@ -245,8 +245,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 logger.warning("%s %s %s: %s", path, name, phase, numbers)
                 if args.profile:
                     profile_phase(f"{path} {name} {phase}", engine, phase, batch, loss, args)
-                kernels[path] = "stock" if path.stock else engine.sharing.kernel.name
-                compiled[path] = not path.stock and engine.layer_compilation.on
+                kernels[path] = "stock" if path.stock else engine.kernel.name
+                compiled[path] = not path.stock and engine.compiles
         del engine
         gc.collect()
         get_torch_device().empty_cache()

@@ -313,15 +313,15 @@ class Work:
         alone, packed, tokens = [], [], []
         for samples, (tower_alone, tower_packed) in zip(ranks, towers or [(0.0, 0.0)] * len(ranks), strict=True):
             lengths = np.array([len(sample.prompt) + len(sample.response) for sample in samples])
-            head = flops.per_head_row * float(lengths.sum())
+            head = flops.per_label * float(lengths.sum())
             alone.append((float(flops.alone(lengths).sum()) - head + tower_alone, head))
             layout = build_packed_layout(
                 np.concatenate([[*sample.prompt, *sample.response] for sample in samples]),
                 np.append(0, np.cumsum(lengths)),
                 np.array([len(sample.prompt) for sample in samples]),
             )
-            packed.append((flops.trunk(layout) + tower_packed, flops.per_head_row * len(layout.head_rows)))
-            tokens.append((int(lengths.sum()), layout.num_rows))
+            packed.append((flops.without_head(layout) + tower_packed, flops.per_label * len(layout.head_index)))
+            tokens.append((int(lengths.sum()), layout.num_tokens))
         return cls(
             alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},
             packed={phase: [passes(phase, *rank) for rank in packed] for phase in PHASES},

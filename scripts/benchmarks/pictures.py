@@ -94,5 +94,5 @@ def picture_flops(pictures: PromptPictures | None, groups: Sequence[Sequence[int
     """
     if pictures is None:
         return [(0.0, 0.0)] * len(groups)
-    one = flops.pictures(np.full(pictures.number, pictures.patches(config)))
+    one = flops.images(np.full(pictures.number, pictures.patches(config)))
     return [(one * len(group), one * len(set(group))) for group in groups]

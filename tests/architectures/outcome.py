@@ -78,7 +78,7 @@ def outcome_of(model_type: str) -> Outcome:
         head_in_chunks=not head_obstacle(skeleton(tiny_config(model_type).get_text_config())),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         and not architecture_issues(tiny_config(model_type), trust_remote_code=False, value_model=True),
-        kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs, spec.device_type or "cpu")],
+        kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
         needs=overrides,
         compiled=model_type not in WRONG_COMPILED.keys() | UNCOMPILED.keys(),
     )

@@ -1,7 +1,7 @@
 """Every causal language model of transformers is exact through the engine, or refused by name."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from huggingface_hub.errors import StrictDataclassError
 
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, record_outcome, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from tests.attention.dense import attend_sequence
 from tests.engine.test_exactness import CASES
 from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
-from verl_pg_plugin.attention.kernels import KERNELS, sdpa
-from verl_pg_plugin.synthetic import make_batch
+from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -35,35 +33,38 @@ ZERO_GRADIENTS = {
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in HYBRIDS])
-def test_exact_through_the_engine_or_refused_by_name(
-    model_type: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_through_the_engine_or_refused_by_name(model_type: str, tmp_path: Path, record_property: Any) -> None:
     expected = outcome_of(model_type)
     if expected.status == NOT_RUN:
         with pytest.raises((AttributeError, StrictDataclassError)):
             transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
     if expected.status == EXACT:
-        if tiny_config(model_type).get_text_config().to_dict().get("attn_logit_softcapping"):
-            write_capped_scores_out(monkeypatch)
-        assert_actor_is_exact(model_type, tmp_path, expected.head_in_chunks)
+        engine = engine_of(model_type, tmp_path, {"logits_chunk_size": 5})
+        assert (engine.log_prob_head is not None) == expected.head_in_chunks
+        assert_exact(engine, model_type, tmp_path)
         if expected.value_head:
             assert_critic_is_exact(model_type, tmp_path / "value")
     record_outcome(record_property, model_type)
 
 
-def assert_actor_is_exact(model_type: str, folder: Path, head_in_chunks: bool, **overrides: Any) -> None:
-    """Log-probs, entropies, squared probabilities and gradients, with gradient checkpointing wherever there is any."""
+def save_causal(folder: Path, model_type: str) -> str:
     torch.manual_seed(SEED)
-    config = tiny_config(model_type, **overrides)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    batch = make_batch(SAMPLES, calculate_sum_pi_squared=True)
-    engine = make_engine(
-        str(folder),
-        packed=True,
-        engine={"logits_chunk_size": 5},
-        model={"enable_gradient_checkpointing": supports_checkpointing(model_type)},
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def engine_of(model_type: str, folder: Path, engine: dict | None = None, model: dict | None = None) -> Any:
+    """Of a tiny model, written into ``folder``, with gradient checkpointing wherever there is any."""
+    checkpointing = {"enable_gradient_checkpointing": supports_checkpointing(model_type)}
+    return make_engine(
+        save_causal(folder, model_type), packed=True, engine=engine, model={**checkpointing, **(model or {})}
     )
-    assert (engine.log_prob_head is not None) == head_in_chunks
+
+
+def assert_exact(engine: Any, model_type: str, folder: Path, samples: Sequence[Sample] = SAMPLES) -> None:
+    """Log-probs, entropies, squared probabilities where the head computes them, and gradients."""
+    batch = make_batch(samples, calculate_sum_pi_squared=engine.log_prob_head is None or not engine.log_prob_head.fused)
     actual, expected = run_engine(engine, batch, actor_loss()), run_reference(str(folder), batch, actor_loss())
     zero = ZERO_GRADIENTS.get(model_type, set())
     assert_same(without(actual, zero), without(expected, zero))
@@ -84,30 +85,3 @@ def assert_critic_is_exact(model_type: str, folder: Path) -> None:
 
 def without(result: Result, names: set[str]) -> Result:
     return replace(result, gradients={name: grad for name, grad in result.gradients.items() if name not in names})
-
-
-def write_capped_scores_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel for a CPU caps scores: attention written out takes the place of sdpa."""
-    monkeypatch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], softcap=True))
-    monkeypatch.setattr(sdpa, "attend", capped_attention)
-
-
-def capped_attention(q_THD, k_KGD, v_KGD, cu_seqlens_q, cu_seqlens_k, *longest, **options: Any) -> torch.Tensor:
-    lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    pieces = zip(q_THD.split(lengths[0]), k_KGD.split(lengths[1]), v_KGD.split(lengths[1]), strict=True)
-    return torch.cat([partial(attend_segment, **options)(*piece) for piece in pieces])
-
-
-def attend_segment(
-    q_LHD: torch.Tensor,
-    k_MGD: torch.Tensor,
-    v_MGD: torch.Tensor,
-    *,
-    softmax_scale: float,
-    window_size: int,
-    softcap: float,
-) -> torch.Tensor:
-    """The queries are the last L of M positions."""
-    before = len(k_MGD) - len(q_LHD)
-    q_MHD = torch.cat([q_LHD.new_zeros(before, *q_LHD.shape[1:]), q_LHD])
-    return attend_sequence(q_MHD, k_MGD, v_MGD, softmax_scale, window_size, softcap)[before:]

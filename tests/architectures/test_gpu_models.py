@@ -12,7 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.architectures.test_every_model import ZERO_GRADIENTS, without
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from tests.attention.kernels.test_gpu import gpu_kernels
+from tests.attention.test_gpu import gpu_kernels
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED

@@ -194,4 +194,4 @@ def test_legacy_left_padded_batch_without_position_ids() -> None:
     )
     sequences = read_sequences(batch)
     assert sequences.prompt_lengths.tolist() == [5, 5]
-    assert np.array_equal(sequences.tokens, np.concatenate(ids))
+    assert np.array_equal(sequences.content.tokens, np.concatenate(ids))

@@ -20,7 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.engine import compiled_layers
-from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling, last_product, leave_out
+from verl_pg_plugin.engine.compiled_layers import (
+    LayerCompilerError,
+    compile_forward,
+    compile_layers,
+    compiling,
+    last_product,
+    leave_out,
+)
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

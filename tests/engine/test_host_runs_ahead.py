@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engine.carried_cases import CASES, carrying_engine
 from tests.support import actor_loss, clone, group, make_engine, save_tiny_model
 from verl_pg_plugin.attention import passes
+from verl_pg_plugin.engine import batch
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import make_batch
 
@@ -80,17 +81,17 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return watching
 
 
-def run(engine: Any, batch: TensorDict) -> None:
+def run(engine: Any, data: TensorDict) -> None:
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(clone(batch), actor_loss())
+        engine.forward_backward_batch(clone(data), actor_loss())
     with engine.eval_mode():
-        engine.infer_batch(clone(batch))
+        engine.infer_batch(clone(data))
 
 
 def of_ours(waits: Waits) -> set[str]:
-    """But for the kernel of CPUs, which no GPU runs."""
-    return {name for name in waits.files if name.startswith(OURS)} - {passes.__file__}
+    """But for the kernel of CPUs, which no GPU runs, and for what reads the batch on the host."""
+    return {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
 
 
 @pytest.fixture(scope="module")

@@ -21,40 +21,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 PADDED = {"use_remove_padding": False}
 FIXED = {"use_dynamic_bsz": False}
-FUSED_BY_TRITON = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "triton"}}
 
 
 @pytest.mark.parametrize(("remove_padding", "sharing"), [(True, True), (False, True), (True, False), (False, False)])
 def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool) -> None:
     engine = make_engine(qwen3, packed=sharing, engine=FIXED, model={"use_remove_padding": remove_padding})
     assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
-
-
-@pytest.mark.parametrize(
-    ("engine", "model", "message"),
-    [
-        ({}, PADDED, r"actor.use_dynamic_bsz=True: dynamic micro-batches.*actor.use_dynamic_bsz=False"),
-        (FIXED, {**PADDED, "use_fused_kernels": True}, "actor_rollout_ref.model.use_fused_kernels=False"),
-        ({**FIXED, "pad_to_length": True}, PADDED, "pad_to_length=False"),
-        ({**FIXED, "compile_layers": True}, PADDED, "compile_layers=False"),
-        (
-            {"strategy": "fsdp", "compile_layers": True},
-            {},
-            "compile_layers=True would do nothing.*use_orig_params=True",
-        ),
-        ({}, {"use_fused_kernels": True}, r"impl_backend=None is unknown.*impl_backend=torch"),
-        ({}, FUSED_BY_TRITON, r"impl_backend=triton needs a GPU.*impl_backend=torch"),
-        (
-            FIXED,
-            {**PADDED, "override_config": {"attn_implementation": "eager"}},
-            r"attn_implementation=eager: .* would be ignored.*attn_implementation=sdpa",
-        ),
-    ],
-)
-def test_unsupported_option_names_its_override(qwen3: str, engine: dict, model: dict, message: str) -> None:
-    engine = dict(engine)
-    with pytest.raises(ValueError, match=message):
-        make_engine(qwen3, packed=True, strategy=engine.pop("strategy", "fsdp2"), engine=engine, model=model)
 
 
 def test_all_unsupported_options_are_named_at_once(qwen3: str) -> None:

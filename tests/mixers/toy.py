@@ -32,9 +32,9 @@ class Convolution:
     name: ClassVar[str] = "convolution"
     layer_types: ClassVar[frozenset[str]] = frozenset({"conv"})
     stateful_model_types: ClassVar[frozenset[str]] = frozenset()
-    spreads_over_ranks: ClassVar[bool] = False
-    carries: ClassVar[bool] = False
-    mixes_padded_groups: ClassVar[bool] = False
+    ulysses: ClassVar[bool] = False
+    prefix_cache: ClassVar[bool] = False
+    padded_groups: ClassVar[bool] = False
 
     def obstacles(self, config: PretrainedConfig) -> list[str]:
         return []
@@ -48,23 +48,23 @@ class Convolution:
     def install(self, module: nn.Module) -> None:
         for layer in module.modules():
             if isinstance(layer, ToyConvolution):
-                layer.forward = partial(over_shared_rows, layer)
+                layer.forward = partial(over_packed_tokens, layer)
 
     def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
         return ()
 
-    def row_flops(self, config: PretrainedConfig) -> float:
+    def token_flops(self, config: PretrainedConfig) -> float:
         return 0.0
 
 
 @torch.compiler.disable  # index maps differ in every micro-batch
-def over_shared_rows(
+def over_packed_tokens(
     layer: "ToyConvolution", hidden_states: torch.Tensor, prefix_grouper: AttentionContext, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    prefix_grouper.calls[Convolution.name] += 1
     before_TW = prefix_grouper.index(rows_before)
     with_zero = nn.functional.pad(hidden_states.squeeze(0), (0, 0, 0, 1))
-    return (with_zero[before_TW] * layer.weight).sum(1).unsqueeze(0), None
+    out = (with_zero[before_TW] * layer.weight).sum(1).unsqueeze(0)
+    return prefix_grouper.mixed(Convolution.name, out), None
 
 
 class ToyConvolution(nn.Module):

@@ -5,12 +5,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from verl_pg_plugin.engine.steps.verify import MismatchError
 
 from tests.engine.carried_cases import carrying, carrying_engine
 from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TURNS, TWO_GROUPS
 from tests.modalities.tiny_vision import KINDS, image_batch, load, run_alone, save_vision_adapter, save_vision_model
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
+from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities.image_keys import _Contents
 
 pytestmark = pytest.mark.usefixtures("process_group")

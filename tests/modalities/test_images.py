@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import pytest
 from transformers import AutoConfig
-from verl_pg_plugin.engine.batch.sequences import lay_out_packed, read_sequences
 
-from tests.mixers.test_gated_delta_engine import NEARLY_CANCEL
+from tests.mixers.test_engine import NEARLY_CANCEL
 from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, run_alone, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
+from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.modalities import Images
 from verl_pg_plugin.modalities.image_keys import _Contents
 
@@ -78,8 +78,7 @@ def test_each_image_goes_through_the_tower_once(packed: Any, path: str) -> None:
 
 def test_only_equal_images_share_rows(path: str) -> None:
     modality = Images.of(AutoConfig.from_pretrained(path))
-    sequences = read_sequences(image_batch(load(path), TWO_GROUPS), modality)
-    layout = lay_out_packed(sequences)
+    layout = read_sequences(image_batch(load(path), TWO_GROUPS), modality).lay_out(packed=True)
     of_a_group = (42, 38)  # by hand: rows of the first response, and what the others add
     assert layout.num_tokens == sum(of_a_group) - len(SYSTEM)
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from benchmarks.actor_cases import AgentCase, AnyCase, Case, TreeCase, Work, parse_case, rows_of_ranks
 
-from verl_pg_plugin.mixers.protocol import PairCost
+from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops
 
 FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))

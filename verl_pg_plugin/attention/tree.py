@@ -21,7 +21,7 @@ from verl_pg_plugin.attention.gather import Gather, to_device
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.layout.order import IntArray
 
-GATHERED_PER_TOKEN = 4
+GATHERED_PER_TOKEN = 12
 """Gathered keys that attention holds at once for each token that it reads."""
 SAVED_PER_TOKEN = 3
 """Gathered keys per token from which on one more problem, which saves them, is faster than gathering them.

@@ -354,7 +354,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
             add_sections(config)
         OmegaConf.resolve(config.copy())
     except (HydraException, OmegaConfBaseException) as error:
-        raise CommandError(" ".join(str(error).split())) from error
+        override = getattr(error, "override", None)  # of one that cannot be parsed
+        message = " ".join(str(error).split())
+        raise CommandError(f"cannot parse the override {override}: {message}" if override else message) from error
     auto_set_device(config)
     return config
 
@@ -395,14 +397,12 @@ def run_lines(config: DictConfig) -> list[Line]:
             lines.append(Line(FAIL, "attention kernel", str(error), fix))
         else:
             lines.append(Line(OK, "attention kernel", f"{kernel.name} ({kernel.reason})"))
-    if mode is Mode.PACKED:
+    if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
         lines += [_compiled_line(config, hf_config, device), _activations_line(config)]
     for issue in issues:
-        what, text = (issue.setting, issue.why) if issue.setting else ("settings", issue.why)
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
-        lines.append(Line(WARN if issue.is_warning else FAIL, what, text, fix))
-    if any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
-        lines = [line for line in lines if line.what not in ("compiled layers", "activations")]
+        text = f"{issue.setting}: {issue.why}" if issue.setting else issue.why
+        lines.append(Line(WARN if issue.is_warning else FAIL, "settings", text, fix))
     return lines
 
 
@@ -456,15 +456,15 @@ def sharing_lines(config: DictConfig) -> list[Line]:
         return OmegaConf.select(config, key)
 
     counts = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
-    roles = [(ACTOR, ACTOR, "ppo_", ""), (ROLLOUT, ACTOR, "log_prob_", "log_prob_")]
+    roles = [("update", ACTOR, ACTOR, "ppo_", ""), ("old_log_prob", ROLLOUT, ACTOR, "log_prob_", "log_prob_")]
     if need_reference_policy(config):
-        roles.append((REF, REF, "log_prob_", "log_prob_"))
+        roles.append(("ref", REF, REF, "log_prob_", "log_prob_"))
     limits = {}
-    for section, engine, kind, switch in roles:
+    for phase, section, engine, kind, switch in roles:
         by_tokens = bool(value(f"{section}.{switch}use_dynamic_bsz"))
         key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"
         if value(key) is not None:
-            limits[key] = by_tokens, engine
+            limits[key] = phase, by_tokens, engine
     if not limits or any(type(value(key)) is not int or value(key) < 1 for key in (*counts, *limits)):
         return [Line(FACT, "estimate", f"needs {', '.join(counts)}, and budgets, that are counts above 0")]
     prompt, response, n = map(value, counts)
@@ -489,23 +489,24 @@ def sharing_lines(config: DictConfig) -> list[Line]:
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = value(f"{OPTIONS}.carry") != "never" and not cannot
     order = build_prefix_order(batch.tokens, batch.offsets)
-    for key, (by_tokens, engine) in limits.items():
+    for key, (phase, by_tokens, engine) in limits.items():
+        asked = f"{key}={value(key)}"
         if not by_tokens:
             parts = -(-n // value(key))
         elif (most := value(key) * sp_size_of(config, engine)) < order.num_tokens.max():
             parts = 0
         else:
             parts = len(cut_micro_batches(order, MicroBatchLimits(max_tokens=most)))
-        if parts <= 1:
-            text = "holds a whole group" if parts else "does not hold the longest sequence"
-            lines.append(Line(OK if parts else WARN, f"{key}={value(key)}", text, "" if parts else f"{key}=<more>"))
+        if parts == 1:
+            lines.append(Line(OK, phase, f"{asked} holds a whole group"))
+        elif not parts:
+            lines.append(Line(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
         elif carries:
-            text = f"a group is split into some {parts} chunks, which read the prefix KV cache of earlier ones"
-            lines.append(Line(OK, f"{key}={value(key)}", text))
+            text = f"{asked} splits a group into some {parts} chunks, which read the prefix KV cache of earlier ones"
+            lines.append(Line(OK, phase, text))
         else:
             why = f" ({', '.join(cannot)} layers have no prefix KV cache)" if cannot else ""
-            text = f"a group is split into {parts} chunks that each compute the prompt again{why}"
+            text = f"{asked} splits a group into {parts} chunks that each compute the prompt again{why}"
             whole = -(-layout.num_tokens // sp_size_of(config, engine)) if by_tokens else n
-            fix = f"{key}={whole}" if cannot else f"++{OPTIONS}.carry=auto"
-            lines.append(Line(WARN, f"{key}={value(key)}", text, fix))
+            lines.append(Line(WARN, phase, text, f"{key}={whole}" if cannot else f"++{OPTIONS}.carry=auto"))
     return lines

@@ -251,7 +251,7 @@ def image_encoder_attention(engine: Engine) -> Issue | None:
         return None
     asked = engine.of_model("override_config.attn_implementation") or "flash_attention_2"  # verl's default
     runs = engine.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    if asked != "flash_attention_2" or runs or not modality_of(engine.hf_config).towers:
+    if asked != "flash_attention_2" or runs or not modality_of(engine.hf_config).encoders:
         return None
     key = f"{engine.model_section}.override_config.attn_implementation"
     why = (

@@ -34,7 +34,6 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.config.engine_config import assert_in_force
-from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine import chunks
 from verl_pg_plugin.engine.batch import on_device
 from verl_pg_plugin.engine.compiled_layers import compiling
@@ -87,10 +86,9 @@ class SharedPrefixEngine(FSDPEngine):
     micro_batch_cost = MICRO_BATCH_COST
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        check_engine(engine_config, model_config)  # first: a setting is refused in our words and not in verl's
+        choices = choose_alike(engine_config, model_config)  # first: a setting is refused in our words, not in verl's
         super().__init__(model_config, engine_config, *args, **kwargs)
         assert_in_force(engine_config.strategy, model_config.model_type)
-        choices = choose_alike(engine_config, model_config)
         self.packed = bool(model_config.use_remove_padding)
         self.modality = modality_of(model_config.hf_config)
         self.compiles = choices.compiles

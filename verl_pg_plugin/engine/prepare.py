@@ -26,6 +26,7 @@ from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
 from verl_pg_plugin.attention.op import checkpoint_contexts
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiles_layers
+from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.compiled_layers import compile_layers, decoder_layers
 from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.issue import Issue
@@ -66,10 +67,12 @@ def choose_alike(engine_config: Any, model_config: Any) -> Choices:
         model_config: verl's ``HFModelConfig``.
 
     Raises:
-        ValueError, RuntimeError: no kernel, see ``select_kernel``; on the other ranks a ``RankError``.
+        ValueError, RuntimeError: an option that the mode does not support, or no kernel; on the other ranks a
+            ``RankError``.
         RanksDifferError: on every rank; names ranks, choices, reasons and the overrides that fix it.
     """
     with Agreement() as ranks:
+        check_engine(engine_config, model_config)
         needs = attention_needs(model_config.hf_config.get_text_config())
         kernel = select_kernel(engine_config.prefix_grouper.attention_kernel, get_device_name(), needs)
         compiles, why_layers = compiles_layers(engine_config, model_config)

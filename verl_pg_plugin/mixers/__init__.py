@@ -1,16 +1,22 @@
-"""How layers mix tokens, one file for each way; a new one is its file and its line in ``MIXERS``."""
+"""How layers let tokens see earlier ones, over packed tokens; a new way is its file and its line in ``MIXERS``.
+
+A layer that mixes tokens hands what it returns through ``AttentionContext.mixed``, outside of compiled code
+(``torch.compiler.disable``): index maps differ in every micro-batch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeAlias
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.mixers.attention import FULL, Attention
+from verl_pg_plugin.mixers.attention import FULL, Attention, PairCost
 from verl_pg_plugin.mixers.gated_delta import GatedDelta
-from verl_pg_plugin.mixers.protocol import Mixer, PairCost
 
 __all__ = ["MIXERS", "Mixer", "PairCost", "count_layers", "stateful_model_types", "unknown_layer_types"]
+
+Mixer: TypeAlias = Attention | GatedDelta
 
 MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (Attention(), GatedDelta())}
 """Every mixer by name; a layer type belongs to the first that claims it."""

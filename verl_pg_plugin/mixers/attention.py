@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
 from verl_pg_plugin.attention.kernels import AttentionNeeds
-from verl_pg_plugin.mixers.protocol import PairCost
 
 # Learned sinks enter the softmax next to the keys; nothing in their config or class says so. gpt-oss's are computed.
 UNTRIED_SINK_MODEL_TYPES = frozenset({"deepseek_v4", "openai_privacy_filter"})
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+@dataclass(frozen=True)
+class PairCost:
+    """(query, key) pairs of some layers.
+
+    Attributes:
+        flops: forward FLOPs of one pair over all of them.
+        window: keys that a query sees, itself included; None for all.
+    """
+
+    flops: float
+    window: int | None = None
+
+
 class Attention:
-    """Causal attention over all earlier tokens or those in a sliding window."""
+    """Causal attention over all earlier tokens or those in a sliding window.
+
+    Attributes:
+        name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
+        layer_types: entries of a config's ``layer_types`` that it computes.
+        stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
+        ulysses: whether it mixes tokens of a Ulysses group.
+        prefix_cache: whether it reads tokens that another micro-batch has computed; in a model with one that does not,
+            each chunk of a split group computes what it shares again.
+        padded_groups: whether it mixes the tokens of upstream's padded groups, and not packed ones only.
+    """
 
     name: ClassVar[str] = ATTENTION
     layer_types: ClassVar[frozenset[str]] = frozenset({FULL, SLIDING})
@@ -27,6 +50,7 @@ class Attention:
     padded_groups: ClassVar[bool] = True
 
     def obstacles(self, config: PretrainedConfig) -> list[str]:
+        """Why its layers in a model with this text config cannot share tokens; empty if they can."""
         reasons = []
         if config.model_type in UNTRIED_SINK_MODEL_TYPES:
             reasons.append(f"{config.model_type} adds learned attention sinks to the softmax")
@@ -35,18 +59,28 @@ class Attention:
         return reasons
 
     def machine_obstacles(self, device_name: str) -> list[str]:
-        """None here: which kernel runs is an option with rules of its own."""
+        """What this machine lacks to run its layers, and the command that installs it.
+
+        Nothing here: which kernel runs is an option with rules of its own.
+        """
         return []
 
     def prepare(self, config: PretrainedConfig) -> None:
+        """Change the config before the model is built from it."""
         register_attention()
         config._attn_implementation = ATTENTION_NAME
 
     def install(self, module: Any) -> None:
-        """Nothing to do: layers look their attention up by the name in the config."""
+        """Make the layers of an unwrapped transformers model mix packed tokens.
+
+        Nothing to do here: they look their attention up by the name in the config.
+        """
 
     def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
-        """Two FLOPs per pair and number of a query for the score, two per number of a value for the output."""
+        """FLOPs that grow with pairs of tokens, of its layers in a model with this text config.
+
+        Two per pair and number of a query for the score, two per number of a value for the output.
+        """
         layers = Counter(attention_layer_types(config))
         windows = ((FULL, None), (SLIDING, getattr(config, "sliding_window", None)))
         return tuple(
@@ -56,6 +90,7 @@ class Attention:
         )
 
     def token_flops(self, config: PretrainedConfig) -> float:
+        """Forward FLOPs of one token over all of its layers, beside pairs and weights."""
         return 0.0
 
 
