@@ -58,7 +58,10 @@ def in_one_plane(batch: TensorDict) -> None:
 
 
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
-    "no_pictures_for_placeholders": (without("multi_modal_inputs"), r"sequence 0 has 24 placeholders 90.*0 images need 0"),
+    "no_pictures_for_placeholders": (
+        without("multi_modal_inputs"),
+        r"sequence 0 has 24 placeholders 90.*0 images need 0",
+    ),
     "one_row_without_its_picture": (with_inputs(2, lambda given: {}), r"sequence 2 has 24 placeholders 90.*need 0"),
     "a_sampled_placeholder": (with_token(-2, IMAGE), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
     "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"sequence 5 has 1 placeholders 91, its 0 videos"),

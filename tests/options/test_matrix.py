@@ -21,9 +21,9 @@ PAIRS = [case for case in pairs(ON_ONE_PROCESS) if not case.compiles]
 
 @pytest.mark.parametrize("case", alone(ON_ONE_PROCESS), ids=str)
 def test_option_keeps_the_numbers(case: Case, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.compiles:  # Inductor takes half a minute: it compiles the slow pairs, and tests/engine/test_compiled_layers
+    if case.compiles:  # Inductor takes half a minute, for the slow pairs and tests/engine/test_compiled_layers
         torch._dynamo.reset()
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         engines = Engines(engines.checkpoint)
     assert_exact(case, engines)
 
