@@ -221,6 +221,13 @@ HOW_WEIGHTS_ARE_KEPT = (
         Option(f"mixed precision {dtype}", REDUCED.format(FSDP, dtype), proofs=(f"{PRECISION}[{dtype}",), note=OF_STOCK)
         for dtype in ("bf16", "fp16")
     ),
+    Option(
+        "other attention implementations",
+        f"+{MODEL}.override_config.attn_implementation=flex_attention",
+        proofs=("tests/options/test_matrix.py::test_another_attention",),
+        note="replaced as sdpa and flash_attention_2 are, with a warning; prefix_grouper.attention_kernel selects the "
+        "kernel",
+    ),
 )
 
 OF_RUNS = (
@@ -351,14 +358,6 @@ REJECTED = (
         model={"override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.1}},
         proofs=("tests/engine/test_mode_errors.py::test_attention_dropout",),
         note="a shared prefix would draw its random numbers once for all its responses",
-    ),
-    Option(
-        "other attention implementations",
-        f"+{MODEL}.override_config.attn_implementation=flex_attention",
-        rejected=True,
-        model={"override_config": {"attn_implementation": "flex_attention"}},
-        proofs=(REFUSED,),
-        note="sdpa and flash_attention_2 are replaced; prefix_grouper.attention_kernel selects the kernel",
     ),
 )
 

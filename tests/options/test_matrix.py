@@ -10,8 +10,8 @@ import torch
 
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, alone, covering, pairs
-from tests.options.table import OPTIONS
-from tests.support import run_engine
+from tests.options.table import DEFAULT, OPTIONS
+from tests.support import assert_same, run_engine
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
 
@@ -43,3 +43,9 @@ def test_two_options_keep_the_numbers(case: Case, engines: Engines) -> None:
 def test_two_options_that_exclude_each_other_are_refused(case: Case, engines: Engines) -> None:
     with pytest.raises(ValueError, match=r"use_fused_kernels=True.*use_fused_kernels=False"):
         run_engine(engines.of(case), batch_of(case), loss_of(case))
+
+
+def test_another_attention_implementation_is_replaced_too(engines: Engines) -> None:
+    model = {"override_config": {"attn_implementation": "flex_attention"}}
+    batch, loss = batch_of(DEFAULT), loss_of(DEFAULT)
+    assert_same(run_engine(engines.of(DEFAULT, model=model), batch, loss), engines.reference_of(DEFAULT, batch))
