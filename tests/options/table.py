@@ -342,14 +342,7 @@ REJECTED = (
         "model_engine=megatron",
         rejected=True,
         proofs=("tests/config/test_rules.py",),
-        note="fsdp and fsdp2 only",
-    ),
-    Option(
-        "context parallelism (ring attention)",
-        f"+{ACTOR}.megatron.context_parallel_size=2",
-        rejected=True,
-        proofs=("tests/config/test_rules.py",),
-        note="Ulysses instead",
+        note="fsdp and fsdp2 only; Ulysses instead of ring attention",
     ),
     Option(
         "attention dropout",

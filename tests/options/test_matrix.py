@@ -10,7 +10,7 @@ import torch
 
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, alone, covering, pairs
-from tests.options.table import DEFAULT, OPTIONS
+from tests.options.table import DEFAULT, OPTIONS, case_of
 from tests.support import assert_same, run_engine
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
@@ -19,13 +19,15 @@ ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not 
 PAIRS = [case for case in pairs(ON_ONE_PROCESS) if not case.compiles]
 
 
-@pytest.mark.parametrize("case", alone(ON_ONE_PROCESS), ids=str)
-def test_option_keeps_the_numbers(case: Case, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.compiles:  # Inductor takes half a minute, for the slow pairs and tests/engine/test_compiled_layers
-        torch._dynamo.reset()
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        engines = Engines(engines.checkpoint)
+@pytest.mark.parametrize("case", [case for case in alone(ON_ONE_PROCESS) if not case.compiles], ids=str)
+def test_option_keeps_the_numbers(case: Case, engines: Engines) -> None:
     assert_exact(case, engines)
+
+
+def test_compiled_entropy_keeps_the_numbers(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes half a minute, for the slow pairs; compiled layers have tests/engine/test_compiled_layers.py."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert_exact(case_of("compiled entropy"), Engines(engines.checkpoint))
 
 
 @pytest.mark.parametrize("case", covering(PAIRS), ids=str)
