@@ -7,13 +7,12 @@ import torch
 import transformers
 from torch._dynamo.utils import counters
 
-from tests.architectures.outcome import EXACT, HYBRIDS, model_class, outcome_of, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without
+from tests.architectures.outcome import EXACT, HYBRIDS, model_class, outcome_of
+from tests.architectures.test_every_model import SAMPLES, assert_exact, engine_of
 from tests.architectures.test_gpu_models import DENSE, assert_as_close_as_stock, save_dense, zero_gradients
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference
+from tests.support import group
 from verl_pg_plugin.architectures import REFUSED_TYPES, UNCOMPILED, WRONG_COMPILED
-from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -35,28 +34,14 @@ def experts_of(config: transformers.PretrainedConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_compiled_layers_are_exact_and_ragged_batches_compile_them_once(model_type: str, tmp_path: Path) -> None:
     if outcome_of(model_type).status != EXACT:
         pytest.skip("is refused")
-    config = tiny_config(model_type)
-    torch.manual_seed(SEED)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    engine = make_engine(
-        str(tmp_path),
-        packed=True,
-        engine={"compile_layers": True},
-        model={
-            "enable_gradient_checkpointing": supports_checkpointing(model_type),
-            "override_config": {"attn_implementation": "sdpa", **experts_of(config)},
-        },
-    )
-    zero, graphs = ZERO_GRADIENTS.get(model_type, set()), []
+    attention = {"attn_implementation": "sdpa", **experts_of(tiny_config(model_type))}
+    engine = engine_of(model_type, tmp_path, {"compile_layers": True}, {"override_config": attention})
+    graphs = []
     for samples in (SAMPLES, *RAGGED):
-        batch = make_batch(samples)
-        got, want = run_engine(engine, clone(batch), actor_loss()), run_reference(str(tmp_path), batch, actor_loss())
-        assert_same(without(got, zero), without(want, zero))
+        assert_exact(engine, model_type, tmp_path, samples)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert set(graphs) == {graphs[0]}

@@ -5,18 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from make_models_table import FUSED, read_record
 
-from tests.architectures.outcome import EXACT, HYBRIDS, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES, SEED, ZERO_GRADIENTS, without
+from tests.architectures.outcome import EXACT, HYBRIDS
+from tests.architectures.test_every_model import assert_exact, engine_of
 from tests.architectures.tiny_configs import tiny_config
-from tests.mixers import hybrids
-from tests.mixers import test_engine as multimodal
-from tests.mixers.test_engine import SAMPLES as HYBRID_SAMPLES
-from tests.mixers.test_engine import assert_exact, rows_alone
-from tests.support import actor_loss, assert_same, make_engine, run_engine, run_reference
+from tests.mixers import hybrids, test_engine
+from tests.support import actor_loss, assert_same, make_engine, run_engine
 from verl_pg_plugin.architectures import fused_obstacle, skeleton
 from verl_pg_plugin.synthetic import make_batch
 
@@ -28,45 +24,30 @@ FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend"
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_fused_kernels_are_exact_or_refused_by_name(
-    model_type: str, tmp_path: Path, record_property, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(SEED)
-    config = tiny_config(model_type)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: Path, record_property) -> None:
     obstacle = fused_obstacle(skeleton(tiny_config(model_type).get_text_config()))
-    settings = {**FUSED_HEAD, "enable_gradient_checkpointing": supports_checkpointing(model_type)}
     if obstacle:
         with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {re.escape(obstacle)} \(fix: .*=False"):
-            make_engine(str(tmp_path), packed=True, model=settings)
+            engine_of(model_type, tmp_path, model=FUSED_HEAD)
     else:
-        batch, zero = make_batch(SAMPLES), ZERO_GRADIENTS.get(model_type, set())
-        engine = make_engine(str(tmp_path), packed=True, model=settings)
+        engine = engine_of(model_type, tmp_path, model=FUSED_HEAD)
         assert engine.log_prob_head.fused is not None
-        got, want = run_engine(engine, batch, actor_loss()), run_reference(str(tmp_path), batch, actor_loss())
-        assert_same(without(got, zero), without(want, zero))
+        assert_exact(engine, model_type, tmp_path)
     record_property("transformers", transformers.__version__)
     record_property("model", json.dumps({model_type: {FUSED: not obstacle}}))
 
 
-@pytest.mark.parametrize("kind", hybrids.KINDS)
+@pytest.mark.parametrize("kind", [*hybrids.KINDS, "qwen3_5", "qwen3_5_moe"])
 def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_path: Path, record_property) -> None:
-    path = hybrids.save_hybrid(tmp_path, kind)
+    text_alone = kind in hybrids.KINDS
+    path = (hybrids.save_hybrid if text_alone else hybrids.save_multimodal)(tmp_path, kind)
     engine = make_engine(path, packed=True, model=FUSED_HEAD)
     assert engine.log_prob_head.fused is not None
-    assert_exact(run_engine(engine, make_batch(HYBRID_SAMPLES), actor_loss()), rows_alone(path, kind))
-    record_property("transformers", transformers.__version__)
-    record_property("model", json.dumps({kind: {FUSED: True}}))
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_fused_kernels_of_multimodal_hybrids_are_as_exact_as_their_layers(
-    kind: str, tmp_path: Path, record_property
-) -> None:
-    path = hybrids.save_multimodal(tmp_path, kind)
-    engine = make_engine(path, packed=True, model=FUSED_HEAD)
-    assert engine.log_prob_head.fused is not None
-    got = run_engine(engine, make_batch(multimodal.TEXTS), actor_loss())
-    assert_same(got, multimodal.reference(path), tolerance=2e-5)
+    samples = test_engine.SAMPLES if text_alone else test_engine.TEXTS
+    got = run_engine(engine, make_batch(samples), actor_loss())
+    if text_alone:
+        test_engine.assert_exact(got, test_engine.rows_alone(path, kind))
+    else:
+        assert_same(got, test_engine.reference(path), tolerance=2e-5)
     record_property("transformers", transformers.__version__)
     record_property("model", json.dumps({kind: {FUSED: True}}))

@@ -4,16 +4,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import CheckpointError
 
 from tests.architectures.outcome import EXACT, HYBRIDS, outcome_of, supports_checkpointing
-from tests.architectures.test_every_model import SAMPLES
-from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
-from tests.support import actor_loss, make_engine, run_engine
+from tests.architectures.test_every_model import SAMPLES, engine_of
+from tests.architectures.tiny_configs import MODEL_TYPES
+from tests.support import actor_loss, run_engine
 from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran
 from verl_pg_plugin.synthetic import make_batch
 
@@ -42,15 +40,11 @@ def recomputed_without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         if name not in HYBRIDS
     ],
 )
-def test_torch_before_2_13_trains_every_type_that_is_not_refused(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_torch_before_2_13_trains_every_type_that_is_not_refused(model_type: str, tmp_path: Path) -> None:
     """A type that fails here and is not in the list would fail in a user's first update."""
     if outcome_of(model_type).status != EXACT or not supports_checkpointing(model_type):
         pytest.skip("is refused, or has no gradient checkpointing")
-    config = tiny_config(model_type)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    engine = make_engine(str(tmp_path), packed=True, engine=BF16)
+    engine = engine_of(model_type, tmp_path, BF16)
     fails = pytest.raises(CheckpointError, match="different metadata")
     with fails if model_type in FLOAT32_ANGLE_TYPES else nullcontext():
         run_engine(engine, make_batch(SAMPLES), actor_loss())

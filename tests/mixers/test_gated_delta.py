@@ -197,9 +197,7 @@ def test_log_probs_and_gradients_are_those_of_every_sequence_alone(kind: str, de
 
 def test_gradient_checkpointing_changes_no_bit() -> None:
     batch = trie_of_depth(3)
-    kept, again = (
-        over_the_tree("qwen3_next", batch, checkpointing, torch.float32) for checkpointing in (False, True)
-    )
+    kept, again = (over_the_tree("qwen3_next", batch, checkpointing, torch.float32) for checkpointing in (False, True))
     assert kept.keys() == again.keys()
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 

@@ -1,7 +1,8 @@
 """Tiny checkpoints of the shipped model files, and what a batch through them must give."""
 
+import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from prefix_grouper import PrefixGrouper
+from verl.trainer.ppo.prefix_grouper_utils import build_position_ids_for_prefix_grouper
 
 from tests.support import VOCAB, Result, group, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
@@ -77,6 +80,14 @@ def layout_of(samples: Sequence[Sample]) -> PackedLayout:
     return build_packed_layout(np.concatenate(rows), offsets, np.array([len(s.prompt) for s in samples]))
 
 
+LAYOUT = layout_of(SAMPLES)
+
+
+def responses(logits: torch.Tensor, mask: torch.Tensor, samples: Sequence[Sample] = SAMPLES) -> list[torch.Tensor]:
+    """Logits in front of every response token out of padded positions."""
+    return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, samples, strict=True)]
+
+
 def unpack(logits_1TV: torch.Tensor, layout: PackedLayout, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """Logits in front of every response token, by sample, out of packed rows."""
     flat = logits_1TV[0, torch.from_numpy(layout.head_index[layout.response_head]).long()]
@@ -110,18 +121,58 @@ def result(model: Any, logits: Sequence[torch.Tensor], samples: Sequence[Sample]
     return Result({name: [row.detach() for row in rows] for name, rows in outputs.items()}, gradients)
 
 
-def reference(path: str, samples: Sequence[Sample] = SAMPLES, **options: Any) -> Result:
+def padded(model: Any, side: str = "left") -> Result:
+    input_ids, mask = pad(SAMPLES, side)
+    logits = model(input_ids, attention_mask=mask).logits
+    assert (logits[mask == 0] == 0).all()
+    return result(model, responses(logits, mask), SAMPLES)
+
+
+def packed(model: Any) -> Result:
+    assert LAYOUT.num_tokens < LAYOUT.num_logical_tokens
+    logits = model(torch.from_numpy(LAYOUT.input_ids).unsqueeze(0), prefix_grouper=LAYOUT).logits
+    return result(model, unpack(logits, LAYOUT, SAMPLES), SAMPLES)
+
+
+def grouped(model: Any) -> Result:
+    """Upstream's PrefixGrouper, masks and all."""
+    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
+    masks = {"attention_mask": grouper.padding_mask, "position_ids": position_ids}
+    logits = model(input_ids, prefix_grouper=grouper, **masks).logits
+    *_, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
+    return result(model, [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)], SAMPLES)
+
+
+WAYS: dict[str, Callable[[Any], Result]] = {"padded": padded, "packed": packed, "grouped": grouped}
+
+
+def upstream_batch(samples: list[Sample], group_sizes: list[int]) -> tuple[PrefixGrouper, torch.Tensor, torch.Tensor]:
+    """Rows [prompt | response 1 | ... | padding] of whole groups."""
+    firsts = [sum(group_sizes[:g]) for g in range(len(group_sizes))]
+    prompts, prompt_mask = pad([Sample(samples[i].prompt, []) for i in firsts], "left")
+    suffixes, suffix_mask = pad([Sample([], s.response) for s in samples], "right")
+    grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, suffix_mask, group_sizes)
+    input_ids = grouper.concat_input(prompts, prompt_mask, suffixes, suffix_mask)
+    return grouper, input_ids, build_position_ids_for_prefix_grouper(grouper)
+
+
+@functools.cache
+def reference(path: str, **options: Any) -> Result:
     """Every sequence alone, without padding, through transformers' own attention.
 
     For Qwen3 through transformers' class, too; the split Llama has no class but its own.
     """
     stock = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True).model_type == "qwen3"
     model = load(path, "eager", stock=stock, **options)
+    return alone(model)
+
+
+def alone(model: Any) -> Result:
     rows = [
         model(input_ids=torch.tensor([[*s.prompt, *s.response]]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
-        for s in samples
+        for s in SAMPLES
     ]
-    return result(model, rows, samples)
+    return result(model, rows, SAMPLES)
 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,14 +6,13 @@ import pytest
 import torch
 from prefix_grouper import PrefixGrouper
 
-from tests.models.models import SAMPLES, layout_of, load, random_ids
+from tests.models.models import LAYOUT, load, random_ids
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import select_kernel
 
 IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)
 GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
-LAYOUT = layout_of(SAMPLES)
 ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
 PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
 

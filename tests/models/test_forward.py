@@ -2,14 +2,26 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from prefix_grouper import PrefixGrouper
-from verl.trainer.ppo.prefix_grouper_utils import build_position_ids_for_prefix_grouper
 
-from tests.models.models import SAMPLES, layout_of, load, pad, random_ids, reference, result, save_qwen3, unpack
+from tests.models.models import (
+    SAMPLES,
+    WAYS,
+    alone,
+    load,
+    packed,
+    pad,
+    padded,
+    random_ids,
+    reference,
+    responses,
+    result,
+    save_qwen3,
+)
 from tests.support import assert_same, group
 from verl_pg_plugin.attention.interface import ATTENTION_NAME, register_attention
 from verl_pg_plugin.synthetic import Sample
@@ -17,118 +29,54 @@ from verl_pg_plugin.synthetic import Sample
 TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
 
 
-def responses(logits: torch.Tensor, mask: torch.Tensor, samples: list[Sample]) -> list[torch.Tensor]:
-    """Logits in front of every response token out of padded positions."""
-    return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, samples, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("side", "attn_implementation"),
-    [("left", "sdpa"), ("right", "eager"), ("both", ATTENTION_NAME), ("both", "sdpa")],
-)
-def test_a_padded_batch_gives_what_each_sequence_gives_alone(
-    checkpoint: str, side: str, attn_implementation: str
-) -> None:
+@pytest.mark.parametrize(("side", "attention"), [("right", "eager"), ("both", ATTENTION_NAME), ("both", "sdpa")])
+def test_a_padded_batch_gives_what_each_sequence_gives_alone(checkpoint: str, side: str, attention: str) -> None:
     register_attention()
-    model = load(checkpoint, attn_implementation).train()
-    input_ids, mask = pad(SAMPLES, side)
-    logits = model(input_ids, attention_mask=mask).logits
-    assert_same(result(model, responses(logits, mask, SAMPLES), SAMPLES), reference(checkpoint))
-    assert (logits[mask == 0] == 0).all()
+    assert_same(padded(load(checkpoint, attention).train(), side), reference(checkpoint))
 
 
 def test_stock_padded_forward_agrees_with_the_reference(qwen3: str) -> None:
     model = load(qwen3, stock=True).train()
     input_ids, mask = pad(SAMPLES, "right")
     logits = model(input_ids, attention_mask=mask, use_cache=False).logits
-    assert_same(result(model, responses(logits, mask, SAMPLES), SAMPLES), reference(qwen3))
+    assert_same(result(model, responses(logits, mask), SAMPLES), reference(qwen3))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_packed_layout_gives_what_each_sequence_gives_alone(checkpoint: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_packing_gives_what_each_sequence_gives_alone(
+    checkpoint: str, way: str, checkpointing: bool
+) -> None:
     model = load(checkpoint).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layout = layout_of(SAMPLES)
-    input_ids = torch.from_numpy(layout.input_ids).unsqueeze(0)
-    logits = model(input_ids, prefix_grouper=layout).logits
-    assert layout.num_tokens < layout.num_logical_tokens
-    assert_same(result(model, unpack(logits, layout, SAMPLES), SAMPLES), reference(checkpoint))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_upstream_prefix_grouper_is_exact_at_the_branch_point(checkpoint: str, checkpointing: bool) -> None:
-    model = load(checkpoint).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
-    logits = model(
-        input_ids, attention_mask=grouper.padding_mask, position_ids=position_ids, prefix_grouper=grouper
-    ).logits
-    *_, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
-    rows = [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)]
-    assert_same(result(model, rows, SAMPLES), reference(checkpoint))
-
-
-def upstream_batch(samples: list[Sample], group_sizes: list[int]) -> tuple[PrefixGrouper, torch.Tensor, torch.Tensor]:
-    """Rows [prompt | response 1 | ... | padding] of whole groups."""
-    firsts = [sum(group_sizes[:g]) for g in range(len(group_sizes))]
-    prompts, prompt_mask = pad([Sample(samples[i].prompt, []) for i in firsts], "left")
-    suffixes, suffix_mask = pad([Sample([], s.response) for s in samples], "right")
-    grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, suffix_mask, group_sizes)
-    return (
-        grouper,
-        grouper.concat_input(prompts, prompt_mask, suffixes, suffix_mask),
-        build_position_ids_for_prefix_grouper(grouper),
-    )
+    assert_same(WAYS[way](model), reference(checkpoint))
 
 
 def test_sliding_window_survives_every_way_of_packing(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    expected = reference(path)
     model = load(path).train()
-    input_ids, mask = pad(SAMPLES, "left")
-    padded = model(input_ids, attention_mask=mask).logits
-    assert_same(result(model, responses(padded, mask, SAMPLES), SAMPLES), expected)
-    layout = layout_of(SAMPLES)
-    packed = model(torch.from_numpy(layout.input_ids).unsqueeze(0), prefix_grouper=layout).logits
-    assert_same(result(model, unpack(packed, layout, SAMPLES), SAMPLES), expected)
-    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
-    grouped = model(input_ids, position_ids=position_ids, prefix_grouper=grouper).logits
-    *_, suffix, suffix_mask = grouper.split_output(grouped, include_prefix_last=1)
-    rows = [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)]
-    assert_same(result(model, rows, SAMPLES), expected)
+    for way in WAYS.values():
+        assert_same(way(model), reference(path))
 
 
 def test_value_model_reads_a_stock_token_classification_checkpoint(tmp_path: Path, qwen3: str) -> None:
     load(qwen3, auto_class=TOKEN_CLASSIFICATION, stock=True, num_labels=1).save_pretrained(tmp_path)
     shutil.copy(Path(qwen3) / "modeling_qwen3.py", tmp_path)
-    expected = reference(str(tmp_path), auto_class=TOKEN_CLASSIFICATION)
     model = load(str(tmp_path), auto_class=TOKEN_CLASSIFICATION).train()
     assert type(model).__name__ == "Qwen3ForValue"
-    input_ids, mask = pad(SAMPLES, "right")
-    values = model(input_ids, attention_mask=mask).logits
-    assert_same(result(model, responses(values, mask, SAMPLES), SAMPLES), expected)
-    layout = layout_of(SAMPLES)
-    values = model(torch.from_numpy(layout.input_ids).unsqueeze(0), prefix_grouper=layout).logits
-    assert_same(result(model, unpack(values, layout, SAMPLES), SAMPLES), expected)
+    for way in (padded, packed):
+        assert_same(way(model), reference(str(tmp_path), auto_class=TOKEN_CLASSIFICATION))
 
 
 def test_split_value_model_packs_like_it_computes_alone(split_llama: str) -> None:
     model = load(split_llama, auto_class=TOKEN_CLASSIFICATION)
     assert type(model).__name__ == "SplitLlamaForValue"
-    input_ids, mask = pad(SAMPLES, "left")
-    values = responses(model(input_ids, attention_mask=mask).logits, mask, SAMPLES)
-    got = result(model, values, SAMPLES)
-    alone = [
-        model(torch.tensor([[*s.prompt, *s.response]]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
-        for s in SAMPLES
-    ]
-    assert_same(got, result(model, alone, SAMPLES))
+    assert_same(padded(model), alone(model))
 
 
 @pytest.mark.parametrize("keep", [1, 3, torch.tensor([2, 5])])
-def test_logits_to_keep_selects_padded_positions(checkpoint: str, keep: int | torch.Tensor) -> None:
+def test_logits_to_keep_selects_padded_positions(checkpoint: str, keep: Any) -> None:
     model = load(checkpoint)
     input_ids, mask = pad(SAMPLES, "left")
     every = model(input_ids, attention_mask=mask).logits

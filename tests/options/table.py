@@ -253,9 +253,7 @@ HOW_WEIGHTS_ARE_KEPT = (
     ),
     Option("hybrid sharding", f"{FSDP}.fsdp_size=2", {WEIGHTS}, engine={"fsdp_size": 2}, num_ranks=4),
     *(
-        Option(
-            f"mixed precision {dtype}", REDUCED.format(FSDP, dtype), proofs=(f"{PRECISION}[{dtype}",), note=OF_STOCK
-        )
+        Option(f"mixed precision {dtype}", REDUCED.format(FSDP, dtype), proofs=(f"{PRECISION}[{dtype}",), note=OF_STOCK)
         for dtype in ("bf16", "fp16")
     ),
 )
@@ -308,9 +306,7 @@ OF_RUNS = (
         f"{ROLLOUT}.multi_turn.enable=True",
         proofs=(f"{EXACT}[tool", f"{EXACT}[multi_turn", f"{EXACT}[a_prompt_that_reaches"),
     ),
-    Option(
-        "prompts of different lengths, varying n", "(what the rollout returns)", proofs=(f"{EXACT}[uneven",)
-    ),
+    Option("prompts of different lengths, varying n", "(what the rollout returns)", proofs=(f"{EXACT}[uneven",)),
     Option(
         "images and videos",
         "(a checkpoint of Qwen2.5-VL, Qwen3-VL or Qwen3.5)",

@@ -37,9 +37,12 @@ def _load_replica() -> type:
 
 
 def _register_processor() -> None:
-    from verl_pg_plugin.cpu.images import register_processor
+    """Let ``AutoProcessor`` find ours for checkpoints of Qwen3-VL that name no processor class."""
+    import transformers
 
-    register_processor()
+    from verl_pg_plugin.cpu.images import Qwen3VLProcessor
+
+    transformers.AutoProcessor.register(transformers.Qwen3VLConfig, Qwen3VLProcessor, exist_ok=True)
 
 
 # A process that imports a module of this package first finds verl's plugin loader in the middle of it.

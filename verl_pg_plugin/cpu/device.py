@@ -7,8 +7,6 @@ Allocations are 0, since host memory has no caching allocator to ask.
 from __future__ import annotations
 
 import platform
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,7 +27,6 @@ __all__ = [
 ]
 
 manual_seed_all = manual_seed
-nvtx = SimpleNamespace(range=nullcontext)
 
 
 def current_device() -> str:
@@ -47,11 +44,6 @@ def get_device_capability(device: Any = None) -> tuple[None, None]:
     return None, None
 
 
-def get_device_properties(device: Any = None) -> SimpleNamespace:
-    """``name`` and ``total_memory`` of this machine."""
-    return SimpleNamespace(name=get_device_name(), total_memory=psutil.virtual_memory().total)
-
-
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """``(free, total)`` host memory."""
     return psutil.virtual_memory().available, psutil.virtual_memory().total
@@ -62,12 +54,9 @@ def memory_allocated(device: Any = None) -> int:
     return 0
 
 
-memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-
 def empty_cache(*args: Any, **kwargs: Any) -> None:
     """Nothing to do: no cache, no choice of device, no share of memory for each process."""
 
 
-set_device = ipc_collect = reset_peak_memory_stats = reset_accumulated_memory_stats = empty_cache
-set_per_process_memory_fraction = empty_cache
+memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+set_device = ipc_collect = reset_peak_memory_stats = set_per_process_memory_fraction = empty_cache

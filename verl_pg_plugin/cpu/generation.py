@@ -30,7 +30,11 @@ def derived_seed(*parts: Any) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off."""
+    """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off.
+
+    Raises:
+        ValueError: a value that means nothing.
+    """
 
     max_tokens: int
     seed: int
@@ -59,9 +63,7 @@ class SamplingParams:
         max_tokens = params.pop("max_tokens", params.pop("max_new_tokens", max_tokens))
         stop_token_ids = tuple(params.pop("stop_token_ids", None) or ())
         known = {name: params.pop(name) for name in cls.__dataclass_fields__ if name in params}
-        if params.get("repetition_penalty") == 1:
-            del params["repetition_penalty"]
-        if params:
+        if params and params != {"repetition_penalty": 1}:
             raise ValueError(f"rollout 'hf' does not implement the sampling parameters {params}; remove them")
         return cls(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **known)
 
@@ -87,15 +89,6 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str = "abort"
-
-    def append(self, token: int, log_prob: float, max_tokens: int, stop_ids: Collection[int]) -> None:
-        """Add a token; sets ``finish_reason`` where it is the last one."""
-        self.token_ids.append(token)
-        self.log_probs.append(log_prob)
-        if token in stop_ids:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == max_tokens:
-            self.finish_reason = "length"
 
 
 @torch.inference_mode()
@@ -128,24 +121,31 @@ def generate(
     never = torch.tensor(placeholders(model.config), dtype=torch.int64)
     mrope = reads_images(model.config)
     logits_BV, cache, mask_BK, position_B = _prefill(model, requests)
-    rows = list(range(len(requests)))  # the request of each of B
+    batch = list(range(len(requests)))  # the request of each of B
     while True:
         token_B, log_prob_B = sample(
             logits_BV.index_fill(1, never, -torch.inf),
-            [requests[row].params for row in rows],
-            [generators[row] for row in rows],
+            [requests[i].params for i in batch],
+            [generators[i] for i in batch],
             raw_log_probs=logprobs_mode == "raw_logprobs",
         )
-        for row, token, log_prob in zip(rows, token_B.tolist(), log_prob_B.tolist(), strict=True):
-            if completions[row].finish_reason == "abort":
-                completions[row].append(token, log_prob, requests[row].params.max_tokens, stops[row])
-        running = [at for at, row in enumerate(rows) if completions[row].finish_reason == "abort"]
+        for i, token, log_prob in zip(batch, token_B.tolist(), log_prob_B.tolist(), strict=True):
+            completion = completions[i]
+            if completion.finish_reason != "abort":
+                continue
+            completion.token_ids.append(token)
+            completion.log_probs.append(log_prob)
+            if token in stops[i]:
+                completion.finish_reason = "stop"
+            elif len(completion.token_ids) == requests[i].params.max_tokens:
+                completion.finish_reason = "length"
+        running = [at for at, i in enumerate(batch) if completions[i].finish_reason == "abort"]
         if not running or aborted():
             return completions
-        if len(running) * 2 <= len(rows):  # copying the cache costs about a step
+        if len(running) * 2 <= len(batch):  # copying the cache costs about a step
             kept = torch.tensor(running)
             cache.reorder_cache(kept)
-            rows = [rows[at] for at in running]
+            batch = [batch[at] for at in running]
             token_B, mask_BK, position_B = token_B[kept], mask_BK[kept], position_B[kept]
         mask_BK = F.pad(mask_BK, (0, 1), value=1)
         position_B1 = position_B.unsqueeze(1)
@@ -197,7 +197,7 @@ def sample(
     generators: Sequence[torch.Generator],
     raw_log_probs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row.
+    """Draw one token of each sequence.
 
     Returns:
         ``token_B`` int64 and ``log_prob_B`` float32 (nats): under the distribution the token was drawn from, or under
@@ -208,7 +208,7 @@ def sample(
     greedy_B1 = temperature_B1 == 0
     scaled_BV = logits_BV / torch.where(greedy_B1, 1.0, temperature_B1)
     log_probs_BV = _filter(scaled_BV, params).log_softmax(-1)
-    # Inverse transform: one uniform number a row, so a row's draw does not depend on its neighbours.
+    # Inverse transform: one uniform number a sequence, so that its draw does not depend on its neighbours.
     cumulative_BV = log_probs_BV.double().exp().cumsum(-1)
     uniform_B1 = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
     drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)
@@ -218,7 +218,7 @@ def sample(
 
 
 def _filter(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Set logits outside a row's top-k, then outside its smallest set of mass ``top_p``, to ``-inf``."""
+    """Set logits outside a sequence's top-k, then outside its smallest set of mass ``top_p``, to ``-inf``."""
     V = logits_BV.shape[1]
     if all((p.top_k <= 0 or p.top_k >= V) and p.top_p >= 1 for p in params):
         return logits_BV

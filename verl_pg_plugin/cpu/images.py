@@ -26,11 +26,6 @@ class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
-def register_processor() -> None:
-    """Let ``AutoProcessor`` find it for checkpoints of Qwen3-VL that name no processor class."""
-    transformers.AutoProcessor.register(transformers.Qwen3VLConfig, Qwen3VLProcessor, exist_ok=True)
-
-
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """The images of one prompt, in the order of their placeholders.

@@ -43,23 +43,8 @@ class CPUPlatform(PlatformBase):
     def device_count(self) -> int:
         return device.device_count()
 
-    def set_device(self, device_index: int) -> None:
-        """A process has one CPU device."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        device.synchronize()
-
     def manual_seed(self, seed: int) -> None:
         device.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        device.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Host memory has no allocator settings."""
-
-    def empty_cache(self) -> None:
-        """No cache to empty."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return device.get_device_capability()
@@ -73,12 +58,6 @@ class CPUPlatform(PlatformBase):
     def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def profiler_start(self) -> None:
-        """No device profiler."""
-
-    def profiler_stop(self) -> None:
-        """No device profiler."""
-
     def ray_resource_name(self) -> str:
         return "GPU"
 
@@ -88,5 +67,8 @@ class CPUPlatform(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False
 
-    def cudart(self) -> None:
-        return None
+    def empty_cache(self, *args: Any) -> None:
+        """Nothing to do: one device, no cache, no streams, no allocator settings, no profiler."""
+
+    manual_seed_all = manual_seed
+    set_device = synchronize = set_allocator_settings = profiler_start = profiler_stop = cudart = empty_cache

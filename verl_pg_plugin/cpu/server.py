@@ -90,11 +90,11 @@ class HFServer:
         """Draw one response.
 
         Args:
-            prompt_ids: token ids of the prompt.
+            prompt_ids: token ids.
             sampling_params: vLLM's names; see :class:`verl_pg_plugin.cpu.generation.SamplingParams`.
-            request_id: unused, requests are told apart by their futures.
+            request_id: unused.
             image_data: PIL images of the prompt, in the order of their placeholders.
-            multi_modal: must all be ``None``: the rollout shows images alone.
+            multi_modal: must all be ``None``.
 
         Returns:
             ``token_ids`` with the end token if there is one, their ``log_probs``, and ``stop_reason``
@@ -200,12 +200,9 @@ class HFServer:
         default = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
         prompt = prompt_ids, shown and shown.digest
         # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
-        seed = (
-            derived_seed(self._seed, self.global_steps, prompt, self._asked[prompt])
-            if sent.get("seed") is None
-            else derived_seed(sent["seed"], prompt)
-        )
-        sent["seed"] = seed
+        of_run = (self._seed, self.global_steps, prompt, self._asked[prompt])
+        given = sent.get("seed")
+        sent["seed"] = derived_seed(*of_run) if given is None else derived_seed(given, prompt)
         params = SamplingParams.from_dict(sent, max_tokens=max(1, min(default, room)))
         self._asked[prompt] += 1
         return Request(prompt_ids, params, shown)
@@ -220,7 +217,20 @@ class HFServer:
                 await asyncio.sleep(_ARRIVAL_GAP_S)
             batch, self._pending = self._pending[:size], self._pending[size:]
             try:
-                completions = await self._generate([request for request, _ in batch])
+                async with self._model_lock:
+                    if self._missing_weights:
+                        raise RuntimeError(
+                            f"no weights were received for {sorted(self._missing_weights)[:4]}; generation started "
+                            "before the trainer's first update_weights (or set actor_rollout_ref.rollout.load_format=auto)"
+                        )
+                    completions = await asyncio.to_thread(
+                        generate,
+                        self.model,
+                        [request for request, _ in batch],
+                        eos_token_ids=self.eos_token_ids,
+                        logprobs_mode=self.config.logprobs_mode,
+                        aborted=self._abort.is_set,
+                    )
             except Exception as error:
                 # Every caller gets the error; the server stays able to answer the next request.
                 for _, answer in batch:
@@ -230,22 +240,6 @@ class HFServer:
             for (_, answer), completion in zip(batch, completions, strict=True):
                 if not answer.done():
                     answer.set_result(completion)
-
-    async def _generate(self, requests: list[Request]) -> list[Completion]:
-        async with self._model_lock:
-            if self._missing_weights:
-                raise RuntimeError(
-                    f"no weights were received for {sorted(self._missing_weights)[:4]}; generation started "
-                    "before the trainer's first update_weights (or set actor_rollout_ref.rollout.load_format=auto)"
-                )
-            return await asyncio.to_thread(
-                generate,
-                self.model,
-                requests,
-                eos_token_ids=self.eos_token_ids,
-                logprobs_mode=self.config.logprobs_mode,
-                aborted=self._abort.is_set,
-            )
 
     def _token_output(self, completion: Completion) -> TokenOutput:
         return TokenOutput(
@@ -271,9 +265,9 @@ def _build_model(model_config: HFModelConfig, config: RolloutConfig) -> PreTrain
     return auto_class.from_pretrained(model_config.local_path, **options).eval()
 
 
-def _eos_token_ids(model_config: HFModelConfig) -> frozenset[int]:
-    sources = (model_config.generation_config, model_config.tokenizer)
-    ids = [getattr(source, "eos_token_id", None) for source in sources]
-    return frozenset(
-        token for item in ids if item is not None for token in (item if isinstance(item, list) else [item])
-    )
+def _eos_token_ids(model_config: HFModelConfig) -> set[int]:
+    found: set[int] = set()
+    for source in (model_config.generation_config, model_config.tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return found

@@ -18,8 +18,8 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
 from verl_pg_plugin.mixers.attention import PairCost
+from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
 
 __all__ = ["GATED_DELTA", "MULTIMODAL_MODEL_TYPES", "GatedDelta", "has_fla", "kernel_obstacles"]
 

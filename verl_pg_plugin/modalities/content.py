@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.layout import IntArray, PackedLayout
 
 SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
-
-L = TypeVar("L", bound=PackedLayout)
 
 
 class BatchError(ValueError):
@@ -40,10 +36,10 @@ class Content:
     inside: IntArray | None = None
     needs_encoder: bool = False
 
-    def select(self, rows: list[int]) -> Content:
-        """Some of the sequences, in the order of ``rows``."""
+    def select(self, sequences: list[int]) -> Content:
+        """Some of the sequences, in the order of ``sequences``."""
         bounds = self.offsets.tolist()
-        spans = [slice(bounds[row], bounds[row + 1]) for row in rows]
+        spans = [slice(bounds[sequence], bounds[sequence + 1]) for sequence in sequences]
 
         def take(values: IntArray) -> IntArray:
             return np.concatenate([values[..., span] for span in spans], axis=-1)
@@ -58,7 +54,7 @@ class Content:
             inside=None if self.inside is None else take(self.inside),
         )
 
-    def put_into(self, layout: L) -> L:
+    def put_into(self, layout: PackedLayout) -> PackedLayout:
         """A layout that was made from the keys, with the tokens and positions that they stand for."""
         if self.keys is self.tokens:
             return layout

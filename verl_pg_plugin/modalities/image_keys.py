@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.layout import IntArray
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError
 
 WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
@@ -48,7 +48,7 @@ class Image:
         kind: image or video.
         first: logical index of its first placeholder.
         num_tokens: placeholders, which follow each other.
-        patches: rows of the kind's pixels.
+        patches: where in the kind's pixels.
         grid: rows and columns of patches.
     """
 
@@ -61,14 +61,14 @@ class Image:
 
 
 def find_images(
-    tokens: IntArray, offsets: IntArray, rows: list[dict[str, Any]], kinds: tuple[Kind, ...], patches_per_token: int
+    tokens: IntArray, offsets: IntArray, given: list[dict[str, Any]], kinds: tuple[Kind, ...], patches_per_token: int
 ) -> list[Image]:
     """Every image of B sequences, in the order of their first placeholders.
 
     Args:
         tokens: (N,) ids.
         offsets: (B+1,) bounds of the sequences.
-        rows: B dicts of verl's ``multi_modal_inputs``; an empty list if the batch has none.
+        given: B dicts of verl's ``multi_modal_inputs``; an empty list if the batch has none.
         kinds: of images that the model reads.
         patches_per_token: patches that the vision encoder merges into one token.
 
@@ -78,17 +78,17 @@ def find_images(
     places = {kind: np.flatnonzero(tokens == kind.token_id) for kind in kinds}
     found: list[Image] = []
     for sequence, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        given = rows[sequence] if rows else {}
-        _check_names(sequence, given, kinds)
+        of_one = given[sequence] if given else {}
+        _check_names(sequence, of_one, kinds)
         of_sequence: list[Image] = []
         for kind, at in places.items():
             first, last = np.searchsorted(at, [start, stop])
-            of_sequence += _images_of(sequence, given, kind, at[first:last], patches_per_token)
+            of_sequence += _images_of(sequence, of_one, kind, at[first:last], patches_per_token)
         found += sorted(of_sequence, key=lambda image: image.first)
         if of_sequence and found[-1].first + found[-1].num_tokens == stop:
             raise BatchError(
-                f"row {sequence} ends in an image, and no token follows that its last token could predict; drop the "
-                "row, or raise data.max_response_length so that tool results are not cut off"
+                f"sequence {sequence} ends in an image, and no token follows that its last token could predict; drop the "
+                "sequence, or raise data.max_response_length so that tool results are not cut off"
             )
     return found
 
@@ -98,7 +98,7 @@ def _check_names(sequence: int, given: Mapping[str, Any], kinds: tuple[Kind, ...
     unknown = sorted(name for name, value in given.items() if value is not None and name not in known)
     if unknown:
         raise BatchError(
-            f"row {sequence}: the processor returns {', '.join(unknown)}, which packed mode does not hand to this "
+            f"sequence {sequence}: the processor returns {', '.join(unknown)}, which packed mode does not hand to this "
             f"model; {SHARING_OFF}"
         )
 
@@ -115,29 +115,25 @@ def _images_of(
             num_tokens = num_patches // patches_per_token
             mine = places[token : token + num_tokens]
             if num_tokens * patches_per_token != num_patches:
-                raise BatchError(f"row {sequence}: {kind.grids} of {height} x {width} patches do not make whole tokens")
+                raise BatchError(
+                    f"sequence {sequence}: {kind.grids} of {height} x {width} patches do not make whole tokens"
+                )
             if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
                 raise BatchError(_mismatch(sequence, kind, len(places), grids, patches_per_token))
-            yield Image(
-                sequence=sequence,
-                kind=kind,
-                first=int(mine[0]),
-                num_tokens=num_tokens,
-                patches=slice(patch, patch + num_patches),
-                grid=(height, width),
-            )
+            patches = slice(patch, patch + num_patches)
+            yield Image(sequence, kind, int(mine[0]), num_tokens, patches, grid=(height, width))
             patch, token = patch + num_patches, token + num_tokens
     if token != len(places):
         raise BatchError(_mismatch(sequence, kind, len(places), grids, patches_per_token))
     num_given = len(given[kind.pixels]) if grids else 0
     if patch != num_given:
-        raise BatchError(f"row {sequence}: {kind.pixels} has {num_given} patches, {kind.grids} ask for {patch}")
+        raise BatchError(f"sequence {sequence}: {kind.pixels} has {num_given} patches, {kind.grids} ask for {patch}")
 
 
 def _mismatch(sequence: int, kind: Kind, num_places: int, grids: list[list[int]], patches_per_token: int) -> str:
     needed = sum(frames * height * width for frames, height, width in grids) // patches_per_token
     return (
-        f"row {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need {needed}, "
+        f"sequence {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need {needed}, "
         "each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool result was cut "
         "off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
     )
@@ -151,11 +147,11 @@ def _grids(sequence: int, given: Mapping[str, Any], kind: Kind) -> list[list[int
         value = given.get(name)
         if not isinstance(value, torch.Tensor) or value.ndim != 2:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise BatchError(f"row {sequence}: {name} must be a tensor of two dimensions, got {shape}")
+            raise BatchError(f"sequence {sequence}: {name} must be a tensor of two dimensions, got {shape}")
     grids: torch.Tensor = given[kind.grids]
     sizes: list[list[int]] = grids.tolist()
     if grids.is_floating_point() or grids.shape[1] != 3 or min(map(min, sizes), default=1) < 1:
-        raise BatchError(f"row {sequence}: {kind.grids} must hold three positive integers for each image")
+        raise BatchError(f"sequence {sequence}: {kind.grids} must hold three positive integers for each image")
     return sizes
 
 
@@ -164,7 +160,7 @@ FIRST_KEY = 1 << 31
 
 
 def build_keys(
-    tokens: IntArray, offsets: IntArray, positions: IntArray, images: list[Image], rows: list[dict[str, Any]]
+    tokens: IntArray, offsets: IntArray, positions: IntArray, images: list[Image], given: list[dict[str, Any]]
 ) -> tuple[IntArray, IntArray]:
     """Keys, and what is indivisible.
 
@@ -173,7 +169,7 @@ def build_keys(
         offsets: (B+1,) bounds of the sequences.
         positions: (P, N).
         images: all that the batch has, in order.
-        rows: B dicts of verl's ``multi_modal_inputs``.
+        given: B dicts of verl's ``multi_modal_inputs``.
 
     Returns:
         keys and inside, (N,) each; see ``Content``.
@@ -192,7 +188,7 @@ def build_keys(
     contents = _Contents()
     for image in images:
         span = slice(image.first, image.first + image.num_tokens)
-        pixels = rows[image.sequence][image.kind.pixels][image.patches]
+        pixels = given[image.sequence][image.kind.pixels][image.patches]
         shown = (contents.number(image, pixels), steps[:, span].tobytes())
         keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
         inside[span] = np.arange(image.num_tokens)

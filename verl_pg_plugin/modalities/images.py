@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.context import UlyssesAttention
-from verl_pg_plugin.layout import Layout, PackedLayout
-from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
 from verl_pg_plugin.modalities.text import counted, multi_modal_inputs, read_positions, read_tokens
@@ -72,10 +71,10 @@ class Images:
 
     def read(self, data: TensorDict) -> Content:
         tokens, offsets = read_tokens(data)
-        rows = multi_modal_inputs(data)
-        images = self._find(tokens, offsets, rows)
+        given = multi_modal_inputs(data)
+        images = self._find(tokens, offsets, given)
         positions = self._positions(data, offsets, has_images=bool(images))
-        keys, inside = build_keys(tokens, offsets, positions, images, rows)
+        keys, inside = build_keys(tokens, offsets, positions, images, given)
         return Content(tokens, keys, offsets, positions, inside, needs_encoder=bool(images))
 
     def num_padding_tokens(self, layout: Layout, runs_encoder: bool) -> int:
@@ -91,22 +90,28 @@ class Images:
         gathers the vision encoder's weights on all ranks or on none. Nothing reads that token: its gradients are zero.
         """
         if self.num_padding_tokens(layout, runs_encoder):
-            return self._blank()
-        rows = multi_modal_inputs(micro_batch)
+            blank = {
+                self.images.pixels: torch.zeros(self.merge_size**2, self.patch_numbers),
+                self.images.grids: torch.tensor([(1, self.merge_size, self.merge_size)]),
+            }
+            return ContentInputs(blank, padding_ids=np.array([self.images.token_id]))
+        given = multi_modal_inputs(micro_batch)
         shown, _ = self._shown(layout, micro_batch)
         tensors: dict[str, torch.Tensor] = {}
         for kind in (self.images, self.videos):
             of_kind = [image for image in shown if image.kind is kind]
             if of_kind:
-                pixels = [rows[image.sequence][kind.pixels][image.patches] for image in of_kind]
+                pixels = [given[image.sequence][kind.pixels][image.patches] for image in of_kind]
                 tensors[kind.pixels] = torch.cat(pixels)
                 tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
         return ContentInputs(tensors, padding_ids=np.zeros(0, dtype=np.int64))
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
         """Without those of a blank image."""
-        shown, all_images = self._shown(layout, micro_batch)
-        return _num_patches(shown), _num_patches(all_images)
+        counts = [
+            [image.patches.stop - image.patches.start for image in found] for found in self._shown(layout, micro_batch)
+        ]
+        return np.array(counts[0], dtype=np.int64), np.array(counts[1], dtype=np.int64)
 
     def _shown(self, layout: Layout, micro_batch: TensorDict) -> tuple[list[Image], list[Image]]:
         """Images whose tokens are in the layout, in their order, and all of the micro-batch."""
@@ -117,15 +122,8 @@ class Images:
         starts = layout.token_index[np.isin(layout.token_index, list(by_first))]
         return [by_first[at] for at in starts.tolist()], images
 
-    def _blank(self) -> ContentInputs:
-        patches = torch.zeros(self.merge_size**2, self.patch_numbers)
-        grid = torch.tensor([(1, self.merge_size, self.merge_size)])
-        return ContentInputs(
-            {self.images.pixels: patches, self.images.grids: grid}, padding_ids=np.array([self.images.token_id])
-        )
-
-    def _find(self, tokens: IntArray, offsets: IntArray, rows: list[dict[str, Any]]) -> list[Image]:
-        return find_images(tokens, offsets, rows, (self.images, self.videos), self.merge_size**2)
+    def _find(self, tokens: IntArray, offsets: IntArray, given: list[dict[str, Any]]) -> list[Image]:
+        return find_images(tokens, offsets, given, (self.images, self.videos), self.merge_size**2)
 
     def _positions(self, data: TensorDict, offsets: IntArray, has_images: bool) -> IntArray:
         """(4, N) positions; text alone may have one counter, or none, which is then counted."""
@@ -139,10 +137,6 @@ class Images:
                 f"agent loop makes them, and has {shape}; {SHARING_OFF}"
             )
         return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
-
-
-def _num_patches(images: list[Image]) -> IntArray:
-    return np.array([image.patches.stop - image.patches.start for image in images], dtype=np.int64)
 
 
 def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.layout import Layout
-from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.layout import IntArray, Layout
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 
 OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
@@ -128,8 +127,8 @@ def read_positions(data: TensorDict) -> IntArray | None:
 
 def multi_modal_inputs(data: TensorDict) -> list[dict[str, Any]]:
     """What verl's processor made of each sequence beside its tokens, empty where that is nothing."""
-    rows = data.get("multi_modal_inputs", None)
-    return [] if rows is None else [dict(getattr(row, "data", row) or {}) for row in rows]
+    given = data.get("multi_modal_inputs", None)
+    return [] if given is None else [dict(getattr(of_one, "data", of_one) or {}) for of_one in given]
 
 
 def counted(offsets: IntArray) -> IntArray:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -67,7 +68,7 @@ class ModelInputs:
     attention_mask: torch.Tensor | dict | None = None
     prefix_grouper: AttentionContext | None = None
     padded_index: torch.Tensor | None = None
-    padded_shape: tuple[int, int] = (0, 0)
+    padded_shape: tuple[int, ...] = (0, 0)
     num_sp_padding: int | None = None
 
     def restore(self, x_1LV: torch.Tensor) -> torch.Tensor:
@@ -97,18 +98,18 @@ def pack_padded(
     Args:
         config: of the model; its attention implementation selects the kernel.
         input_ids: (B, S) padded on the left, the right or both sides.
-        attention_mask: (B, S), 1 at valid tokens. A row without any gives zeros and no gradient.
+        attention_mask: (B, S), 1 at valid tokens. A sequence without any gives zeros and no gradient.
         position_ids: (B, S) or (1, S); None counts the valid tokens of each sequence from 0.
 
     Raises:
-        ValueError: shapes differ, valid tokens of a row are not consecutive, or there are none at all.
+        ValueError: shapes differ, valid tokens of a sequence are not consecutive, or there are none at all.
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)} differ")
     mask = attention_mask.bool()
     if (F.pad(mask.int(), (1, 0)).diff(dim=1) > 0).sum(dim=1).max() > 1:
         raise ValueError(
-            "attention_mask has holes: the valid tokens of a row must be consecutive; pad on the left or the right only"
+            "attention_mask has holes: valid tokens of a row must be consecutive; pad on the left or the right only"
         )
     if not mask.any():
         raise ValueError("attention_mask masks every token of the batch: there is nothing to compute")
@@ -119,12 +120,13 @@ def pack_padded(
             f"position_ids {tuple(position_ids.shape)} must have the shape of input_ids {tuple(input_ids.shape)}, or 1 "
             "in place of the batch size; leave them out to count the valid tokens"
         )
-    rows, indices, cu_seqlens, max_seqlen, *_ = unpad_input(input_ids.unsqueeze(-1), mask)
+    tokens, indices, cu_seqlens, max_seqlen, *_ = unpad_input(input_ids.unsqueeze(-1), mask)
     positions = index_first_axis(position_ids.expand_as(input_ids).reshape(-1, 1), indices)
-    cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a row of padding is no segment
-    segments = PackedAttention.unshared(kernel_of(config, input_ids.device), cu_seqlens, int(max_seqlen), len(rows))
-    batch_size, seqlen = input_ids.shape
-    return _over_ranks(rows.T, positions.T, segments, indices, (batch_size, seqlen))
+    cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding alone is no segment
+    segments = PackedAttention.unshared(
+        kernel_of(config._attn_implementation, input_ids.device.type), cu_seqlens, int(max_seqlen), len(tokens)
+    )
+    return _over_ranks(tokens.T, positions.T, segments, indices, tuple(input_ids.shape))
 
 
 def use_layout(
@@ -135,12 +137,12 @@ def use_layout(
     Raises:
         ValueError: ``input_ids`` or ``position_ids`` are not the layout's tokens.
     """
-    for name, rows in (("input_ids", input_ids), ("position_ids", position_ids)):
-        if rows is not None and rows.shape != (1, layout.num_tokens):
-            raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(rows.shape)}")
+    for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
+        if given is not None and given.shape != (1, layout.num_tokens):
+            raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    packed = PackedAttention(layout, kernel_of(config, input_ids.device), input_ids.device)
+    packed = PackedAttention(layout, kernel_of(config._attn_implementation, input_ids.device.type), input_ids.device)
     return _over_ranks(input_ids, position_ids, packed)
 
 
@@ -174,29 +176,23 @@ def use_padded_groups(
             "a PrefixGrouper's padded groups cannot be spread over a Ulysses group; pass a PackedLayout "
             "(use_remove_padding=True) or set ulysses_sequence_parallel_size=1"
         )
-    groups = PaddedGroupsAttention(grouper, kernel_of(config, input_ids.device))
+    groups = PaddedGroupsAttention(grouper, kernel_of(config._attn_implementation, input_ids.device.type))
     return ModelInputs(input_ids, position_ids, NO_MASK, groups)
 
 
-def kernel_of(config: PretrainedConfig, device: torch.device) -> Kernel:
-    """The kernel that belongs to the model's attention implementation.
+@cache  # selecting reads the metadata of packages
+def kernel_of(implementation: str, device_type: str) -> Kernel:
+    """The kernel that belongs to a model's attention implementation.
 
     Raises:
         ValueError: there is none.
     """
-    implementation = config._attn_implementation
     if implementation not in KERNEL_OF_IMPLEMENTATION:
         raise ValueError(
             f"packed tokens have no kernel for attn_implementation={implementation!r}; load the model with one of "
             f"{', '.join(KERNEL_OF_IMPLEMENTATION)}"
         )
-    return _selected(KERNEL_OF_IMPLEMENTATION[implementation], device.type)
-
-
-@cache
-def _selected(name: str, device_type: str) -> Kernel:
-    """Once, and not in every forward: selecting reads the metadata of packages."""
-    return select_kernel(name, device_type)
+    return select_kernel(KERNEL_OF_IMPLEMENTATION[implementation], device_type)
 
 
 def _over_ranks(
@@ -204,7 +200,7 @@ def _over_ranks(
     position_ids: torch.Tensor,
     over_all_tokens: AttentionContext,
     padded_index: torch.Tensor | None = None,
-    padded_shape: tuple[int, int] = (0, 0),
+    padded_shape: tuple[int, ...] = (0, 0),
 ) -> ModelInputs:
     """Pad (1, T) tokens to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
     sp_size = get_ulysses_sequence_parallel_world_size()
@@ -216,7 +212,7 @@ def _over_ranks(
 
 
 class PackedInputsMixin:
-    """Mixin for a ``PreTrainedModel`` with a decoder ``model`` and a head behind ``_forward_head``.
+    """Mixin for a ``PreTrainedModel`` with a decoder ``model`` and a language-model head.
 
     The decoder must pass ``prefix_grouper`` down to its attention layers and take ``NO_MASK`` for its mask.
     """
@@ -224,7 +220,13 @@ class PackedInputsMixin:
     config: Any
     model: Any
     loss_function: Any
-    _forward_head: Any
+
+    def _init_head(self, config: Any) -> None:
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden size) to logits (B, T, vocabulary)."""
+        return self.lm_head(hidden_states)
 
     @can_return_tuple
     def forward(
@@ -254,8 +256,8 @@ class PackedInputsMixin:
             use_cache: None asks for no cache when the batch is packed.
             logits_to_keep: as in transformers: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
-                groups. ``PackedLayout``: packed tokens. ``AttentionContext``: tokens (or this rank's slice of them) that the
-                caller prepared; they are run as they are.
+                groups. ``PackedLayout``: packed tokens. ``AttentionContext``: tokens, or this rank's slice of them,
+                that the caller prepared; they are run as they are.
 
         Returns:
             ``logits`` (B, S, V) on the caller's positions, zero at padding; (1, T, V) for packed tokens.
@@ -338,3 +340,15 @@ class PackedInputsMixin:
                 f"{' and '.join(asked)} would be in packed order, which no caller can read; "
                 "ask with use_cache=True, which does not pack"
             )
+
+
+class ValueHeadMixin:
+    """In front of a model with ``PackedInputsMixin``: a head of one value a token in place of logits."""
+
+    def _init_head(self, config: Any) -> None:
+        self.score = nn.Linear(config.hidden_size, 1)
+        self._tied_weights_keys = None  # there is no LM head that could share the embedding's weight
+
+    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, T, hidden size) to values (B, T, 1)."""
+        return self.score(hidden_states)

@@ -51,11 +51,7 @@ class Samples:
     common_tokens: int = 0
 
     def balance(self, flops: ModelFlops, num_ranks: int, num_mini_batches: int) -> Balance:
-        """By what they cost; two runs with other uids get the same.
-
-        Raises:
-            ValueError: the batch is no multiple of ``num_ranks * num_mini_batches``.
-        """
+        """By what they cost; two runs with other uids get the same. Raises as ``balance_groups`` does."""
         group = np.unique(self.uids, return_inverse=True)[1]
         lengths = self.prompt_lengths, self.response_lengths
         order = order_by_sessions(group, self.sessions, self.places, *lengths, self.common_tokens)
@@ -108,7 +104,7 @@ def actor_flops(config: DictConfig) -> ModelFlops:
 
 def some_prompts(uids: Sequence[str]) -> list[int]:
     """A sequence of each of ``COMPARED_PROMPTS`` prompts, spread over the batch."""
-    first = sorted({uid: row for row, uid in reversed(list(enumerate(uids)))}.values())
+    first = sorted({uid: place for place, uid in reversed(list(enumerate(uids)))}.values())
     wanted = min(COMPARED_PROMPTS, len(first))
     return [first[i * len(first) // wanted] for i in range(wanted)]
 

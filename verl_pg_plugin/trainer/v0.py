@@ -51,12 +51,7 @@ def regroup(
     Args:
         trainer: derived from verl's ``RayPPOTrainer``; remembers as ``model_flops`` what its actor's tokens cost.
         batch: ``DataProto`` of B sequences with ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid`` (B,).
-        metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours.
-        logging_prefix: of verl's figures.
-        num_mini_batches: optimizer steps that the trainer divides the batch into.
-
-    Raises:
-        ValueError: the actor cannot be priced, or the batch does not divide into ranks and mini-batches.
+        metrics, logging_prefix, num_mini_batches: see ``group_order``, which raises, too, as this does.
     """
     if getattr(trainer, "model_flops", None) is None:
         trainer.model_flops = actor_flops(trainer.config)
@@ -69,7 +64,7 @@ def regroup(
         places=np.zeros(len(uids), dtype=np.int64),
         prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
         response_lengths=mask[:, width:].sum(dim=1).numpy(),
-        common_tokens=common_prefix([prompts[row, mask[row, :width] > 0].numpy() for row in some_prompts(uids)]),
+        common_tokens=common_prefix([prompts[i, mask[i, :width] > 0].numpy() for i in some_prompts(uids)]),
     )
     order = group_order(trainer, samples, metrics, logging_prefix, num_mini_batches)
     batch.reorder(torch.from_numpy(order))

@@ -49,11 +49,11 @@ class KeepsGroupsV1(KeepsGroups):
         """What all prompts begin with, from the tokens of a few that are not verl's filler."""
         import transfer_queue  # which V0 runs without
 
-        rows = [row for row in some_prompts(uids) if not batch.tags[row].get("is_padding")]
-        if len(rows) < 2:
+        compared = [i for i in some_prompts(uids) if not batch.tags[i].get("is_padding")]
+        if len(compared) < 2:
             return 0
         prompts = transfer_queue.kv_batch_get(
-            keys=[batch.keys[row] for row in rows], partition_id=batch.partition_id, select_fields=["prompts"]
+            keys=[batch.keys[i] for i in compared], partition_id=batch.partition_id, select_fields=["prompts"]
         )["prompts"]
         return common_prefix([prompt.numpy() for prompt in prompts.unbind()])
 

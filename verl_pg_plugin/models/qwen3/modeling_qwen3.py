@@ -21,13 +21,12 @@ What it adds to transformers' model:
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Qwen3Config
 from transformers.cache_utils import Cache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.models.packed_inputs import PackedInputsMixin
+from verl_pg_plugin.models.packed_inputs import PackedInputsMixin, ValueHeadMixin
 
 __all__ = ["Qwen3ForCausalLM", "Qwen3ForValue"]
 
@@ -93,23 +92,8 @@ class Qwen3ForCausalLM(PackedInputsMixin, qwen3.Qwen3ForCausalLM):
         self._init_head(config)
         self.post_init()
 
-    def _init_head(self, config: Qwen3Config) -> None:
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) to logits (B, T, vocabulary)."""
-        return self.lm_head(hidden_states)
-
-
-class Qwen3ForValue(Qwen3ForCausalLM):
+class Qwen3ForValue(ValueHeadMixin, Qwen3ForCausalLM):
     """Qwen3 with one value per token as ``logits``; reads checkpoints of ``Qwen3ForTokenClassification`` too."""
 
     _auto_class = "AutoModelForTokenClassification"
-
-    def _init_head(self, config: Qwen3Config) -> None:
-        self.score = nn.Linear(config.hidden_size, 1)
-        self._tied_weights_keys = None  # there is no LM head that could share the embedding's weight
-
-    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) to values (B, T, 1)."""
-        return self.score(hidden_states)

@@ -4,8 +4,8 @@
 
 ``scripts/assemble_split_llama.py`` makes a checkpoint that carries this file from two Llama checkpoints; load it with
 ``trust_remote_code=True``. The package verl_pg_plugin must be installed. Layers, rotary embeddings and norms are
-transformers' Llama. ``forward`` packs padded input, takes ``prefix_grouper`` and spreads rows over a Ulysses group
-(see ``PackedInputsMixin``); the head is behind ``_init_head`` and ``_forward_head``, which the value model overrides.
+transformers' Llama. ``forward`` packs padded input, takes ``prefix_grouper`` and spreads tokens over a Ulysses
+group (see ``PackedInputsMixin``).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
 from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.models.packed_inputs import PackedInputsMixin
+from verl_pg_plugin.models.packed_inputs import PackedInputsMixin, ValueHeadMixin
 
 __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]
 
@@ -213,22 +213,8 @@ class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, Genera
         self._init_head(config)
         self.post_init()
 
-    def _init_head(self, config: SplitLlamaConfig) -> None:
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) to logits (B, T, vocabulary)."""
-        return self.lm_head(hidden_states)
-
-
-class SplitLlamaForValue(SplitLlamaForCausalLM):
+class SplitLlamaForValue(ValueHeadMixin, SplitLlamaForCausalLM):
     """The split stack with one value per token as ``logits``."""
 
     _auto_class = "AutoModelForTokenClassification"
-
-    def _init_head(self, config: SplitLlamaConfig) -> None:
-        self.score = nn.Linear(config.hidden_size, 1)
-
-    def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) to values (B, T, 1)."""
-        return self.score(hidden_states)
