@@ -36,7 +36,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from benchmarks.actor_cases import PHASES, Case, Work, parse_case, rows_of_ranks
+from benchmarks.actor_cases import PHASES, Case, Work, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.common import environment, write_csv
 from benchmarks.images import image_flops
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             whole = case.rows(_num_plain_tokens(config), world_size)
             if case.images:
                 whole = whole.with_samples(case.images.put_into(whole.samples, config))
-            parts = rows_of_ranks(whole, path.stock, flops, world_size)
+            parts = samples_of_ranks(whole, path.stock, flops, world_size)
             ranks = [[whole.samples[row] for row in part] for part in parts]
             batch = make_batch(
                 ranks[dist.get_rank()],

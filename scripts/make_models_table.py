@@ -70,8 +70,8 @@ NOTES = """
 - **Images**: Qwen2.5-VL, Qwen3-VL (dense and MoE) and released Qwen3.5, images and videos, are tested by
   `tests/modalities` on tiny models: log-probs, entropies and gradients of text, encoder, projector and embeddings
   within 1e-5 of every sequence alone (Qwen3.5 2e-5, 1e-4 for gradients that nearly cancel), on both versions of
-  transformers; the mixtures of experts among them are slow tests. Other multimodal types are refused. On an H200 Qwen3-VL in bf16 is as
-  close to float32 as stock verl, vision encoder included.
+  transformers; the mixtures of experts among them are slow tests. Other multimodal types are refused. On an H200
+  Qwen3-VL in bf16 is as close to float32 as stock verl, vision encoder included.
 - **Gated DeltaNet hybrids** (Qwen3-Next, Qwen3.5) are tested by
   `tests/mixers`: layers and models within 1e-10 in float64; text models in the float32 engine within 1e-5 of float64,
   the gradients of their decays within twice stock float32's own error, multimodal ones within 2e-5 of float32, on both
@@ -79,8 +79,8 @@ NOTES = """
   mode, and runs at 95% and 91% of the bound ([log-probs and
   update](benchmarks.md#mixture-of-experts-hybrids-pictures)). Critics of them are refused.
 - **Learned attention sinks** (gpt-oss) run on a CPU alone: each token's output is corrected by its log-sum-exp,
-  exactly, gradients included. The same correction suits flash-attn, whose backward takes both; nobody has run it on a GPU, where
-  gpt-oss is refused by name.
+  exactly, gradients included. The same correction suits flash-attn, whose backward takes both; nobody has run it on a
+  GPU, where gpt-oss is refused by name.
 - **Biases that softmax ignores** (of OPT's keys) have a gradient of zero, and are held against the largest of the
   weight beside them.
 - **Slow tests** of hybrids, images, latent attention, fused kernels and compiled layers, and whole runs of a mixture

@@ -23,7 +23,7 @@ PHASES = ("old_log_prob", "ref", "update_actor")
 
 
 @dataclass(frozen=True)
-class CaseRows:
+class CaseSamples:
     """The samples of all ranks as a trainer has them.
 
     Attributes:
@@ -38,13 +38,13 @@ class CaseRows:
     place: IntArray
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Sample, int, int, int]], world_size: int) -> CaseRows:
+    def of(cls, rows: Iterable[tuple[Sample, int, int, int]], world_size: int) -> CaseSamples:
         """From sample, group, session and place of each; as many as the ranks can share, the last are dropped."""
         rows = list(rows)
         samples, *numbers = zip(*rows[: len(rows) // world_size * world_size], strict=True)
         return cls(list(samples), *map(np.array, numbers))
 
-    def with_samples(self, samples: list[Sample]) -> CaseRows:
+    def with_samples(self, samples: list[Sample]) -> CaseSamples:
         return replace(self, samples=samples)
 
 
@@ -72,7 +72,7 @@ class Case:
         images = f"+{self.images}" if self.images else ""
         return f"{self.prompt}{images},{self.response},{self.n},{self.groups}"
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
         """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         rows: list[tuple[Sample, int, int, int]] = []
@@ -80,7 +80,7 @@ class Case:
             n = self._responses_of(g, rng)
             samples = random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
             rows += [(sample, g, len(rows) + number, 0) for number, sample in enumerate(samples)]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
     @property
     def largest_group(self) -> int:
@@ -152,7 +152,7 @@ class AgentCase(_Named):
         """Samples of a prompt."""
         return self.n * self.turns
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
         """All ranks' samples."""
         rng = np.random.default_rng(0)
         rows = []
@@ -164,7 +164,7 @@ class AgentCase(_Named):
                     reply = rng.integers(vocab_size, size=self.reply).tolist()
                     rows.append((Sample(context, reply), group, session, turn))
                     context = [*context, *reply, *rng.integers(vocab_size, size=self.tool).tolist()]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class TreeCase(_Named):
         """Leaves of a tree."""
         return self.branching**self.depth
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
         """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         rows: list[tuple[Sample, int, int, int]] = []
@@ -206,7 +206,7 @@ class TreeCase(_Named):
                     for _ in range(self.branching)
                 ]
             rows += [(Sample(root, path), group, len(rows) + leaf, 0) for leaf, path in enumerate(paths)]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class PreambleCase(_Named):
         """Responses to a prompt."""
         return self.n
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
         """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         examples = rng.integers(vocab_size, size=self.preamble).tolist()
@@ -244,7 +244,7 @@ class PreambleCase(_Named):
                 (replace(member, prompt=[*examples, *member.prompt]), group, len(rows) + number, 0)
                 for number, member in enumerate(members)
             ]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
 
 NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase, PreambleCase)}
@@ -267,7 +267,7 @@ def parse_case(text: str) -> AnyCase:
     return found
 
 
-def rows_of_ranks(rows: CaseRows, stock: bool, flops: ModelFlops, world_size: int) -> list[list[int]]:
+def samples_of_ranks(rows: CaseSamples, stock: bool, flops: ModelFlops, world_size: int) -> list[list[int]]:
     """What the trainer would give each rank: verl's balance for the stock paths, ours for the others."""
     if world_size == 1:
         return [list(range(len(rows.samples)))]

@@ -134,8 +134,8 @@ def _mismatch(sequence: int, kind: Kind, num_places: int, grids: list[list[int]]
     needed = sum(frames * height * width for frames, height, width in grids) // patches_per_token
     return (
         f"sequence {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need "
-        f"{needed}, each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool result was cut "
-        "off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
+        f"{needed}, each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool "
+        "result was cut off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
     )
 
 
