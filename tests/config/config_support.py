@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from tokenizers import Tokenizer
@@ -35,10 +38,26 @@ FLAGS = {
 }
 
 
-def compose_config(*overrides: str) -> DictConfig:
-    """``pg_ppo_trainer`` with command-line overrides."""
-    with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
-        return compose("pg_ppo_trainer", overrides=list(overrides))
+@functools.cache
+def _composed(module: str, name: str, groups: tuple[str, ...]) -> DictConfig:
+    with initialize_config_module(module, version_base=None):
+        return compose(name, overrides=list(groups))
+
+
+def compose_config(
+    *overrides: str, module: str = "verl_pg_plugin.config.hydra", name: str = "pg_ppo_trainer"
+) -> DictConfig:
+    """A config with command-line overrides: composed once for each choice of groups, and the rest applied by Hydra."""
+    groups = tuple(item for item in overrides if "." not in item.partition("=")[0] or item.startswith("hydra."))
+    config = copy.deepcopy(_composed(module, name, groups))
+    parsed = OverridesParser.create().parse_overrides([item for item in overrides if item not in groups])
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+    return config
+
+
+def compose_stock(*overrides: str) -> DictConfig:
+    """The same of verl's own ``ppo_trainer``."""
+    return compose_config(*overrides, module="verl.trainer.config", name="ppo_trainer")
 
 
 def save_tokenizer(folder: Path) -> None:

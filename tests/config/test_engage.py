@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hydra import compose, initialize_config_module
+from config_support import compose_stock
 from omegaconf import DictConfig, OmegaConf
 
 from verl_pg_plugin.config.engage import engage, engage_or_exit
@@ -17,8 +17,7 @@ ENGINES = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.
 @pytest.fixture
 def stock_config(runnable_overrides: list[str]):
     def composed(*overrides: str) -> DictConfig:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            return compose("ppo_trainer", overrides=[*runnable_overrides, *overrides])
+        return compose_stock(*runnable_overrides, *overrides)
 
     return composed
 

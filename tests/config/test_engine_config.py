@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from config_support import FLAGS, compose_config
-from hydra import compose, initialize_config_module
+from config_support import FLAGS, compose_config, compose_stock
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -13,10 +12,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl_pg_plugin.engine.fsdp_engine import PrefixGrouperFSDPEngineWithLMHead
 
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
 from verl_pg_plugin.config.preflight import sharing_issues
+from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -26,12 +25,6 @@ TARGET = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 def engine_config_of(config: DictConfig, role: str) -> FSDPEngineConfig:
     """Engine config as verl's ActorRolloutRefWorker builds it."""
     return engine_configs(config, {"actor": ACTOR, "ref": REF}[role])[0]
-
-
-def compose_stock(*overrides: str) -> DictConfig:
-    """verl's own ``ppo_trainer`` with command-line overrides."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=list(overrides))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

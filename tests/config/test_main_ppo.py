@@ -42,7 +42,7 @@ def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     ("settings", "message"),
     [
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, "ppo_micro_batch_size_per_gpu"),
-        ({"data.train_batch_size": 2, "trainer.n_gpus_per_node": 3}, "does not divide into 3"),
+        ({"data.train_batch_size": 2, "trainer.n_gpus_per_node": 3}, "do not divide into 3"),
         ({f"{ACTOR}.fsdp_config.no_such_field": 1}, "no_such_field"),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": "${no.such.key}"}, "no.such.key"),
     ],

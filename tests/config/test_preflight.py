@@ -85,12 +85,10 @@ def places(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, models: P
     folder = tmp_path_factory.mktemp("places")
     (folder / "latin1.py").write_bytes("# coding: latin-1\ndef score(**row): return 'é'\n".encode("latin-1"))
     (folder / "made.py").write_text("globals()['score'] = lambda **row: 0.0\n")
-    (folder / "broken.parquet").write_text("no parquet")
     (folder / "empty").mkdir()
     (folder / "own").mkdir()
     (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
     save_data(folder / "unscored.parquet", data_source=None, reward_model=None)
-    save_data(folder / "question.parquet", prompt=None, question=["a"] * 8)
     return {
         "checkpoint": str(checkpoint),
         "models": str(models),
@@ -101,20 +99,6 @@ def places(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, models: P
         "unscored": str(folder / "unscored.parquet"),
         "own": str(folder / "own"),
     }
-
-
-@pytest.fixture
-def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """This machine has so many GPUs, and every package that is asked for."""
-
-    def have(count: int, installed: bool = True) -> None:
-        for module in (preflight, rules):
-            monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
-        monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: count)
-        if installed:
-            monkeypatch.setattr(preflight, "version", lambda package: "1.0")
-
-    return have
 
 
 @pytest.fixture
@@ -130,8 +114,8 @@ def errors(config: DictConfig) -> list[Issue]:
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, monkeypatch) -> None:
-    on_gpus(32 if name == "two_nodes" else 8)
+def test_what_stock_verl_trains_is_not_refused(name: str, config_of, monkeypatch) -> None:
+    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
     # verl's own validation would load the user's losses and vLLM; it speaks for itself.
     monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
     monkeypatch.setattr(rules, "compiler_obstacle", lambda device: "")
@@ -139,45 +123,21 @@ def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, mo
     assert len(WORKING) >= 30
 
 
-COUNT = "is not a positive integer"
 REFUSED: list[tuple[str, str, str, str]] = [
     # overrides, key that is named, part of the cause, part of the fix
-    (f"{ROLLOUT}.n=0", f"{ROLLOUT}.n", COUNT, f"{ROLLOUT}.n=<positive integer>"),
-    (f"{ROLLOUT}.n=four", f"{ROLLOUT}.n", COUNT, ""),
-    (f"{ROLLOUT}.n=1.5", f"{ROLLOUT}.n", COUNT, ""),
-    ("data.max_prompt_length=1k", "data.max_prompt_length", COUNT, ""),
-    ("trainer.nnodes=two", "trainer.nnodes", COUNT, ""),
-    (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", f"{ACTOR}.ppo_micro_batch_size_per_gpu", COUNT, ""),
     (
-        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=0",
-        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-        COUNT,
-        "",
-    ),
-    (f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=16k", f"{ACTOR}.ppo_max_token_len_per_gpu", COUNT, ""),
-    (f"{MODEL}.lora_rank=abc", f"{MODEL}.lora_rank", "0 is no adapter", f"{MODEL}.lora_rank=0"),
-    ("trainer.n_gpus_per_node=4 ray_kwargs.ray_init.num_gpus=null", "trainer.n_gpus_per_node", "and 1 are there", "=1"),
-    (
-        "trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 data.train_batch_size=6 "
-        f"{ACTOR}.ppo_mini_batch_size=6 {ROLLOUT}.n=5",
+        f"trainer.n_gpus_per_node=8 data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6 {ROLLOUT}.n=5",
         f"{ACTOR}.ppo_mini_batch_size",
-        "does not divide into 8 data-parallel ranks",
-        f"{ACTOR}.ppo_mini_batch_size=8, or {ROLLOUT}.n=8",
+        "do not divide into 8 data-parallel ranks",
+        f"{ACTOR}.ppo_mini_batch_size=8",
     ),
     (
-        "trainer.n_gpus_per_node=3 ray_kwargs.ray_init.num_gpus=3 data.train_batch_size=6 "
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        f"trainer.n_gpus_per_node=3 data.train_batch_size=6 {ACTOR}.ulysses_sequence_parallel_size=2",
         f"{ACTOR}.ulysses_sequence_parallel_size",
-        "it does not divide them",
+        "2 ranks that share tokens do not divide 3",
         f"{ACTOR}.ulysses_sequence_parallel_size=1",
     ),
-    (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size", "takes 2 GPUs", "=1"),
-    (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name", "vllm is not installed", "pip install 'verl[vllm]'"),
-    ("data.train_files=no_such.parquet", "data.train_files", "does not exist", "data.train_files="),
-    ("data.val_files=[{data},{folder}/gone.parquet]", "data.val_files", "does not exist", ""),
-    ("data.train_files={folder}/broken.parquet", "data.train_files", "cannot be read as parquet", ""),
-    ("data.prompt_key=question", "data.prompt_key", "has no column 'question'; it has prompt", "prompt_key=prompt"),
-    ("reward.custom_reward_function.path=/gone.py", "reward.custom_reward_function.path", "no such file", "=<file>"),
+    ("trainer.nnodes=two", "", "verl's own validation refuses it: TypeError", ""),
     (f"{MODEL}.path=/no/such/model", f"{MODEL}.path", "no such folder", "save_pretrained"),
     (f"{MODEL}.path={{folder}}/empty", f"{MODEL}.path", "has no config.json", ""),
     (f"{MODEL}.path={{own}}", f"{MODEL}.path", "cannot read its config.json", "trust_remote_code=True"),
@@ -205,11 +165,8 @@ REFUSED: list[tuple[str, str, str, str]] = [
 
 @pytest.mark.parametrize(("overrides", "key", "why", "fix"), REFUSED, ids=[row[0][:60] for row in REFUSED])
 def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(
-    overrides: str, key: str, why: str, fix: str, config_of, monkeypatch
+    overrides: str, key: str, why: str, fix: str, config_of
 ) -> None:
-    if "num_gpus=null" in overrides:
-        monkeypatch.setattr(preflight, "get_device_name", lambda: "cuda")
-        monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 1)
     (issue,) = errors(config_of(overrides))
     assert issue.key == key
     assert why in issue.why
@@ -220,31 +177,15 @@ def test_all_errors_are_listed_at_once_and_warnings_are_logged(config_of, caplog
     with pytest.raises(ConfigError, match="3 problems in the configuration") as raised:
         check(config_of(f"{ACTOR}.qat.enable=True distillation.enabled=True prefix_grouper.console=full"))
     assert "1. " in str(raised.value)
-    check(config_of(f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=900"))
-    assert f"{ACTOR}.ppo_max_token_len_per_gpu=900: holds 900 tokens, and a sequence may have 1024" in caplog.text
+    check(config_of(f"{MODEL}.override_config.attn_implementation=eager"))
+    assert "attention over shared prefixes replaces sdpa and flash_attention_2" in caplog.text
 
 
 def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(config_of) -> None:
-    elsewhere = f"{ROLLOUT}.name=vllm data.train_files=/there.parquet prefix_grouper.attention_kernel=flash_attn_4 "
-    assert len(errors(config_of(elsewhere))) == 3
+    elsewhere = "prefix_grouper.attention_kernel=flash_attn_4 "
+    assert len(errors(config_of(elsewhere))) == 1
     found = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
-    assert [issue.is_warning for issue in found] == [True] * 3
-
-
-@pytest.mark.parametrize(("there", "wanted", "fix"), [(4, 4, None), (3, 4, "=3"), (0, 4, "run where nvidia-smi lists")])
-def test_gpus_that_are_asked_for_and_not_there(there: int, wanted: int, fix: str | None, config_of, on_gpus) -> None:
-    on_gpus(there)
-    config = config_of(f"ray_kwargs.ray_init.num_gpus=null trainer.n_gpus_per_node={wanted}")
-    assert [issue.fix[-len(fix or "") :] == fix or issue.fix.startswith(fix or "") for issue in errors(config)] == (
-        [True] if fix else []
-    )
-
-
-def test_gpus_of_a_rollout_of_its_own_count(config_of, on_gpus) -> None:
-    on_gpus(7)
-    (issue,) = errors(config_of(FSDP_EXAMPLE + SEPARATE))
-    assert "8 GPUs are asked for, and 7 are there" in issue.why
-    assert issue.fix == "trainer.n_gpus_per_node=3"
+    assert [issue.is_warning for issue in found] == [True]
 
 
 def test_a_setting_that_follows_another_one_is_not_said_twice(config_of) -> None:

@@ -58,38 +58,32 @@ def in_one_plane(batch: TensorDict) -> None:
 
 
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
-    "no_pictures_for_placeholders": (without("multi_modal_inputs"), r"sequence 0 has 24 placeholders 90.*0 images need 0"),
-    "one_row_without_its_picture": (with_inputs(2, lambda given: {}), r"sequence 2 has 24 placeholders 90.*need 0"),
-    "a_sampled_placeholder": (with_token(-2, IMAGE), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
-    "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"sequence 5 has 1 placeholders 91, its 0 videos"),
-    "a_placeholder_overwritten": (with_token(10, 5), r"sequence 0 has 23 placeholders 90.*need 24"),
-    "a_picture_in_two_pieces": (
+    "no_images_for_placeholders": (without("multi_modal_inputs"), r"row 0 has 24 placeholders 90.*0 images need 0"),
+    "a_sampled_placeholder": (with_token(-2, IMAGE), r"row 5 has 25 placeholders 90.*sampled the placeholder"),
+    "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"row 5 has 1 placeholders 91, its 0 videos"),
+    "an_image_in_two_pieces": (
         lambda batch: (with_token(10, 5)(batch), with_token(28, IMAGE)(batch)),
         "each in one piece",
     ),
     "fewer_pixels_than_the_grid": (
         with_inputs(1, lambda given: {**given, "pixel_values": given["pixel_values"][:-4]}),
-        r"sequence 1: pixel_values has 92 patches, image_grid_thw ask for 96",
+        r"row 1: pixel_values has 92 patches, image_grid_thw ask for 96",
     ),
     "a_grid_that_makes_no_whole_tokens": (
         with_inputs(0, lambda given: {**given, "image_grid_thw": torch.tensor([[1, 3, 3]])}),
-        "sequence 0: image_grid_thw of 3 x 3 patches do not make whole tokens",
+        "row 0: image_grid_thw of 3 x 3 patches do not make whole tokens",
     ),
     "a_grid_of_floats": (
         with_inputs(0, lambda given: {**given, "image_grid_thw": given["image_grid_thw"].float()}),
-        "sequence 0: image_grid_thw must hold three positive integers",
+        "row 0: image_grid_thw must hold three positive integers",
     ),
     "pixels_without_a_grid": (
         with_inputs(0, lambda given: {"pixel_values": given["pixel_values"]}),
-        "sequence 0: image_grid_thw must be a tensor of two dimensions, got NoneType",
-    ),
-    "pixels_in_another_form": (
-        with_inputs(0, lambda given: {**given, "pixel_values": torch.zeros(3, 64, 64)}),
-        r"sequence 0: pixel_values must be a tensor of two dimensions, got \(3, 64, 64\)",
+        "row 0: image_grid_thw must be a tensor of two dimensions, got NoneType",
     ),
     "an_output_that_the_model_does_not_take": (
         with_inputs(3, lambda given: {**given, "image_bound": torch.zeros(1)}),
-        r"sequence 3: the processor returns image_bound, which.*use_prefix_grouper=False",
+        r"row 3: the processor returns image_bound, which.*use_prefix_grouper=False",
     ),
     "positions_in_one_plane": (
         in_one_plane,
@@ -120,7 +114,7 @@ def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, model: A
         [row[:, :-1] for row in batch["position_ids"].unbind()], ragged_idx=2
     )
     tu.assign_non_tensor_stack(cut, "multi_modal_inputs", [dict(whole.inputs)] * 2)
-    with packed.eval_mode(), pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
+    with packed.eval_mode(), pytest.raises(BatchError, match=r"row 0 ends in an image.*max_response_length"):
         packed.infer_batch(cut)
 
 
@@ -147,32 +141,26 @@ def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) 
     assert torch.equal(got, want)
 
 
-def test_rows_are_not_shared_where_positions_differ(model: Any) -> None:
-    """Equal tokens and images, and a video shown at another speed: Qwen2.5-VL's positions say so."""
-    modality = Images.of(config_of("qwen3_vl"))
-    batch = image_batch(model, TURNS[:2])
-    shared = read_sequences(batch, modality).lay_out(packed=True).num_tokens
-    second = batch["position_ids"].offsets()[1]
-    batch["position_ids"].values()[1, second + 6 : second + 28] += 1
-    apart = read_sequences(batch, modality).lay_out(packed=True).num_tokens
-    assert shared == len(TURNS[0].tokens) - 1 + 1
-    assert apart == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
-
-
-@pytest.mark.parametrize("name", ["pixels", "dtype", "kind"])
+@pytest.mark.parametrize("name", ["pixels", "dtype", "kind", "positions"])
 def test_images_that_differ_in_anything_are_not_shared(model: Any, name: str) -> None:
-    batch = image_batch(model, TURNS[:2])
-    change = {
-        "pixels": lambda given: {**given, "pixel_values": _one_number_off(given["pixel_values"])},
-        "dtype": lambda given: {**given, "pixel_values": given["pixel_values"].double()},
-        "kind": _as_video,
-    }[name]
-    if name == "kind":
-        ids, (start, stop) = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
-        ids[start:stop][ids[start:stop] == IMAGE] = VIDEO
-    with_inputs(1, change)(batch)
-    layout = read_sequences(batch, Images.of(config_of("qwen3_vl"))).lay_out(packed=True)
-    assert layout.num_tokens == len(TURNS[0].tokens) - 1 + len(TURNS[1].tokens) - 1 - len(SYSTEM)
+    """In positions too: Qwen2.5-VL's say at which speed a video is shown."""
+    batch, modality = image_batch(model, TURNS[:2]), Images.of(config_of("qwen3_vl"))
+    first, second = (len(turn.tokens) - 1 for turn in TURNS[:2])
+    assert read_sequences(batch, modality).lay_out(packed=True).num_tokens == first + 1
+    if name == "positions":
+        start = batch["position_ids"].offsets()[1]
+        batch["position_ids"].values()[1, start + 6 : start + 28] += 1
+    else:
+        change = {
+            "pixels": lambda given: {**given, "pixel_values": _one_number_off(given["pixel_values"])},
+            "dtype": lambda given: {**given, "pixel_values": given["pixel_values"].double()},
+            "kind": _as_video,
+        }[name]
+        if name == "kind":
+            ids, (start, stop) = batch["input_ids"].values(), batch["input_ids"].offsets()[1:].tolist()
+            ids[start:stop][ids[start:stop] == IMAGE] = VIDEO
+        with_inputs(1, change)(batch)
+    assert read_sequences(batch, modality).lay_out(packed=True).num_tokens == first + second - len(SYSTEM)
 
 
 def _one_number_off(pixels: torch.Tensor) -> torch.Tensor:

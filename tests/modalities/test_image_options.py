@@ -8,7 +8,15 @@ import pytest
 
 from tests.engine.carried_cases import carrying, carrying_engine
 from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TURNS, TWO_GROUPS
-from tests.modalities.tiny_vision import KINDS, image_batch, load, run_alone, save_vision_adapter, save_vision_model
+from tests.modalities.tiny_vision import (
+    KINDS,
+    expected,
+    image_batch,
+    load,
+    run_alone,
+    save_vision_adapter,
+    save_vision_model,
+)
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities.image_keys import _Contents
@@ -42,7 +50,7 @@ def test_every_option_is_exact(path: str, option: str) -> None:
     settings = OPTIONS[option]
     batch = image_batch(load(path), MIXED, **settings.get("batch", {}))
     engine = make_engine(path, packed=True, engine=settings.get("engine"), model=settings.get("model"))
-    assert_same(run_engine(engine, batch, actor_loss()), run_alone(path, MIXED, clone(batch), actor_loss()))
+    assert_same(run_engine(engine, batch, actor_loss()), expected(path, MIXED))
 
 
 def test_an_adapter_on_tower_and_layers_is_exact(path: str, tmp_path: Path) -> None:
@@ -67,11 +75,11 @@ def test_images_of_a_chain_are_computed_by_the_part_that_owns_them(
     engine = carrying_engine(path)
     with carrying(engine):
         got = run_engine(engine, batch, actor_loss())
-    assert_same(got, run_alone(path, samples, clone(batch), actor_loss()))
+    assert_same(got, expected(path, samples))
 
 
 def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
-    engine = make_engine(path, packed=True, engine={"verify": "first", "verify_rows": len(TWO_GROUPS)})
+    engine = make_engine(path, packed=True, engine={"verify": "first"})
     batch = image_batch(load(path), TWO_GROUPS)
     same = patch.object(_Contents, "number", lambda *args: 0)
     with same, engine.eval_mode(), pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):

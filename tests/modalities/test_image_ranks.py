@@ -9,7 +9,7 @@ from verl.utils import tensordict_utils as tu
 from tests.engine.carried_cases import carry_always, carrying
 from tests.engine.ranks import on_ranks
 from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
-from tests.modalities.tiny_vision import KINDS, image_batch, load, run_alone, save_vision_model
+from tests.modalities.tiny_vision import KINDS, expected, image_batch, load, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
@@ -69,11 +69,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def expected(path: str, samples: list, rows: list[int] | None = None) -> Result:
-    batch = image_batch(load(path), samples)
-    want = run_alone(path, samples, clone(batch), actor_loss())
-    chosen = range(len(samples)) if rows is None else rows
-    return Result({name: [values[row] for row in chosen] for name, values in want.outputs.items()}, want.gradients)
+def of_rows(result: Result, rows: list[int]) -> Result:
+    return Result({name: [values[row] for row in rows] for name, values in result.outputs.items()}, result.gradients)
 
 
 def without_tower(result: Result) -> Result:
@@ -89,7 +86,7 @@ def ranks(path: str) -> list[tuple[dict[str, Result], list[str]]]:
 def test_a_rank_without_images_waits_for_nobody(ranks: list, path: str) -> None:
     for rank, (results, _) in enumerate(ranks):
         for result in results.values():
-            assert_same(result, expected(path, SPLIT, own_rows(rank, len(SPLIT))))
+            assert_same(result, of_rows(expected(path, SPLIT), own_rows(rank, len(SPLIT))))
 
 
 def test_rows_of_images_are_spread_over_ranks(path: str) -> None:

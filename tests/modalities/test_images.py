@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from tests.mixers.test_engine import NEARLY_CANCEL
 from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
-from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, run_alone, save_vision_model
-from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
+from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, expected, image_batch, load, save_vision_model
+from tests.support import Result, actor_loss, assert_same, make_engine, run_engine
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.modalities import Images
 from verl_pg_plugin.modalities.image_keys import _Contents
@@ -42,11 +42,10 @@ def packed(path: str, process_group: None) -> Any:
 def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
     cases = {"two_groups": TWO_GROUPS, "mixed": MIXED, "turns": TURNS, "forks": FORKS, "text": TEXT_ALONE}
     samples = film(kind) if case == "film" else cases[case]
-    batch = image_batch(load(path), samples)
-    want = run_alone(path, samples, clone(batch), actor_loss())
+    want = expected(path, samples)
     if case == "text":  # no rank has an image, so the vision encoder stays out
         want = replace(want, gradients={name: g for name, g in want.gradients.items() if ".visual." not in name})
-    got = run_engine(packed, batch, actor_loss())
+    got = run_engine(packed, image_batch(load(path), samples), actor_loss())
     if kind not in HYBRID_KINDS:
         return assert_same(got, want)
     # Where sums nearly cancel, stock itself is as far from float64; tests/mixers hold these layers against that.
@@ -86,7 +85,7 @@ def test_only_equal_images_share_rows(path: str) -> None:
 def test_images_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
     """The control of this file: where placeholders alone are compared, it must fail."""
     batch = image_batch(load(path), TWO_GROUPS)
-    want = run_alone(path, TWO_GROUPS, clone(batch), actor_loss())
+    want = expected(path, TWO_GROUPS)
     with patch.object(_Contents, "number", lambda *args: 0):
         wrong = run_engine(packed, batch, actor_loss())
     with pytest.raises(AssertionError, match="off by"):

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 
 from tests.mixers import hybrids
-from tests.support import Result, response_values
+from tests.support import Result, actor_loss, response_values
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -235,3 +235,14 @@ def run_alone(
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
     return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients, value.item())
+
+
+_expected: dict[tuple[str, int], tuple[Sequence[Shot], Result]] = {}
+
+
+def expected(path: str, samples: Sequence[Shot]) -> Result:
+    """``run_alone`` under the actor's loss, once for each list of samples."""
+    key = (path, id(samples))
+    if key not in _expected:  # the samples are kept, so that no other list gets their id
+        _expected[key] = (samples, run_alone(path, samples, image_batch(load(path), samples), actor_loss()))
+    return _expected[key][1]

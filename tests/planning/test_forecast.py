@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import Qwen3Config
 
 from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.cli.estimate import ACCURACY
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import Batch, DeviceMemory, Forecast, Settings, forecast, lay_out, plan
 from verl_pg_plugin.planning.memory import TokenMemory
@@ -94,29 +98,73 @@ def test_what_is_laid_out_is_what_was_planned_and_sharing_alone_leaves_compiled_
     assert found.update > eager.update
 
 
-@pytest.mark.parametrize(
-    ("prompt", "n", "budget", "peak"),
-    [(8192, 8, 20480, 18.79), (8192, 4, 20480, 18.18), (1024, 8, 20480, 19.06)],
-    ids=["8192,1024,8", "8192,1024,4", "1024,2000,8"],
-)
-def test_memory_is_what_an_h200_held(prompt: int, n: int, budget: int, peak: float) -> None:
-    """The 4B config in docs/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
-    config = Qwen3Config(
+def dense(hidden: int, inner: int, tied: bool) -> Qwen3Config:
+    """Sizes of Qwen3-4B and Qwen3-8B."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return Qwen3Config(
         vocab_size=151936,
-        hidden_size=2560,
-        intermediate_size=9728,
+        hidden_size=hidden,
+        intermediate_size=inner,
         num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
+        **heads,
     )
+
+
+MODELS = {"qwen3-4b": dense(2560, 9728, tied=True), "qwen3-8b": dense(4096, 12288, tied=False)}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "n", "peak"),
+    [(8192, 1024, 8, 18.79), (8192, 1024, 4, 18.18), (1024, 2000, 8, 19.06)],
+    ids=str,
+)
+def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: float) -> None:
+    """Of docs/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
+    config = MODELS["qwen3-4b"]
     module = text_skeleton(config)
-    weights = sum(weight.numel() for weight in module.parameters())
-    response = 2000 if prompt == 1024 else 1024
     batch = Batch.of_lengths([prompt], [[response] * n])
-    found = forecast(batch, ModelFlops.of(module), TokenMemory.of(config, 2, True, True), Settings(budget))
-    beside = DeviceMemory.of(module, num_gpus=1, compiled=True)
-    held = beside.peak_gib(found) - (16 - 2) * weights / 2**30
+    found = forecast(batch, ModelFlops.of(module), TokenMemory.of(config, 2, True, True), Settings(20480))
+    weights = sum(weight.numel() for weight in module.parameters())
+    held = DeviceMemory.of(module, num_gpus=1, compiled=True).peak_gib(found) - (16 - 2) * weights / 2**30
     assert held == pytest.approx(peak, rel=0.1)
     assert held > 0.96 * peak, "a budget that does not fit would be recommended"
+
+
+OPTIONS = {"attention_kernel", "compile_layers", "recompute_attention", "carry"}
+BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
+
+
+def test_predictions_are_what_was_measured_on_h200s() -> None:
+    """The figures that ``estimate`` names for its accuracy."""
+    flops = {name: ModelFlops.of_config(config) for name, config in MODELS.items()}
+
+    @cache
+    def predicted(model: str, case: str, keeps: bool, settings: Settings) -> Forecast:
+        prompt, response, n, groups = (*map(int, case.split(",")), 1)[:4]
+        batch = Batch.of_lengths([prompt] * groups, [[response] * n] * groups)
+        return forecast(batch, flops[model], TokenMemory.of(MODELS[model], 2, True, keeps), settings)
+
+    errors = []
+    for file in sorted((Path(__file__).parents[2] / "docs/data").glob("actor_[48]b_*.csv")):
+        for row in csv.DictReader(file.open()):
+            path, _, asked = row["path"].partition(":")
+            options = dict(option.split("=") for option in asked.split(",") if option)
+            lengths = row["case"].replace(",", "").isdecimal()
+            is_single = row["world_size"] == "1" and row["phase"] in ("old_log_prob", "update_actor") and lengths
+            if path != "packed" or not is_single or "@" in asked or options.keys() - OPTIONS:
+                continue
+            keeps = options.get("recompute_attention") != "True"
+            settings = Settings(
+                BUDGETS.get(file.stem, 20480),
+                carry=options.get("carry") != "never",
+                keeps_attention=keeps,
+                compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
+                kernel=row["kernel"],
+            )
+            found = predicted(row["model"], row["case"], keeps, settings)
+            speedup = found.update if row["phase"] == "update_actor" else found.old_log_prob
+            errors.append(abs(speedup / float(row["speedup"]) - 1))
+    assert (len(errors), round(float(np.median(errors)), 2)) == (138, 0.04)
+    assert np.mean(np.array(errors) < 0.1) > 0.9
+    assert f"Of {len(errors)} measurements" in ACCURACY

@@ -10,23 +10,16 @@ import sys
 from pathlib import Path
 
 import yaml
-from verl_pg_plugin.engine.batch.plan_metrics import TOTALS, plan_metrics
 
 from verl_pg_plugin.config.options import OPTION_NAMES
+from verl_pg_plugin.engine.metrics import TOTALS, mini_batch_metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-BESIDE_TOTALS = (
-    "prompt_groups",
-    "rows_of_groups",
-    "micro_batches",
-    "flops",
-    "forward",
-    "forward_alone",
-    "seconds",
-    "carried_bytes",
-    "copied_keys",
-    "copied_bytes",
+FIGURES = (
+    *TOTALS,
+    *("prompt_groups", "tokens_of_groups", "micro_batches", "forward", "forward_alone", "copied_keys", "cached_bytes"),
+    "verify_max_error",
 )
 SCRIPT = ROOT / "scripts" / "upkeep" / "make_options_page.py"
 
@@ -40,8 +33,8 @@ def test_the_page_of_options_is_fresh_and_has_each_once() -> None:
 
 def test_every_metric_that_the_code_writes_is_named_once() -> None:
     code = "".join(path.read_text() for path in (ROOT / "verl_pg_plugin").rglob("*.py"))
-    figures = dict.fromkeys([*TOTALS, *BESIDE_TOTALS], 1.0)
-    written = [name.removeprefix("prefix_grouper/") for name in plan_metrics([figures], sp_size=1)]
+    metrics = mini_batch_metrics([dict.fromkeys(FIGURES, 1.0)], sp_size=1, kernel="NAME")
+    written = [name.removeprefix("prefix_grouper/") for name in metrics]
     written += re.findall(r'"prefix_grouper/([a-z_/]+)"', code)
     page = (DOCS / "metrics.md").read_text()
     names = [row.split("|")[1] for row in page[page.index("| metric |") :].splitlines()[2:] if row.startswith("|")]
