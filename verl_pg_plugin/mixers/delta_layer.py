@@ -142,7 +142,7 @@ class Levels:
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
-        """Segments come in the order of a walk through the prefix tree: siblings are next to each other at their depth."""
+        """Segments come as a walk through the prefix tree meets them: siblings of one depth are next to each other."""
         parents, lengths = layout.segment_parent, np.diff(layout.cu_seqlens_q)
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
