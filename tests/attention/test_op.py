@@ -221,7 +221,8 @@ def many_responses() -> Batch:
     return batch_of(*[((*PROMPT, *range(50)), (1000 + i, 7, i)) for i in range(40)])
 
 
-def test_no_more_keys_are_gathered_at_once_than_the_stated_share_of_the_tokens() -> None:
+def test_no_more_keys_are_gathered_at_once_than_the_stated_share_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", 4)
     layout, recorded = many_responses().layout(), Recorded()
     assert len(layout.kv_index) > 10 * layout.num_tokens
     packed_outcome(
