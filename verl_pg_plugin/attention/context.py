@@ -119,6 +119,7 @@ class PackedAttention(AttentionContext):
         """The pieces of layers with that window."""
         if self._unshared is not None:
             return self._unshared
+        assert isinstance(self.layout, PackedLayout)
         if window >= self.layout.max_seqlen_k - 1:
             window = -1
         return self.index(_tree_of, self.device, window)
@@ -214,8 +215,8 @@ class PaddedGroupsAttention(AttentionContext):
             if not len(q_THD):  # no group of the batch has a prefix
                 return q_BHQD.transpose(1, 2)
             # A group without a prefix is no segment; every suffix has tokens.
-            bounds = (torch.unique_consecutive(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
-            tree = Tree.unshared(*bounds, len(q_THD), len(k_TGD), max_seqlen_q, max_seqlen_k)
+            cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
+            tree = Tree.unshared(cu_seqlens_q, cu_seqlens_k, len(q_THD), len(k_TGD), max_seqlen_q, max_seqlen_k)
             out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, keep=self.keep)
             return pad_input(out_THD, rows, batch_size, num_q)
 

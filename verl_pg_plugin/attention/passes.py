@@ -82,8 +82,8 @@ def flash_attn_2() -> Passes:
         out, lse, *_ = run_forward(q, k, v, **keywords(p))
         return out, lse
 
-    def backward(dout: Tensor, *tensors: Any) -> None:
-        *tensors, p = tensors
+    def backward(dout: Tensor, *arguments: Any) -> None:
+        *tensors, p = arguments
         run_backward(dout, *tensors, **keywords(p), alibi_slopes=None, deterministic=deterministic())
 
     return forward, backward
@@ -199,7 +199,7 @@ def sdpa() -> Passes:
         out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf, dtype=wide)
         one = _cpu_forward if _has_flash(q, p) else _written_out_forward
         for rows, keys in _segments(p):
-            out[rows], lse[:, rows] = one(q[rows], *(_of_query_heads(x[keys], q) for x in (k, v)), p)
+            out[rows], lse[:, rows] = one(q[rows], _of_query_heads(k[keys], q), _of_query_heads(v[keys], q), p)
         return out, lse
 
     def backward(dout: Tensor, *tensors: Any) -> None:
@@ -208,8 +208,8 @@ def sdpa() -> Passes:
             gradient.zero_()
         one = _cpu_backward if _has_flash(q, p) else _written_out_backward
         for rows, keys in _segments(p):
-            repeated = (_of_query_heads(x[keys], q) for x in (k, v))
-            found = one(dout[rows], q[rows], *repeated, out[rows], lse[:, rows], p)
+            keys_of_heads, values_of_heads = _of_query_heads(k[keys], q), _of_query_heads(v[keys], q)
+            found = one(dout[rows], q[rows], keys_of_heads, values_of_heads, out[rows], lse[:, rows], p)
             for gradient, where, part in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 gradient[where] = part.unflatten(1, (gradient.shape[1], -1)).sum(2)
 
@@ -326,7 +326,8 @@ def softcap_fault(forward: Forward, backward: Backward, head_dim: int, device_ty
     q, k, v, dout = (x.transpose(0, 1).contiguous() for x in drawn.to(device_type, dtype).split([2, 1, 1, 2]))
     cu_seqlens = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device_type)
     # Scores have a standard deviation of 3, so that the cap moves most of them.
-    problem = Varlen(cu_seqlens, cu_seqlens, *[max(lengths)] * 2, softmax_scale=3 / head_dim**0.5, softcap=2.0)
+    longest = max(lengths)
+    problem = Varlen(cu_seqlens, cu_seqlens, longest, longest, softmax_scale=3 / head_dim**0.5, softcap=2.0)
 
     def outcome(forward: Forward, backward: Backward, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, dout = tensors

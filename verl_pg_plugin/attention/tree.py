@@ -137,9 +137,8 @@ def _piece(
     device: torch.device | str,
     causal: bool,
 ) -> Piece:
-    bounds = (to_device(x, torch.int32, device) for x in (cu_seqlens_q, cu_seqlens_k))
-    longest = (int(np.diff(x).max()) for x in (cu_seqlens_q, cu_seqlens_k))
-    return Piece(rows, keys, *bounds, *longest, causal)
+    cu_q, cu_k = to_device(cu_seqlens_q, torch.int32, device), to_device(cu_seqlens_k, torch.int32, device)
+    return Piece(rows, keys, cu_q, cu_k, int(np.diff(cu_seqlens_q).max()), int(np.diff(cu_seqlens_k).max()), causal)
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,8 @@ def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[Int
             num_below[parent] += num_below[node] + (node >= num_cached)
             best[parent] += best[node]
             stop[parent] = max(stop[parent], stop[node])
-    chosen, covered = [], [False] * len(above)
+    chosen: list[int] = []
+    covered = [False] * len(above)
     for node, parent in enumerate(above):
         covered[node] = parent >= 0 and (covered[parent] or parent in chosen[-1:])
         if not covered[node] and num_below[node] and length[node] * num_below[node] >= best[node]:
