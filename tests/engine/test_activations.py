@@ -1,6 +1,7 @@
 """What checkpointed layers keep for their backward: attention runs as often as asked, and gives one gradient."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from tests.support import actor_loss, assert_same, clone, group, make_engine, ru
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
-from dataclasses import replace
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

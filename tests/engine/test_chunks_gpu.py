@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from verl_pg_plugin.engine.saved_attention import SavedAttention
 
 from tests.engine.carried_cases import carrying, carrying_engine
 from tests.engine.test_gpu import BF16, SIZES

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from verl_pg_plugin.engine.heads.fused_head import FusedHead
 
 from tests.engine.carried_cases import ONE_GROUP, carrying_engine
 from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference, save_tiny_model

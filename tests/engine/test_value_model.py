@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from verl.workers.engine import EngineRegistry
 
+from tests.engine.test_exactness import CASES, MIXED
 from tests.engine.value_models import (
     critic_batch,
     critic_loss,
@@ -14,7 +15,6 @@ from tests.engine.value_models import (
     run_value_reference,
     save_value_model,
 )
-from tests.engine.test_exactness import CASES, MIXED
 from tests.models.models import save_qwen3
 from tests.support import assert_same, clone, run_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch

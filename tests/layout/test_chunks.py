@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.layout.chains import LaidOut, lay_out, num_of_group, plans, tries, walk_backward, walk_forward
 from tests.layout.tries import Batch, Key, batch_of, batches
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout, idle_prefill
-from verl_pg_plugin.planning.cost import num_pairs
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
 

@@ -310,6 +310,8 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
     Raises:
         CommandError: what is needed is missing or cannot be read.
     """
+    import numpy as np
+
     from verl_pg_plugin.planning.forecast import Batch
 
     if args.prompt is not None:
@@ -318,9 +320,8 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
         return batch, f"{groups}; prompts share nothing with each other"
     tokenizer = load_tokenizer(args.model)
 
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+    def ids(text: str) -> Any:
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     if args.data is not None:
         column = _prompts(args)
@@ -330,11 +331,11 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
         remark = f"{len(prompts)} prompts of {min(counts)} to {max(counts)} tokens, in the order of the file; {args.n} "
         remark += f"responses of {args.response} tokens each"
     else:
-        file, groups = _groups(args.rollouts)
-        chosen = groups[: args.groups]
+        file, found = _groups(args.rollouts)
+        chosen = found[: args.groups]
         prompts = [ids(group[0]["input"]) for group in chosen]
         responses = [[max(len(ids(record["output"])), 1) for record in group] for group in chosen]
-        remark = f"{len(chosen)} of {len(groups)} groups of {file.name}; the dump is text without special tokens, so "
+        remark = f"{len(chosen)} of {len(found)} groups of {file.name}; the dump is text without special tokens, so "
         remark += "lengths are a few tokens short (chat template, end of a turn), and ratios off by that share"
     return Batch.of_prompts(prompts, responses), remark
 
