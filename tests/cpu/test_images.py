@@ -101,9 +101,7 @@ def test_verl_finds_the_processor_and_its_rope_index(processor: Any) -> None:
     assert type(processor).__name__ == "Qwen3VLProcessor"
     inputs = encode(processor, squares(1, 0))
     positions, _ = processor.get_rope_index(
-        inputs["input_ids"],
-        mm_token_type_ids=inputs["mm_token_type_ids"],
-        image_grid_thw=inputs["image_grid_thw"],
+        inputs["input_ids"], mm_token_type_ids=inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
     )
     assert inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
     assert int((inputs["input_ids"] == processor.image_token_id).sum()) == 9

@@ -20,15 +20,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from tests.engine.carried_cases import carry_always, carrying
 from tests.options.option import Case
 from tests.options.table import BUDGET, SAMPLES
-from tests.support import (
-    Result,
-    actor_loss,
-    assert_same,
-    make_engine,
-    run_engine,
-    run_reference,
-    save_tiny_model,
-)
+from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import Sample, make_batch
 

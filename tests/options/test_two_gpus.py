@@ -19,10 +19,7 @@ from tests.options.harness import Checkpoint, by_case, errors_of
 from tests.options.option import Case, alone, pairs
 from tests.options.table import OPTIONS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")]
 
 UP_TO_TWO = [option for option in OPTIONS if option.num_ranks <= 2 and not option.compiles]
 MEETING = [*alone(UP_TO_TWO), *(case for case in pairs(UP_TO_TWO) if case.num_ranks == 2)]

@@ -15,9 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from tests.cpu.conftest import SCRIPTS
 
 
-def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "Sum: 3+4=7,\n(ok?)"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert len(ids) == len(text)
