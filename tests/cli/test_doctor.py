@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,6 +80,7 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         module = "verl.trainer.config" if name == "ppo_trainer" else "verl_pg_plugin.config.hydra"
         return config_support.compose_config(*overrides, module=module, name=name)
 
+    monkeypatch.setattr("hydra.initialize_config_module", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr("hydra.compose", compose)
 
 
