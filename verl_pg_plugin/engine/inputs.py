@@ -130,7 +130,7 @@ class ModelInputs:
         return x_NV if self.head_place is None else x_NV.index_select(0, self.head_place)
 
     def of_all_ranks(self, x_NC: torch.Tensor) -> torch.Tensor:
-        """(A, C) values of the labels of all ranks that share the tokens, a collective; those of cached tokens first."""
+        """(A, C) values of the labels of all ranks that share the tokens, a collective; cached tokens first."""
         if self.all_labels is not None:
             x_LC = x_NC.new_zeros(self.shard.num_tokens, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
             x_NC = self.shard.gather(x_LC).index_select(0, self.all_labels)
@@ -219,7 +219,7 @@ def packed_inputs(
 def padded_inputs(
     layout: PaddedLayout, kernel: Kernel, device: torch.device, keep: bool = True, perturb: Perturb | None = None
 ) -> ModelInputs:
-    """The same of padded groups, ``prefix_grouper.PrefixGrouper`` (https://github.com/johncaged/PrefixGrouper) inside."""
+    """The same of padded groups, with ``PrefixGrouper`` (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
