@@ -5,12 +5,12 @@
 
 Real engines on random weights; every path sees the same batch. A case is P,R,n,groups: prompt and response tokens,
 responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform) or ``2/16`` (in
-turn). P may be ``512+4x1024``: 512 tokens of text and four pictures of 1,024 each, for a model that reads them.
-``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with one row per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search
-trees with a row per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all begin with the same examples. Ours runs
+turn). P may be ``512+4x1024``: 512 tokens of text and four images of 1,024 each, for a model that reads them.
+``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with a sample per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search
+trees with one per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all begin with the same examples. Ours runs
 first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
-in the same run; the bound is the ratio of floating point operations, tower included, the head counted on every token
-for stock verl (it runs there) and on response rows for ours. Memory is the peak of the forward and
+in the same run; the bound is the ratio of floating point operations, vision encoder included, the head counted on every
+token for stock verl (it runs there) and on response tokens for ours. Memory is the peak of the forward and
 backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile`` runs each phase once more
 under torch's profiler and says which kernels took the time (a GPU's alone).
 """
@@ -36,11 +36,11 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from benchmarks.actor_cases import PHASES, Case, Work, parse_case, rows_of_ranks
+from benchmarks.actor_cases import PHASES, Case, Work, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.common import environment, write_csv
+from benchmarks.images import image_flops
 from benchmarks.kernel_time import seconds_by_class
-from benchmarks.pictures import picture_flops
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
@@ -211,9 +211,9 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         for case in args.cases:
             world_size = dist.get_world_size()
             whole = case.rows(_num_plain_tokens(config), world_size)
-            if case.pictures:
-                whole = whole.with_samples(case.pictures.put_into(whole.samples, config))
-            parts = rows_of_ranks(whole, path.stock, flops, world_size)
+            if case.images:
+                whole = whole.with_samples(case.images.put_into(whole.samples, config))
+            parts = samples_of_ranks(whole, path.stock, flops, world_size)
             ranks = [[whole.samples[row] for row in part] for part in parts]
             batch = make_batch(
                 ranks[dist.get_rank()],
@@ -224,12 +224,12 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 global_batch_size=len(whole.samples),
             )
             groups = [whole.group[part].tolist() for part in parts]
-            if case.pictures:
-                batch = case.pictures.add_to(batch, groups[dist.get_rank()], config)
+            if case.images:
+                batch = case.images.add_to(batch, groups[dist.get_rank()], config)
             name = str(case)
-            towers = picture_flops(case.pictures, groups, config, flops)
-            works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, towers)
-            of_prompt = case.pictures.number * case.pictures.patches(config) if case.pictures else 0
+            encoders = image_flops(case.images, groups, config, flops)
+            works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, encoders)
+            of_prompt = case.images.number * case.images.patches(config) if case.images else 0
             patches[name] = len(whole.samples) * of_prompt
             actor = FSDPActorConfig(
                 strategy="fsdp2",

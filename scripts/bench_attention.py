@@ -149,7 +149,7 @@ class Problem:
 
 
 def _attend_chunk(q_CHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """C queries, the last ones of L rows."""
+    """C queries, the last ones of L tokens."""
     num_q, heads, head_dim = q_CHD.shape
     num_k, groups = k_LGD.shape[:2]
     q_GMD = q_CHD.view(num_q, groups, -1, head_dim).permute(1, 2, 0, 3).reshape(groups, -1, head_dim)

@@ -5,7 +5,7 @@
 
 verl's trainer runs with its real rollout: vLLM where torch sees a GPU (in bf16, with heads of 64), the plugin's own
 rollout on a CPU (in float32). A seed draws the order of the questions and the responses. A training step is one
-optimizer step: the modes balance differently, and would fill several mini-batches with different rows, so that not
+optimizer step: the modes balance differently, and would fill several mini-batches with different samples, so that not
 even exact modes could be compared seed by seed.
 
 Runs whose metrics are complete in ``--output-dir`` are kept: a command that was interrupted goes on where it stopped.
@@ -120,7 +120,7 @@ def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
     ]
 
 
-def draw(table: Path, picture: Path) -> None:
+def draw(table: Path, image: Path) -> None:
     """A panel for each metric: the band of the rmpad runs, and every run; a colour for each seed, packed dashed."""
     curves: dict[tuple[str, int], list[dict[str, str]]] = {}
     with table.open(newline="") as file:
@@ -141,7 +141,7 @@ def draw(table: Path, picture: Path) -> None:
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("training step")
     panels[0].legend(fontsize="small", ncols=3)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(image, dpi=110)
 
 
 def parse_args() -> argparse.Namespace:

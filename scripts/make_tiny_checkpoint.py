@@ -123,7 +123,7 @@ def warm_up(
     rng: random.Random,
     reply: Callable[[str, str], list[tuple[str, bool]]],
 ) -> None:
-    """Fit the replies to random questions in place: ``steps`` AdamW steps on 32 rows each.
+    """Fit the replies to random questions in place: ``steps`` AdamW steps on 32 samples each.
 
     Three quarters of the steps see the question without the preamble: attention finds two digits among thirty
     characters much sooner than among hundreds, and rotary positions carry what it found over to the full prompt.
@@ -144,7 +144,7 @@ def warm_up(
                 label += ids if fitted else [-100] * len(ids)
             rows.append(torch.tensor(row))
             labels.append(torch.tensor(label))
-        # Right padding needs no mask: a causal model's answer rows never see it, and its labels are ignored.
+        # Right padding needs no mask: a causal model's answers never see it, and its labels are ignored.
         input_ids = torch.nn.utils.rnn.pad_sequence(rows, True, tokenizer.pad_token_id)
         loss = model(input_ids=input_ids, labels=torch.nn.utils.rnn.pad_sequence(labels, True, -100)).loss
         loss.backward()

@@ -2,7 +2,7 @@
 
     python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 60] [--seed 0] [--for-vllm]
 
-The weights are random, then fitted for some seconds on pictures of ``make_picture_data.py`` (supervised, answer tokens
+The weights are random, then fitted for some seconds on images of ``make_image_data.py`` (supervised, answer tokens
 only), so that the reward starts above zero and RL does the rest. ``--warm-up-steps 0`` leaves them random.
 ``--for-vllm``: heads of 64, which kernels of GPUs take, and transformers' own processor with its part for videos, which
 vLLM asks for and torchvision computes.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from data.whole_directory import whole_directory
-from make_picture_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
+from make_image_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
 from make_tiny_checkpoint import END, character_tokenizer
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
@@ -53,7 +53,7 @@ def tiny_processor(for_vllm: bool = False) -> transformers.Qwen3VLProcessor:
 
 
 def tiny_vision_model(tokenizer: Any, for_vllm: bool = False) -> PreTrainedModel:
-    """Random float32 weights: 2 layers of hidden 96, a tower of 2 blocks of hidden 48 (128 with heads of 64)."""
+    """Random float32 weights: 2 layers of hidden 96, an encoder of 2 blocks of hidden 48 (128 with heads of 64)."""
     head_dim, tower_hidden, sections = (64, 128, [12, 10, 10]) if for_vllm else (24, 48, [4, 4, 4])
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _MARKS.items()}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": True}
@@ -70,7 +70,7 @@ def tiny_vision_model(tokenizer: Any, for_vllm: bool = False) -> PreTrainedModel
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    tower = {
+    encoder = {
         "depth": 2,
         "hidden_size": tower_hidden,
         "intermediate_size": 2 * tower_hidden,
@@ -82,7 +82,7 @@ def tiny_vision_model(tokenizer: Any, for_vllm: bool = False) -> PreTrainedModel
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
-    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=False, dtype="float32", **ids)
+    config = Qwen3VLConfig(text_config=text, vision_config=encoder, tie_word_embeddings=False, dtype="float32", **ids)
     return AutoModelForImageTextToText.from_config(config)
 
 
@@ -95,7 +95,7 @@ _MARKS = {
 
 
 def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rng: random.Random) -> float:
-    """Fit the answers to random pictures in place: ``steps`` AdamW steps on 32 rows each.
+    """Fit the answers to random images in place: ``steps`` AdamW steps on 32 samples each.
 
     Returns:
         The last loss.

@@ -97,8 +97,8 @@ def describe(summary: dict[str, Any]) -> list[str]:
     ]
     if summary["rows_saved"] is not None:
         lines.append(
-            f"shared prefixes: {summary['rows_saved']:,} rows a step never computed "
-            f"({summary['rows_saved_share']:.0%}), each row computed stands for {summary['dedup_ratio']:.2f} tokens"
+            f"shared prefixes: {summary['rows_saved']:,} tokens a step never computed "
+            f"({summary['rows_saved_share']:.0%}), each token computed stands for {summary['dedup_ratio']:.2f} tokens"
         )
     times = [(name, summary[f"time_{name}"]) for name in PHASES if summary[f"time_{name}"] is not None]
     if times:

@@ -1,12 +1,12 @@
 """Run what users do with the example scripts, two steps each, and say in a line each whether it did what it should.
 
-    python scripts/smoke_runs.py [--runs tools lora critic pictures] [--timeout 600] [-- OVERRIDE ...]
+    python scripts/smoke_runs.py [--runs tools lora critic images] [--timeout 600] [-- OVERRIDE ...]
 
 - tools: several turns with a calculator (verl's ToolAgentLoop), validation before training, TensorBoard, a checkpoint
   after every step; killed with SIGKILL after its first checkpoint, then run again: it goes on after the checkpoint.
 - lora: adapters, merged for the plugin's rollout on a CPU, loaded by vLLM on a GPU.
 - critic: PPO with a critic.
-- pictures: a vision-language model that counts coloured squares; vLLM's part of it wants torchvision.
+- images: a vision-language model that counts coloured squares; vLLM's part of it wants torchvision.
 
 Rollout is vLLM where torch sees a GPU and the plugin's own on a CPU. The checkpoint is tiny and made here. Logs and
 metrics stay in ``--output-dir``; the exit code is 1 when a run failed, or logged how its processes died at its end.
@@ -34,7 +34,7 @@ from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import ScriptRun, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
-from make_picture_data import make_picture_data
+from make_image_data import make_image_data
 from make_tiny_checkpoint import make_tiny_checkpoint
 from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
 from rich.console import Console
@@ -111,10 +111,7 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
     text = started.log.read_text(errors="replace")
     require(text.splitlines()[-1].startswith("run summary: "), "does not end with its summary")
     # Packages that try an import and fail may log a traceback at the start; after the last step there is no excuse.
-    last_step = re.compile(
-        rf"step(?::{run.steps} - | +{run.steps}/{run.steps} left)"
-    )  # verl's console, or the short one
-    after_it = last_step.split(text)[-1]
+    after_it = text.rpartition(f"step:{run.steps} - ")[2]
     deaths = [line for line in after_it.splitlines() if DEATHS.search(line)]
     require(not deaths, f"logs {len(deaths)} lines of dying processes, the first: {deaths[0][:150]}" if deaths else "")
     return steps
@@ -206,13 +203,13 @@ def run_critic(run: SmokeRun, timeout_s: float) -> str:
     return f"critic's dedup ratio {steps[-1]['critic/prefix_grouper/dedup_ratio']:.1f}"
 
 
-def run_pictures(run: SmokeRun, timeout_s: float) -> str:
-    """Pictures in prompts; the data set takes them as they are, else qwen-vl-utils would be wanted."""
-    pictures = (
+def run_images(run: SmokeRun, timeout_s: float) -> str:
+    """Images in prompts; the data set takes them as they are, else qwen-vl-utils would be wanted."""
+    images = (
         "data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset",
         "data.custom_cls.name=ImageDataset",
     )
-    run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*pictures, *run.overrides))
+    run = replace(run, script="run_qwen3_vl_pg.sh", response_tokens=4, overrides=(*images, *run.overrides))
     steps = finish(run, timeout_s)
     for step in steps:
         patches, logical = (step[f"actor/prefix_grouper/{name}"] for name in ("patches", "logical_patches"))
@@ -220,7 +217,7 @@ def run_pictures(run: SmokeRun, timeout_s: float) -> str:
     return f"dedup ratio {steps[-1]['actor/prefix_grouper/dedup_ratio']:.1f}, of patches {logical / patches:.1f}"
 
 
-RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic, "pictures": run_pictures}
+RUNS = {"tools": run_tools, "lora": run_lora, "critic": run_critic, "images": run_images}
 
 
 def parse_args() -> argparse.Namespace:
@@ -236,15 +233,15 @@ def parse_args() -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, Path], dict[str, Path]]:
     """Data and checkpoint of each run; each is made once."""
-    kinds = {name: name if name in ("tools", "pictures") else "text" for name in args.runs}
-    data = {name: args.output_dir / f"data{'-pictures' if kind == 'pictures' else ''}" for name, kind in kinds.items()}
+    kinds = {name: name if name in ("tools", "images") else "text" for name in args.runs}
+    data = {name: args.output_dir / f"data{'-images' if kind == 'images' else ''}" for name, kind in kinds.items()}
     models = {name: args.output_dir / f"model-{device}-{kind}" for name, kind in kinds.items()}
     for name, kind in kinds.items():
         if not data[name].is_dir():
-            (make_picture_data if kind == "pictures" else make_arithmetic_data)(data[name])
+            (make_image_data if kind == "images" else make_arithmetic_data)(data[name])
         if models[name].is_dir():
             continue
-        if kind == "pictures":
+        if kind == "images":
             make_tiny_vision_checkpoint(models[name], for_vllm=device == "gpu")
         else:
             make_tiny_checkpoint(
@@ -280,9 +277,7 @@ def main() -> int:
         except SmokeError as error:
             failed = True
             outcome = f"FAILED  {error}"
-            for log in sorted(run.work_dir.glob("*.log")):
-                last = log.read_text(errors="replace").splitlines()[-30:]
-                console.print("\n".join([f"--- {log}", *last]))
+            console.print(replace(run, name=name).script_run().last_lines())
         console.print(f"{name:8} {time.monotonic() - start:4.0f} s  {outcome}")
     return int(failed)
 

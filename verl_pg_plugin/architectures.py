@@ -35,25 +35,6 @@ from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.gated_delta import GATED_DELTA, MULTIMODAL_MODEL_TYPES, has_fla
 from verl_pg_plugin.modalities import modality_obstacles
 
-__all__ = [
-    "FLOAT32_ANGLE_TYPES",
-    "REFUSED_TYPES",
-    "UNCOMPILED",
-    "WRONG_COMPILED",
-    "architecture_issues",
-    "auto_class",
-    "class_issues",
-    "config_issues",
-    "fsdp2_recomputes_as_it_ran",
-    "fused_obstacle",
-    "head_obstacle",
-    "language_model_class",
-    "lm_head_issues",
-    "rmpad_fault",
-    "skeleton",
-    "text_skeleton",
-]
-
 OVERRIDE = "actor_rollout_ref.model.override_config"
 
 # --- What is known of a type by its name alone -----------------------------------------------------------------------
@@ -72,46 +53,38 @@ WRONG_COMPILED: dict[str, str] = {
 """Types whose layers are wrong under ``torch.compile``: refused with ``compile_layers=True``."""
 
 UNCOMPILED: dict[str, str] = {
-    "gemma2": "cap their scores, and have run compiled on a CPU only (torch 2.13)",
-    "granitemoe": "have experts of their own, and have run compiled on a CPU only (torch 2.13)",
-    "starcoder2": "are up to 1.19 times as far from float32 as stock rmpad (bf16, torch 2.11 on an H200)",
-    **dict.fromkeys(
-        ("ernie4_5", "ernie4_5_moe", "olmo2"),
-        "take rotary angles in float32, and have run compiled on a CPU only (torch 2.13)",
-    ),
-    **dict.fromkeys(
-        ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        "have run compiled in one small model on a GPU, where no speed was measured (torch 2.11)",
-    ),
-    **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
-        "hold a recurrence of fla's, which has not run compiled on a GPU (fla 0.4)",
-    ),
-    **dict.fromkeys(
-        (
-            *("code_llama", "dots1", "exaone_moe", "flex_olmo", "fuyu", "gemma3n_text", "gemma4_unified_text"),
-            *("gpt_neox", "gpt_oss", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_moe", "hy_v3"),
-            *("hyperclovax", "jais2", "jetmoe", "laguna", "longcat_flash", "mellum", "minimax_m2"),
-            *("modernbert-decoder", "nanochat", "olmo", "opt", "persimmon", "solar_open", "vaultgemma", "youtu"),
+    model_type: why
+    for why, types in {
+        "cap their scores, and have run compiled on a CPU only (torch 2.13)": "gemma2",
+        "have experts of their own, and have run compiled on a CPU only (torch 2.13)": "granitemoe",
+        "are up to 1.19 times as far from float32 as stock rmpad (bf16, torch 2.11 on an H200)": "starcoder2",
+        "take rotary angles in float32, and have run compiled on a CPU only (torch 2.13)": (
+            "ernie4_5 ernie4_5_moe olmo2"
         ),
-        "have not run compiled (transformers 5.5.3 to 5.10.4)",
-    ),
+        "have run compiled in one small model on a GPU, where no speed was measured (torch 2.11)": (
+            "qwen2_5_vl qwen3_vl qwen3_vl_moe"
+        ),
+        "hold a recurrence of fla's, which has not run compiled on a GPU (fla 0.4)": (
+            "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
+        ),
+        "have not run compiled (transformers 5.5.3 to 5.10.4)": (
+            "code_llama dots1 exaone_moe flex_olmo fuyu gemma3n_text gemma4_unified_text gpt_neox gpt_oss "
+            "granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna longcat_flash "
+            "mellum minimax_m2 modernbert-decoder nanochat olmo opt persimmon solar_open vaultgemma youtu"
+        ),
+    }.items()
+    for model_type in types.split()
 }
 """Types whose layers ``compile_layers=auto`` leaves as they are, and True compiles. Every other type is compiled:
 ``tests/architectures/test_compiled_layers.py`` holds those of transformers 5.10.4 to the exactness of the rest."""
 
 FLOAT32_ANGLE_TYPES: frozenset[str] = frozenset({"ernie4_5", "ernie4_5_moe", "flex_olmo", "olmo", "olmo2"})
-"""Types whose layers are handed rotary angles in float32; most round the angles themselves.
-
-FSDP2 casts what a layer is given to the dtype of its parameters. In the recomputation of a checkpointed layer torch
-2.11 and 2.12 leave that out (``FSDPState._pre_forward`` while it is ``PRE_BACKWARD``), so that angles are bf16 in the
-forward and float32 in the backward: torch raises ``CheckpointError`` in the first update, under stock verl as well.
-"""
+"""Types whose layers are handed rotary angles in float32. FSDP2 casts them to the dtype of the parameters, and torch
+2.11 and 2.12 leave that out in the recomputation of a checkpointed layer, which ends in a ``CheckpointError``."""
 
 POSITIONS_KEPT: frozenset[str] = frozenset({"ministral3", "persimmon"})
-"""Types of text models whose attention does not hand ``position_ids`` to the function that attends (transformers 5.5.3
-to 5.10.4; Fuyu's text is Persimmon's). flash-attn learns from nothing else where a sequence begins; torch's own
-attention has a mask."""
+"""Types whose attention does not hand on ``position_ids`` (transformers 5.5.3 to 5.10.4; Fuyu's text is Persimmon's):
+flash-attn learns from nothing else where a sequence begins."""
 
 
 def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
@@ -197,11 +170,7 @@ def _final_or_all(issues: list[Issue]) -> list[Issue]:
 
 
 def _random_fields(text: PretrainedConfig) -> list[Issue]:
-    """Fields of a text config that ask for dropout or a router's jitter.
-
-    Dropout that is a module would be found in the built model; functional dropout (``residual_dropout`` of Starcoder2,
-    ``dropout`` of OPT) is told by the config alone. verl sets the fields of a value model's head to 0.
-    """
+    """Fields of a text config that ask for dropout or a router's jitter; verl clears those of a value model's head."""
     return [
         Issue(
             f"{OVERRIDE}.{name}={value}",
@@ -262,11 +231,7 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The model of a config without storage: no weight is read, none takes memory.
-
-    Args:
-        config: of the checkpoint, overrides applied; it is left as it is.
-        trust_remote_code: the user's own flag, for a class that the checkpoint brings along.
+    """The model of a config without storage: no weight is read, none takes memory; the config is left as it is.
 
     Raises:
         ValueError: transformers has no causal language model for it.
@@ -287,13 +252,10 @@ def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> 
 
 
 def head_obstacle(module: Any) -> str:
-    """Why the output of a causal language model may differ from that of its head; empty where it is the same.
+    """Why the output of an unwrapped causal language model may differ from that of its head; empty if it is the same.
 
-    Its own ``forward`` runs around a decoder and a head that only pretend: what comes out as logits must be the very
-    tensor that the head returned, unchanged. That needs no weights, and holds for any class.
-
-    Args:
-        module: an unwrapped causal LM of transformers, on any device, after adapters were put into it.
+    Its ``forward`` runs around a decoder and a head that only pretend, which takes no weights: what comes out as logits
+    must be the very tensor that the head returned, unchanged.
     """
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -348,18 +310,14 @@ def _returning(module: nn.Module, output: Any) -> Iterator[None]:
 
 
 def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
-    """Why stock verl's rmpad mode computes a model wrongly, and what to do instead; None if nothing is known.
+    """Why stock verl's rmpad mode (0.9.1) computes a model wrongly, and what to do instead; None if nothing is known.
 
-    Three faults are known. Recurrent layers: verl 0.9.1 tells attention where each sequence begins, but not the
-    recurrence, which runs on from the sequence before; tiny models with random weights are off by 0.30 (Qwen3-Next),
-    0.35 (Qwen3.5, text) and 0.31 (Qwen3.5, multimodal) in a log-prob. verl's own forward of multimodal Qwen3.5 tells
-    fla's kernels, which transformers' fallback ignores (by its source; not run on a GPU). Unknown beginnings: see
-    ``POSITIONS_KEPT``; a tiny Ministral 3 on an H200 was off by 10%. Capped scores: a flash-attn 2 that was built
-    without them leaves them out, see ``attention.kernels``.
+    Recurrent layers are not told where a sequence begins: tiny models are off by 0.30 to 0.35 in a log-prob. verl's
+    forward of multimodal Qwen3.5 tells fla's kernels alone. Unknown beginnings: see ``POSITIONS_KEPT``; a tiny
+    Ministral 3 on an H200 was off by 10%. Capped scores: some builds of flash-attn 2 leave them out.
 
     Args:
-        hf_config: of the checkpoint, with the ``attn_implementation`` that verl loads it with; without one it is
-            flash-attn, which is verl's default.
+        hf_config: of the checkpoint; without an ``attn_implementation`` it is flash-attn, verl's default.
         device_name: device type as verl names it.
     """
     text, kind = hf_config.get_text_config(), hf_config.model_type

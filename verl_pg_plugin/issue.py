@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["EXIT_USER_ERROR", "ConfigError", "Issue"]
-
 EXIT_USER_ERROR = 2
 """Exit code of a process that started nothing because of its settings."""
 

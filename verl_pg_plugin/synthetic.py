@@ -63,7 +63,6 @@ def make_batch(samples: Sequence[Sample], seed: int = 0, **settings: Any) -> Ten
     return batch
 
 
-def _jagged(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(
-        [torch.tensor(np.asarray(row), dtype=dtype) for row in rows], layout=torch.jagged
-    )
+def _jagged(sequences: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    tensors = [torch.tensor(np.asarray(sequence), dtype=dtype) for sequence in sequences]
+    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)

@@ -268,7 +268,7 @@ def forwards_left_alone() -> Iterator[None]:
     What: ``apply_monkey_patch`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put back at the
     end of the block.
     Why: for Qwen3.5 it puts its own forwards into transformers' classes, for all models of the process. They take no
-    ``logits_to_keep`` and drop the keywords that say which rows are shared. What else the engine asks of it, Ulysses
+    ``logits_to_keep`` and drop the keywords that say which tokens are shared. What else the engine asks of it, Ulysses
     and fused kernels, packed mode does by other means.
     Versions: verl 0.9.0 and 0.9.1.
     Remove when: verl's forwards of Qwen3.5 hand on the keywords that they do not know.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from benchmarks.pictures import PromptPictures
+from benchmarks.images import PromptImages
 from verl_pg_plugin.layout import IntArray, build_packed_layout
 from verl_pg_plugin.planning.balance import balance_groups
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -23,11 +23,11 @@ PHASES = ("old_log_prob", "ref", "update_actor")
 
 
 @dataclass(frozen=True)
-class CaseRows:
-    """The rows of all ranks as a trainer has them.
+class CaseSamples:
+    """The samples of all ranks as a trainer has them.
 
     Attributes:
-        samples: B rows.
+        samples: B of them.
         group, session, place: (B,) prompt of each, its session (numbers of different prompts differ), and its place
             in the session.
     """
@@ -38,19 +38,19 @@ class CaseRows:
     place: IntArray
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Sample, int, int, int]], world_size: int) -> CaseRows:
+    def of(cls, rows: Iterable[tuple[Sample, int, int, int]], world_size: int) -> CaseSamples:
         """From sample, group, session and place of each; as many as the ranks can share, the last are dropped."""
         rows = list(rows)
         samples, *numbers = zip(*rows[: len(rows) // world_size * world_size], strict=True)
         return cls(list(samples), *map(np.array, numbers))
 
-    def with_samples(self, samples: list[Sample]) -> CaseRows:
+    def with_samples(self, samples: list[Sample]) -> CaseSamples:
         return replace(self, samples=samples)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Prompt tokens, response tokens, responses per prompt, prompts per rank, and pictures in each prompt.
+    """Prompt tokens, response tokens, responses per prompt, prompts per rank, and images in each prompt.
 
     Responses may be ``ln:MEAN`` for log-normal lengths. Responses per prompt may be ``4-16`` for a uniform draw, or
     ``2/16`` for a prompt of 2 and a prompt of 16 in turn.
@@ -60,27 +60,27 @@ class Case:
     response: str
     n: str
     groups: int
-    pictures: PromptPictures | None = None
+    images: PromptImages | None = None
 
     @classmethod
     def parse(cls, text: str) -> Case:
         prompt, response, n, groups = text.split(",")
-        tokens, _, pictures = prompt.partition("+")
-        return cls(int(tokens), response, n, int(groups), PromptPictures.parse(pictures))
+        tokens, _, images = prompt.partition("+")
+        return cls(int(tokens), response, n, int(groups), PromptImages.parse(images))
 
     def __str__(self) -> str:
-        pictures = f"+{self.pictures}" if self.pictures else ""
-        return f"{self.prompt}{pictures},{self.response},{self.n},{self.groups}"
+        images = f"+{self.images}" if self.images else ""
+        return f"{self.prompt}{images},{self.response},{self.n},{self.groups}"
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
-        """All ranks' rows, each a session of its own."""
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
+        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         rows: list[tuple[Sample, int, int, int]] = []
         for g in range(self.groups * world_size):
             n = self._responses_of(g, rng)
             samples = random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
             rows += [(sample, g, len(rows) + number, 0) for number, sample in enumerate(samples)]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
     @property
     def largest_group(self) -> int:
@@ -106,7 +106,7 @@ class _Named:
 
     NAME: ClassVar[str]
     FIELDS: ClassVar[str]
-    pictures = None
+    images = None
 
     @classmethod
     def parse(cls, text: str) -> Any:
@@ -128,11 +128,11 @@ class _Named:
 
 @dataclass(frozen=True)
 class AgentCase(_Named):
-    """Sessions with one row per turn: its prompt is the conversation so far, its response the reply of the turn.
+    """Sessions with one sample per turn: its prompt is the conversation so far, its response the reply of the turn.
 
     Attributes:
         prompt, reply, tool: tokens of the task, of each reply and of what the tool says to it.
-        turns: rows of a session.
+        turns: samples of a session.
         n: sessions of a prompt.
         groups: prompts of a rank.
     """
@@ -149,11 +149,11 @@ class AgentCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Rows of a prompt."""
+        """Samples of a prompt."""
         return self.n * self.turns
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
-        """All ranks' rows."""
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
+        """All ranks' samples."""
         rng = np.random.default_rng(0)
         rows = []
         for group in range(self.groups * world_size):
@@ -164,12 +164,12 @@ class AgentCase(_Named):
                     reply = rng.integers(vocab_size, size=self.reply).tolist()
                     rows.append((Sample(context, reply), group, session, turn))
                     context = [*context, *reply, *rng.integers(vocab_size, size=self.tool).tolist()]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
 
 @dataclass(frozen=True)
 class TreeCase(_Named):
-    """A search tree with a row for every leaf: its response is the path, whose first steps it shares with others.
+    """A search tree with a sample for every leaf: its response is the path, whose first steps it shares with others.
 
     Attributes:
         prompt, step: tokens of the root and of every step behind it.
@@ -192,8 +192,8 @@ class TreeCase(_Named):
         """Leaves of a tree."""
         return self.branching**self.depth
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
-        """All ranks' rows, each a session of its own."""
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
+        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         rows: list[tuple[Sample, int, int, int]] = []
         for group in range(self.groups * world_size):
@@ -206,7 +206,7 @@ class TreeCase(_Named):
                     for _ in range(self.branching)
                 ]
             rows += [(Sample(root, path), group, len(rows) + leaf, 0) for leaf, path in enumerate(paths)]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ class PreambleCase(_Named):
         """Responses to a prompt."""
         return self.n
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseRows:
-        """All ranks' rows, each a session of its own."""
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
+        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         examples = rng.integers(vocab_size, size=self.preamble).tolist()
         rows: list[tuple[Sample, int, int, int]] = []
@@ -244,7 +244,7 @@ class PreambleCase(_Named):
                 (replace(member, prompt=[*examples, *member.prompt]), group, len(rows) + number, 0)
                 for number, member in enumerate(members)
             ]
-        return CaseRows.of(rows, world_size)
+        return CaseSamples.of(rows, world_size)
 
 
 NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase, PreambleCase)}
@@ -267,7 +267,7 @@ def parse_case(text: str) -> AnyCase:
     return found
 
 
-def rows_of_ranks(rows: CaseRows, stock: bool, flops: ModelFlops, world_size: int) -> list[list[int]]:
+def samples_of_ranks(rows: CaseSamples, stock: bool, flops: ModelFlops, world_size: int) -> list[list[int]]:
     """What the trainer would give each rank: verl's balance for the stock paths, ours for the others."""
     if world_size == 1:
         return [list(range(len(rows.samples)))]
@@ -277,8 +277,8 @@ def rows_of_ranks(rows: CaseRows, stock: bool, flops: ModelFlops, world_size: in
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
         return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)
     firsts = [np.array(rows.samples[row].prompt) for row in np.unique(rows.group, return_index=True)[1]]
-    trie = order_by_sessions(rows.group, rows.session, rows.place, prompts, responses, common_prefix(firsts))
-    order = balance_groups(trie, rows.group, responses, flops.segments, world_size).order
+    prefix_order = order_by_sessions(rows.group, rows.session, rows.place, prompts, responses, common_prefix(firsts))
+    order = balance_groups(prefix_order, rows.group, responses, flops.segments, world_size).order
     return [part.tolist() for part in np.split(order, world_size)]
 
 
@@ -297,30 +297,30 @@ class Work:
         ranks: list[list[Sample]],
         flops: ModelFlops,
         checkpointing: bool,
-        towers: Sequence[tuple[float, float]] | None = None,
+        encoders: Sequence[tuple[float, float]] | None = None,
     ) -> Work:
-        """A training step runs the trunk four times with gradient checkpointing (three without), the head three.
+        """A training step runs all but the head four times with gradient checkpointing (three without), the head three.
 
         Args:
-            towers: forward FLOPs of the tower on each rank, for every sequence alone and packed; none if there is none.
+            encoders: forward FLOPs of the vision encoder on each rank, for every sequence alone and packed.
         """
 
-        def passes(phase: str, trunk: float, head: float) -> float:
+        def passes(phase: str, body: float, head: float) -> float:
             if phase != "update_actor":
-                return trunk + head
-            return (4 if checkpointing else 3) * trunk + 3 * head
+                return body + head
+            return (4 if checkpointing else 3) * body + 3 * head
 
         alone, packed, tokens = [], [], []
-        for samples, (tower_alone, tower_packed) in zip(ranks, towers or [(0.0, 0.0)] * len(ranks), strict=True):
+        for samples, (encoder_alone, encoder_packed) in zip(ranks, encoders or [(0.0, 0.0)] * len(ranks), strict=True):
             lengths = np.array([len(sample.prompt) + len(sample.response) for sample in samples])
             head = flops.per_label * float(lengths.sum())
-            alone.append((float(flops.alone(lengths).sum()) - head + tower_alone, head))
+            alone.append((float(flops.alone(lengths).sum()) - head + encoder_alone, head))
             layout = build_packed_layout(
                 np.concatenate([[*sample.prompt, *sample.response] for sample in samples]),
                 np.append(0, np.cumsum(lengths)),
                 np.array([len(sample.prompt) for sample in samples]),
             )
-            packed.append((flops.without_head(layout) + tower_packed, flops.per_label * len(layout.head_index)))
+            packed.append((flops.without_head(layout) + encoder_packed, flops.per_label * len(layout.head_index)))
             tokens.append((int(lengths.sum()), layout.num_tokens))
         return cls(
             alone={phase: [passes(phase, *rank) for rank in alone] for phase in PHASES},

@@ -107,7 +107,7 @@ def shared_model(args: argparse.Namespace, folder: str) -> str:
 def remember(model: torch.nn.Module) -> None:
     """Let recurrent layers decay as trained ones do.
 
-    transformers draws them so fast that the state is gone within a row: the exponent of a chunk of 64 rows reaches
+    transformers draws them so fast that the state is gone within a token: the exponent of a chunk of 64 tokens reaches
     -1300, and fla's backward returns NaN, for stock verl as for us.
     """
     for name, weight in model.named_parameters():

@@ -25,11 +25,11 @@ def _qwen3_vl(
     **more: Any,
 ) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": theta, "mrope_interleaved": True, "mrope_section": sections}
-    tower = {**dict(zip(VISION, vision, strict=True)), **more}
+    encoder = {**dict(zip(VISION, vision, strict=True)), **more}
     return {
         "model_type": "qwen3_vl",
         "text_config": {**text, "rope_parameters": rope},
-        "vision_config": tower,
+        "vision_config": encoder,
         **dict(zip(MARKS, marks, strict=True)),
         "tie_word_embeddings": False,
     }

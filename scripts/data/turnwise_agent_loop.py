@@ -1,8 +1,8 @@
-"""The agent loop of the agent example: asks again until a sum is right, and returns one row per turn.
+"""The agent loop of the agent example: asks again until a sum is right, and returns one sample per turn.
 
 For verl's ``actor_rollout_ref.rollout.agent.agent_loop_config_path``. A checker, the tool, says after each wrong answer
-on which side it lies; that and the answer become part of the context, so each row begins with all of the row before it.
-verl gives every row of a session the reward, and under GRPO the advantage, of the session's last one.
+on which side it lies; that and the answer become part of the context, so each sample begins with all of the one before.
+verl gives every sample of a session the reward, and under GRPO the advantage, of the session's last one.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class TurnwiseAgentLoop(AgentLoopBase):
             kwargs: fields of the data set's row, ``raw_prompt`` and ``reward_model`` among them.
 
         Returns:
-            A row per turn, whose prompt is the conversation so far.
+            A sample per turn, whose prompt is the conversation so far.
         """
         messages, answer = list(kwargs["raw_prompt"]), kwargs["reward_model"]["ground_truth"]
         prompt_ids = await self.ct_build_initial_tokens(messages)
-        rows: list[AgentLoopOutput] = []
-        while len(rows) < MAX_TURNS:
+        samples: list[AgentLoopOutput] = []
+        while len(samples) < MAX_TURNS:
             output = await self.server_manager.generate(
                 request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
             )
             length = self.rollout_config.response_length
             response_ids = output.token_ids[:length]
-            rows.append(
+            samples.append(
                 AgentLoopOutput(
                     prompt_ids=prompt_ids,
                     response_ids=response_ids,
                     response_mask=[1] * len(response_ids),
                     response_logprobs=output.log_probs[:length] if output.log_probs else None,
-                    num_turns=2 * len(rows) + 2,
+                    num_turns=2 * len(samples) + 2,
                     metrics=AgentLoopMetrics(),
                     extra_fields={**output.extra_fields, "turn_scores": [], "tool_rewards": []},
                 )
@@ -65,4 +65,4 @@ class TurnwiseAgentLoop(AgentLoopBase):
             if len(merged.token_ids) > self.rollout_config.prompt_length:
                 break
             prompt_ids = merged.token_ids
-        return rows
+        return samples

@@ -1,4 +1,4 @@
-"""Draw docs/images/packed_rows.png: three responses to a prompt as stock verl computes them, and as packed rows.
+"""Draw docs/images/packed_rows.png: three responses to a prompt as stock verl computes them, and as packed tokens.
 
 python scripts/upkeep/draw_packed_rows.py [--output docs/images/packed_rows.png]
 """
@@ -21,7 +21,7 @@ RESPONSE_COLORS = ("#4c78a8", "#54a24b", "#b279a2")
 
 
 def draw(path: Path) -> None:
-    """Left the tokens of either way, right which rows read which."""
+    """Left the tokens of either way, right which tokens read which."""
     figure, (tokens, mask) = plt.subplots(
         1, 2, figsize=(11, 5.2), layout="constrained", gridspec_kw={"width_ratios": [1.25, 1]}
     )
@@ -42,20 +42,19 @@ def _draw_tokens(axes: plt.Axes) -> None:
         labels = prompt + labels_of(response)
         colors = [PROMPT_COLOR] * PROMPT + [RESPONSE_COLORS[response]] * RESPONSES[response]
         _boxes(axes, 0, 4.1 - response, labels, colors)
-    rows = PROMPT - 1 + sum(RESPONSES)
-    axes.text(0, 1.15, f"packed: {rows} rows, the prompt once", weight="bold")
+    axes.text(0, 1.15, f"packed: {PROMPT - 1 + sum(RESPONSES)} tokens, the prompt once", weight="bold")
     _boxes(axes, 0, 0.1, prompt[:-1], [PROMPT_COLOR] * (PROMPT - 1))
     x = float(PROMPT - 1)
     for response in range(3):
-        # The row of the prompt's last token predicts the first of the response, so each response has its own.
+        # The prompt's last token predicts the first of the response, so each response computes its own.
         labels = [prompt[-1], *labels_of(response)[:-1]]
         x += 0.35
         _boxes(axes, x, 0.1, labels, [RESPONSE_COLORS[response]] * len(labels))
         x += len(labels)
     notes = (
-        "Each row predicts the token behind it. The prompt's last token predicts the first token\n"
-        "of a response, so every response has a row of its own for it; nothing is predicted from\n"
-        "the last token of a response, so it has no row."
+        "Each token predicts the one behind it. The prompt's last token predicts the first token\n"
+        "of a response, so every response computes it for itself; nothing is predicted from the\n"
+        "last token of a response, so it is not computed."
     )
     axes.text(0, -1.15, notes, va="center")
     axes.set(xlim=(-0.2, 14.4), ylim=(-2, 5.6))
@@ -69,21 +68,18 @@ def _boxes(axes: plt.Axes, x: float, y: float, labels: list[str], colors: list[s
 
 
 def _draw_mask(axes: plt.Axes) -> None:
-    """From the layout itself, so that the picture is what the engine does."""
+    """From the layout itself, so that the image is what the engine does."""
     prompt = list(range(PROMPT))
     sequences = [prompt + [10 * (r + 1) + k for k in range(length)] for r, length in enumerate(RESPONSES)]
     offsets = np.append(0, np.cumsum([len(sequence) for sequence in sequences]))
     layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(3, PROMPT))
-    start, rows = layout.segments
-    owner = np.repeat(np.arange(len(rows)), rows)
     color = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
-    first = np.append(0, np.cumsum(rows))
-    for segment in range(len(rows)):
-        for row in range(int(rows[segment])):
-            query = int(first[segment]) + row
-            color[query, : int(start[segment])] = 1
-            own = slice(int(first[segment]), query + 1)
-            color[query, own] = owner[query] + 1
+    first = 0
+    for segment, (start, length) in enumerate(zip(*layout.segments, strict=True)):
+        for query in range(first, first + length):
+            color[query, :start] = 1
+            color[query, first : query + 1] = segment + 1
+        first += length
     axes.imshow(color, cmap=ListedColormap(["#f2f2f2", PROMPT_COLOR, *RESPONSE_COLORS]), vmin=0, vmax=4)
     names = [f"p{k}" for k in range(PROMPT - 1)]
     for response in range(3):

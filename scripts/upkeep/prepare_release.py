@@ -4,7 +4,7 @@
     python scripts/upkeep/prepare_release.py v1.2.3 --repository https://github.com/OWNER/NAME
 
 The second rewrites README.md and pyproject.toml in place: PyPI shows them without the repository around them, so links
-to files and pictures get the address of the tagged commit, and the metadata that of the repository. Needs nothing but
+to files and images get the address of the tagged commit, and the metadata that of the repository. Needs nothing but
 Python.
 """
 
@@ -42,11 +42,11 @@ def objections(tag: str, version: str, changelog: str) -> list[str]:
 
 
 def absolute_links(text: str, repository: str, tag: str) -> str:
-    """Markdown whose relative links lead to the tagged files of a repository; pictures to their raw content."""
+    """Markdown whose relative links lead to the tagged files of a repository; images to their raw content."""
 
     def replaced(link: re.Match[str]) -> str:
-        picture, label, target = link.groups()
-        return f"{picture}[{label}]({repository}/{'raw' if picture else 'blob'}/{tag}/{target})"
+        image, label, target = link.groups()
+        return f"{image}[{label}]({repository}/{'raw' if image else 'blob'}/{tag}/{target})"
 
     return LINK.sub(replaced, text)
 

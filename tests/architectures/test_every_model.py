@@ -14,13 +14,13 @@ from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, rec
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.engine.test_exactness import CASES
 from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
-from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
+from tests.support import Result, actor_loss, assert_same, group, make_engine, run_engine, run_reference
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 SAMPLES = [
-    *CASES["uneven_groups_and_prompts_of_different_length"],
+    *group(10, [5, 2], 1),
     *CASES["multi_turn_branches_three_deep"],
 ]
 SEED = 1

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
+from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout
 
 KEYS = (0, "k")
 
@@ -59,16 +59,16 @@ def test_many_shallow_cuts_do_not_hold_the_first_block_and_the_peak_is_the_most_
     assert cache.peak_bytes == 16 * 100
 
 
-def chunk(num_responses: int, first_head: int = 2, **place: int) -> CarriedLayout:
+def chunk(num_responses: int, first_label: int = 2, **place: int) -> PackedLayout:
     """Responses of one token to the prompt 1 2 3; by default a last chunk, which reads the prompt's first two."""
     tokens = np.array([token for i in range(num_responses) for token in (1, 2, 3, 10 + i)])
-    part = ChainPart(**{"num_chain": num_responses, "num_carried": 2, **place})
+    part = Chunk(**{"num_sequences": num_responses, "num_cached": 2, **place})
     rows = tokens, np.arange(0, len(tokens) + 1, 4), np.full(num_responses, 3)
-    return build_carried_layout(*rows, part=part, first_head=first_head, forward_only=True)
+    return build_chunk_layout(*rows, chunk=part, first_label=first_label, forward_only=True)
 
 
-def publishes(**options: int) -> CarriedLayout:
-    return chunk(2, num_carried=0, read_next=2, **options)
+def publishes(**options: int) -> PackedLayout:
+    return chunk(2, num_cached=0, num_read_next=2, **options)
 
 
 def cached(dtype: torch.dtype, pending: float = 0.0) -> CachedTokens:
@@ -112,9 +112,9 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
 
 
 def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> None:
-    layout, tokens = publishes(first_head=0), cached(torch.float32)
+    layout, tokens = publishes(first_label=0), cached(torch.float32)
     tokens.pending[OUTPUTS].fill_(5.0)
-    own = torch.zeros(len(layout.head_rows), 1, requires_grad=True)
+    own = torch.zeros(len(layout.head_index), 1, requires_grad=True)
     joined = CacheAccess(layout, read=[], consumed=[tokens]).join_outputs(own)
     grad = torch.ones_like(joined)
     joined.backward(grad)
@@ -124,9 +124,9 @@ def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> 
 
 
 def test_chunks_add_to_the_gradients_of_cached_head_outputs() -> None:
-    tokens, layout = cached(torch.float32), chunk(2, first_head=0)
-    layout = CarriedLayout(**{**vars(layout), "carried_heads": np.array([0, 1])})
-    own = torch.zeros(len(layout.head_rows), 1, requires_grad=True)
+    tokens, layout = cached(torch.float32), chunk(2, first_label=0)
+    layout = PackedLayout(**{**vars(layout), "cached_heads": np.array([0, 1])})
+    own = torch.zeros(len(layout.head_index), 1, requires_grad=True)
     joined = CacheAccess(layout, read=[tokens]).join_outputs(own)
     for total in (1.0, 2.0):
         joined.backward(torch.ones_like(joined), retain_graph=True)

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
-from verl_pg_plugin.layout.carried import CarriedLayout, ChainPart, build_carried_layout
 
 from tests.attention.dense import assert_equal, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, batches, segment_paths, sequence_rows
@@ -22,7 +21,7 @@ from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, checkpoint_contexts
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout
 
 PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
@@ -52,7 +51,7 @@ def test_random_trees_attend_like_their_sequences_alone(
 ) -> None:
     layout = batch.layout()
     shape = {"head_dim": 4, "value_dim": value_dim, "sinks": sinks}
-    tensors = random_tensors(layout.num_rows, *heads, seed=seed, dtype=torch.float64, **shape)
+    tensors = random_tensors(layout.num_tokens, *heads, seed=seed, dtype=torch.float64, **shape)
     with pytest.MonkeyPatch.context() as monkeypatch:
         cut(monkeypatch, cuts)
         actual = packed_outcome(tensors, layout, window, softcap=softcap)
@@ -62,7 +61,7 @@ def test_random_trees_attend_like_their_sequences_alone(
 @pytest.mark.parametrize("window", [-1, 5, 12, 100], ids=["full", "in response", "across fork", "wider"])
 def test_a_grpo_group_attends_like_its_sequences_alone(window: int) -> None:
     layout = GROUP.layout()
-    tensors = random_tensors(layout.num_rows, heads=8, kv_heads=2, head_dim=16, seed=0, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, heads=8, kv_heads=2, head_dim=16, seed=0, dtype=torch.float64)
     assert_equal(packed_outcome(tensors, layout, window), dense_outcome(tensors, layout, GROUP.sequences, window))
 
 
@@ -85,7 +84,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
     """In training order: a prefill publishes, the last chunk runs first, pending gradients reach their owner."""
     cut(monkeypatch, cuts)
     whole, order = batch.layout(), batch.order()
-    tensors = random_tensors(whole.num_rows, 4, 2, 4, seed=0, dtype=torch.float64, sinks=sinks)
+    tensors = random_tensors(whole.num_tokens, 4, 2, 4, seed=0, dtype=torch.float64, sinks=sinks)
     expected = dense_outcome(tensors, whole, batch.sequences, window)  # its scale is that of four numbers
     found = [torch.full_like(x, torch.nan) for x in (expected.out, expected.dq, expected.dk, expected.dv)]
     dsinks = torch.zeros_like(tensors.sinks) if sinks else None
@@ -93,7 +92,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
     read = [0, *(int(order.num_shared[start]) for start in bounds[1:-1]), 0]
     cache, options = PrefixCache(), AttentionOptions(0.5, window, 0.0, 3, tensors.sinks)
 
-    def run(layout: CarriedLayout, sequences: list[tuple[int, ...]], access: CacheAccess) -> list[torch.Tensor]:
+    def run(layout: PackedLayout, sequences: list[tuple[int, ...]], access: CacheAccess) -> list[torch.Tensor]:
         rows = rows_of(layout, sequences, whole)
         leaves = [x[rows].requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
         sinks_H = [] if tensors.sinks is None else [tensors.sinks.clone().requires_grad_()]
@@ -110,11 +109,11 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
         sequences = [batch.sequences[s] for s in order.sequences[bounds[i] : bounds[i + 1]]]
         keep = min(read[i], *order.num_shared[bounds[i] + 1 : bounds[i + 1] + 1].tolist(), read[i + 1])
         layout = chunk_layout(sequences, batch, num_read=read[i], keep=keep, read_next=read[i + 1])
-        consumed = cache.pop(layout.handover_start) if len(layout.handover) else []
+        consumed = cache.pop(layout.publish_start) if len(layout.publish) else []
         for block in consumed:
             block.drop_values()
-        if (prefill := layout.export) is not None:
-            publish = CachedTokens(prefill.handover_start, prefill.handover_start + len(prefill.handover))
+        if (prefill := layout.prefill) is not None:
+            publish = CachedTokens(prefill.publish_start, prefill.publish_start + len(prefill.publish))
             with torch.no_grad():
                 run(prefill, sequences[:1], CacheAccess(prefill, list(cache), publish, prefill=True))
             cache.push(publish)
@@ -126,18 +125,18 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
 
 def chunk_layout(
     sequences: list[tuple[int, ...]], batch: Batch, num_read: int, keep: int, read_next: int
-) -> CarriedLayout:
+) -> PackedLayout:
     """Sorted sequences that read ``num_read`` cached tokens; the next chunk reads ``read_next`` and keeps ``keep``."""
     prompts = [batch.prompt_lengths[batch.sequences.index(sequence)] for sequence in sequences]
     offsets = np.cumsum([0, *map(len, sequences)])
-    part = ChainPart(num_chain=len(sequences), num_carried=num_read, keep=keep, read_next=read_next)
-    tokens, first_head = np.concatenate([np.array(sequence) for sequence in sequences]), min(batch.prompt_lengths) - 1
-    return build_carried_layout(
-        tokens, offsets, np.array(prompts), part=part, first_head=first_head, forward_only=False
+    part = Chunk(num_sequences=len(sequences), num_cached=num_read, num_kept=keep, num_read_next=read_next)
+    tokens, first_label = np.concatenate([np.array(sequence) for sequence in sequences]), min(batch.prompt_lengths) - 1
+    return build_chunk_layout(
+        tokens, offsets, np.array(prompts), chunk=part, first_label=first_label, forward_only=False
     )
 
 
-def rows_of(layout: CarriedLayout, sequences: list[tuple[int, ...]], whole: PackedLayout) -> torch.Tensor:
+def rows_of(layout: PackedLayout, sequences: list[tuple[int, ...]], whole: PackedLayout) -> torch.Tensor:
     """The tokens of a chunk among those of the whole group."""
     offsets = np.cumsum([0, *map(len, sequences)])
     of = np.searchsorted(offsets, layout.token_index, side="right") - 1
@@ -147,13 +146,13 @@ def rows_of(layout: CarriedLayout, sequences: list[tuple[int, ...]], whole: Pack
 
 def test_changing_one_response_leaves_its_siblings_bit_equal() -> None:
     layout = GROUP.layout()
-    tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=1, dtype=torch.float32)
+    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=1, dtype=torch.float32)
     before = packed_outcome(tensors, layout)
     changed = sequence_rows(layout, GROUP.sequences[0])[len(PROMPT) - 1 :]
     for tensor in (tensors.q, tensors.k, tensors.v):
         tensor[changed] += 1.0
     after = packed_outcome(tensors, layout)
-    others = [row for row in range(layout.num_rows) if row not in changed]
+    others = [row for row in range(layout.num_tokens) if row not in changed]
     assert torch.equal(after.out[others], before.out[others])
     assert torch.equal(after.dq[others], before.dq[others])
     assert not torch.isclose(after.out[changed], before.out[changed]).all(dim=-1).any()
@@ -161,12 +160,12 @@ def test_changing_one_response_leaves_its_siblings_bit_equal() -> None:
 
 def test_the_gradient_of_one_response_reaches_no_sibling() -> None:
     layout = GROUP.layout()
-    tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=2, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=2, dtype=torch.float64)
     own = sequence_rows(layout, GROUP.sequences[1])[len(PROMPT) - 1 :]
-    tensors.grad_out[[row for row in range(layout.num_rows) if row not in own]] = 0.0
+    tensors.grad_out[[row for row in range(layout.num_tokens) if row not in own]] = 0.0
     outcome = packed_outcome(tensors, layout)
     visible = next(path for path in segment_paths(layout) if path[-1] == own[-1])
-    hidden = [row for row in range(layout.num_rows) if row not in visible]
+    hidden = [row for row in range(layout.num_tokens) if row not in visible]
     for gradient in (outcome.dq, outcome.dk, outcome.dv):
         assert not gradient[hidden].any()
     assert outcome.dk[visible].flatten(1).any(dim=1).all()
@@ -175,20 +174,20 @@ def test_the_gradient_of_one_response_reaches_no_sibling() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_output_has_the_dtype_of_the_queries(dtype: torch.dtype) -> None:
     layout = GROUP.layout()
-    outcome = packed_outcome(random_tensors(layout.num_rows, 4, 2, 8, seed=3, dtype=dtype), layout)
+    outcome = packed_outcome(random_tensors(layout.num_tokens, 4, 2, 8, seed=3, dtype=dtype), layout)
     assert {outcome.out.dtype, outcome.dq.dtype, outcome.dk.dtype, outcome.dv.dtype} == {dtype}
 
 
 def test_padding_follows_the_other_tokens_and_attends_to_nothing() -> None:
     layout = GROUP.layout()
     packed = PackedAttention(layout, SDPA, "cpu")
-    tensors = random_tensors(layout.num_rows + 3, heads=4, kv_heads=2, head_dim=8, seed=6, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens + 3, heads=4, kv_heads=2, head_dim=8, seed=6, dtype=torch.float64)
     options = AttentionOptions(8**-0.5)
     padded = packed.attend_packed(tensors.q, tensors.k, tensors.v, options)
-    alone = packed.attend_packed(*(x[: layout.num_rows] for x in (tensors.q, tensors.k, tensors.v)), options)
-    assert torch.equal(padded[: layout.num_rows], alone)
+    alone = packed.attend_packed(*(x[: layout.num_tokens] for x in (tensors.q, tensors.k, tensors.v)), options)
+    assert torch.equal(padded[: layout.num_tokens], alone)
     assert padded.shape == tensors.q.shape
-    assert not padded[layout.num_rows :].any()
+    assert not padded[layout.num_tokens :].any()
 
 
 class Recorded:
@@ -212,7 +211,7 @@ def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
     """sdpa does not look at it; flash-attn leaves out what lies behind."""
     layout, recorded = GROUP.layout(), Recorded()
     packed_outcome(
-        random_tensors(layout.num_rows, 2, 2, 8, seed=7, dtype=torch.float64), layout, kernel=recorded.kernel
+        random_tensors(layout.num_tokens, 2, 2, 8, seed=7, dtype=torch.float64), layout, kernel=recorded.kernel
     )
     ((_, problem),) = recorded.forwards
     assert (problem.max_seqlen_q, problem.max_seqlen_k) == (11, 11 + 7), "the prompt but its last; the longest response"
@@ -222,24 +221,25 @@ def many_responses() -> Batch:
     return batch_of(*[((*PROMPT, *range(50)), (1000 + i, 7, i)) for i in range(40)])
 
 
-def test_no_more_keys_are_gathered_at_once_than_the_stated_share_of_the_tokens() -> None:
+def test_no_more_keys_are_gathered_at_once_than_the_stated_share_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", 4)
     layout, recorded = many_responses().layout(), Recorded()
-    assert len(layout.kv_rows) > 10 * layout.num_rows
+    assert len(layout.kv_index) > 10 * layout.num_tokens
     packed_outcome(
-        random_tensors(layout.num_rows, 2, 1, 8, seed=7, dtype=torch.float64), layout, kernel=recorded.kernel
+        random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64), layout, kernel=recorded.kernel
     )
-    assert max(keys for keys, _ in recorded.forwards) <= tree.GATHERED_PER_TOKEN * layout.num_rows
-    assert sum(keys for keys, _ in recorded.forwards) == len(layout.kv_rows)
+    assert max(keys for keys, _ in recorded.forwards) <= tree.GATHERED_PER_TOKEN * layout.num_tokens
+    assert sum(keys for keys, _ in recorded.forwards) == len(layout.kv_index)
 
 
 def test_a_backward_gathers_no_key_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, recorded, gathers = many_responses().layout(), Recorded(), []
-    tensors = random_tensors(layout.num_rows, 2, 1, 8, seed=7, dtype=torch.float64)
+    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
     monkeypatch.setattr(Gather, "sum", lambda *args, **options: gathers.append(args))
     packed_outcome(tensors, layout, kernel=recorded.kernel)
     assert gathers == []
     (keys, rest), (prompt_keys, prompt) = recorded.backwards
-    assert (keys, rest.causal) == (layout.num_rows, True)
+    assert (keys, rest.causal) == (layout.num_tokens, True)
     assert (prompt_keys, prompt.causal) == (len(PROMPT) + 49, False)
 
 
@@ -250,7 +250,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(
     """In bf16, where sums in float32 are rounded into memory of their own."""
     cut(monkeypatch, cuts)
     layout = many_responses().layout()
-    tensors = random_tensors(layout.num_rows, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.bfloat16)
+    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.bfloat16)
     expected = packed_outcome(tensors, layout)
     actual = packed_outcome(tensors, layout, kernel=Recorded(heads_first=True).kernel)
     assert_equal(actual, expected, tolerance=0.0)
@@ -260,7 +260,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(
 def test_gradients_of_many_pieces_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of rounded sums lose a bit for every doubling of the group."""
     layout, exact = many_responses().layout(), Recorded()
-    tensors = random_tensors(layout.num_rows, 2, 1, 8, seed=7, dtype=torch.bfloat16)
+    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.bfloat16)
     expected = packed_outcome(tensors.to(torch.float64), layout)
     errors = []
     for cuts in ((4, 3), (0.5, 1e9)):
@@ -273,7 +273,7 @@ def test_gradients_of_many_pieces_are_rounded_once(monkeypatch: pytest.MonkeyPat
 def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_same_to_the_bit(keep: bool) -> None:
     """Two calls in a layer, as in LongCat Flash, and two backwards of one graph."""
     layout, recorded = GROUP.layout(), Recorded()
-    tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=8, seed=0, dtype=torch.float32, sinks=True)
+    tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=0, dtype=torch.float32, sinks=True)
     context, options = PackedAttention(layout, recorded.kernel, "cpu", keep=keep), AttentionOptions(0.3)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -292,7 +292,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
 
 def test_what_a_layer_that_failed_has_begun_is_nobody_elses() -> None:
     layout = GROUP.layout()
-    tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=8, seed=0, dtype=torch.float32)
+    tensors = random_tensors(layout.num_tokens, heads=2, kv_heads=2, head_dim=8, seed=0, dtype=torch.float32)
     context = PackedAttention(layout, SDPA, "cpu")
     forward, _ = checkpoint_contexts()
 
@@ -310,7 +310,7 @@ def test_what_a_layer_that_failed_has_begun_is_nobody_elses() -> None:
 
 def test_a_graph_that_is_dropped_leaves_no_kept_output() -> None:
     layout = GROUP.layout()
-    tensors = random_tensors(layout.num_rows, heads=2, kv_heads=2, head_dim=8, seed=0, dtype=torch.float32)
+    tensors = random_tensors(layout.num_tokens, heads=2, kv_heads=2, head_dim=8, seed=0, dtype=torch.float32)
     context, held = PackedAttention(layout, SDPA, "cpu"), []
 
     def layer(*leaves: torch.Tensor) -> torch.Tensor:
@@ -330,7 +330,7 @@ def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
 
     def windows(layout: PackedLayout, width: int) -> int:
         made.append(width)
-        return layout.num_rows * width
+        return layout.num_tokens * width
 
     assert [context.index(windows, width) for width in (3, 3, 4)] == [9, 9, 12]
     assert made == [3, 4]

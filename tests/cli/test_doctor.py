@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from omegaconf import DictConfig
 
+from tests.config import config_support
 from tests.support import save_tiny_model
 from verl_pg_plugin import compat
 from verl_pg_plugin.__main__ import main
@@ -67,6 +69,17 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "data.max_response_length=256",
         "trainer.device=cpu",
     ]
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composing verl's config anew takes a second each time."""
+
+    def compose(name: str, overrides: list[str]) -> DictConfig:
+        module = "verl.trainer.config" if name == "ppo_trainer" else "verl_pg_plugin.config.hydra"
+        return config_support.compose_config(*overrides, module=module, name=name)
+
+    monkeypatch.setattr("hydra.compose", compose)
 
 
 def broken_plugin(folder: Path, code: str) -> None:

@@ -38,7 +38,7 @@ def server(vision_checkpoint: Path) -> HFServer:
 
 
 def squares(count: int, seed: int) -> Image.Image:
-    from make_picture_data import draw_squares
+    from make_image_data import draw_squares
 
     return draw_squares(count, random.Random(seed))
 

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.fresh import run_fresh
 from verl_pg_plugin.cpu.platform import CPUPlatform
 
-
-def run_python(code: str, **environment: str) -> str:
-    """Last line of standard output of a fresh interpreter, without the caller's VERL_* variables."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip().splitlines()[-1]
-
-
-def test_verl_platform_cpu_selects_the_platform_in_a_fresh_process() -> None:
-    code = (
-        "import sys, verl\n"
-        "from verl.utils.device import get_device_name, get_device_id, get_torch_device\n"
-        "from verl.utils.distributed import initialize_global_process_group_ray as init\n"
-        "sys.stdout.write(f'{get_device_name()} {get_device_id()} {get_torch_device().__name__} {init.__defaults__}')"
-    )
-    assert run_python(code, VERL_PLATFORM="cpu") == "cpu cpu verl_pg_plugin.cpu.device (None, 'cpu:gloo')"
+SELECTED = """
+import sys, verl
+from verl.utils.device import get_device_name, get_device_id, get_torch_device
+from verl.utils.distributed import initialize_global_process_group_ray as init
+sys.stdout.write(f'{get_device_name()} {get_device_id()} {get_torch_device().__name__} {init.__defaults__}')
+"""
+LEFT_ALONE = """
+import os, sys
+os.environ.pop("VERL_PLATFORM", None)
+import verl
+from verl.plugin.platform.platform_manager import PlatformRegistry, _detect_platform_name
+from verl.utils.distributed import initialize_global_process_group_ray as init
+registered = 'cpu' in PlatformRegistry.registered_names()
+sys.stdout.write(f'{registered} {_detect_platform_name() == "cpu"} {init.__defaults__}')
+"""
 
 
-def test_installing_the_plugin_leaves_auto_detection_and_process_groups_alone() -> None:
-    code = (
-        "import sys, verl\n"
-        "from verl.plugin.platform.platform_manager import PlatformRegistry, _detect_platform_name\n"
-        "from verl.utils.distributed import initialize_global_process_group_ray as init\n"
-        "registered = 'cpu' in PlatformRegistry.registered_names()\n"
-        "sys.stdout.write(f'{registered} {_detect_platform_name()} {init.__defaults__}')"
-    )
-    registered, detected, *defaults = run_python(code).split(maxsplit=2)
-    assert registered == "True"
-    assert detected != "cpu"
-    assert defaults == ["(None, None)"]
+def test_the_platform_is_selected_on_request_and_auto_detection_and_process_groups_are_left_alone_else() -> None:
+    selected, left_alone = run_fresh([(SELECTED, {"VERL_PLATFORM": "cpu"}), (LEFT_ALONE, {})])
+    assert selected.stdout.splitlines()[-1] == "cpu cpu verl_pg_plugin.cpu.device (None, 'cpu:gloo')", selected.stderr
+    assert left_alone.stdout.splitlines()[-1] == "True False (None, None)", left_alone.stderr
 
 
 def test_auto_detection_finds_the_platform_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def test_delta_weights_and_unmerged_adapters_are_refused(adapter: ServerAdapter)
         asyncio.run(adapter.update_weights([], peft_config={"r": 8}))
 
 
+@pytest.mark.slow  # the trainings of tests/test_end_to_end.py do as much
 def test_weights_reach_the_server_through_ray(
     checkpoint: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", [1, 4])
 def test_outputs_and_gradients_are_those_of_every_sequence_alone(kind: str, depth: int) -> None:
     batch = trie_of_depth(depth)
     assert depth_of(batch.layout()) == depth
@@ -104,10 +104,9 @@ def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch
     return state.new_zeros(total, *state.shape[1:])
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_without_the_state_handed_down_nothing_is_right(depth: int) -> None:
+def test_without_the_state_handed_down_nothing_is_right() -> None:
     with patch.object(layer_file._HandDown, "apply", forget):
-        found = errors("qwen3_next", trie_of_depth(depth))
+        found = errors("qwen3_next", trie_of_depth(4))
     assert found["output"] > 1e-2
     assert found["A_log"] > 1e-2
 
@@ -258,23 +257,14 @@ def test_a_gpu_without_fla_is_refused_and_a_cpu_needs_nothing(machine) -> None:
     assert kernels.kernel_obstacles("cpu") == []
 
 
-@pytest.mark.parametrize(
-    ("output", "code", "generations"),
-    [("9.0\n9.0\n", 0, {9}), ("8.6\n12.0\n", 0, {8, 12}), ("no devices were found\n", 6, set()), ("[N/A]\n", 0, set())],
-)
-def test_generations_are_what_nvidia_smi_says(monkeypatch, output: str, code: int, generations: set[int]) -> None:
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
-    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: False)
-    done = subprocess.CompletedProcess([], code, stdout=output)
+def test_generations_are_what_nvidia_smi_says_or_torch_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout="8.6\n12.0\n")
     monkeypatch.setattr(kernels.subprocess, "run", lambda *args, **kwargs: done)
-    assert kernels.gpu_generations() == generations
-
-
-@pytest.mark.parametrize(("smi", "in_use"), [(None, False), (None, True), ("nvidia-smi", True)])
-def test_torch_is_asked_where_nvidia_smi_is_missing_or_a_gpu_is_in_use(monkeypatch, smi, in_use: bool) -> None:
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: smi)
-    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(kernels.torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(kernels.torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
+    assert kernels.gpu_generations() == {8, 12}
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     assert kernels.gpu_generations() == {9}

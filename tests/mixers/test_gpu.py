@@ -168,17 +168,3 @@ def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: st
     engine = make_engine(hybrid, packed=True, engine={**BF16, **options}, model=FLASH)
     found = errors(run_engine(engine, batch, loss), reference)
     assert all(found[name] <= 1.25 * plain[name] for name in found)
-
-
-@with_fla
-def test_without_the_state_handed_down_log_probs_are_wrong(hybrid: str) -> None:
-    def forget(state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
-        return state.new_zeros(total, *state.shape[1:])
-
-    batch, loss = make_batch(SAMPLES), actor_loss(**SMOOTH_LOSS)
-    with without_fla():
-        reference = run_reference(hybrid, batch, loss)
-    with patch.object(delta_layer._HandDown, "apply", forget):
-        broken = run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss)
-    right = run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss)
-    assert errors(broken, reference)["log_probs"] > 5 * errors(right, reference)["log_probs"]

@@ -58,32 +58,35 @@ def in_one_plane(batch: TensorDict) -> None:
 
 
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
-    "no_images_for_placeholders": (without("multi_modal_inputs"), r"row 0 has 24 placeholders 90.*0 images need 0"),
-    "a_sampled_placeholder": (with_token(-2, IMAGE), r"row 5 has 25 placeholders 90.*sampled the placeholder"),
-    "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"row 5 has 1 placeholders 91, its 0 videos"),
+    "no_images_for_placeholders": (
+        without("multi_modal_inputs"),
+        r"sequence 0 has 24 placeholders 90.*0 images need 0",
+    ),
+    "a_sampled_placeholder": (with_token(-2, IMAGE), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
+    "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"sequence 5 has 1 placeholders 91, its 0 videos"),
     "an_image_in_two_pieces": (
         lambda batch: (with_token(10, 5)(batch), with_token(28, IMAGE)(batch)),
         "each in one piece",
     ),
     "fewer_pixels_than_the_grid": (
         with_inputs(1, lambda given: {**given, "pixel_values": given["pixel_values"][:-4]}),
-        r"row 1: pixel_values has 92 patches, image_grid_thw ask for 96",
+        r"sequence 1: pixel_values has 92 patches, image_grid_thw ask for 96",
     ),
     "a_grid_that_makes_no_whole_tokens": (
         with_inputs(0, lambda given: {**given, "image_grid_thw": torch.tensor([[1, 3, 3]])}),
-        "row 0: image_grid_thw of 3 x 3 patches do not make whole tokens",
+        "sequence 0: image_grid_thw of 3 x 3 patches do not make whole tokens",
     ),
     "a_grid_of_floats": (
         with_inputs(0, lambda given: {**given, "image_grid_thw": given["image_grid_thw"].float()}),
-        "row 0: image_grid_thw must hold three positive integers",
+        "sequence 0: image_grid_thw must hold three positive integers",
     ),
     "pixels_without_a_grid": (
         with_inputs(0, lambda given: {"pixel_values": given["pixel_values"]}),
-        "row 0: image_grid_thw must be a tensor of two dimensions, got NoneType",
+        "sequence 0: image_grid_thw must be a tensor of two dimensions, got NoneType",
     ),
     "an_output_that_the_model_does_not_take": (
         with_inputs(3, lambda given: {**given, "image_bound": torch.zeros(1)}),
-        r"row 3: the processor returns image_bound, which.*use_prefix_grouper=False",
+        r"sequence 3: the processor returns image_bound, which.*use_prefix_grouper=False",
     ),
     "positions_in_one_plane": (
         in_one_plane,
@@ -114,7 +117,7 @@ def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, model: A
         [row[:, :-1] for row in batch["position_ids"].unbind()], ragged_idx=2
     )
     tu.assign_non_tensor_stack(cut, "multi_modal_inputs", [dict(whole.inputs)] * 2)
-    with packed.eval_mode(), pytest.raises(BatchError, match=r"row 0 ends in an image.*max_response_length"):
+    with packed.eval_mode(), pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
         packed.infer_batch(cut)
 
 

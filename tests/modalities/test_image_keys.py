@@ -21,10 +21,8 @@ def test_patches_in_another_order_are_another_image(dtype: torch.dtype, width: i
 
 
 def test_one_number_off_by_one_bit_is_another_image() -> None:
-    pixels = torch.zeros(8, 96)
-    changed = pixels.clone()
+    pixels, changed, contents = torch.zeros(8, 96), torch.zeros(8, 96), _Contents()
     changed[-1, -1] = -0.0
-    contents = _Contents()
     assert [contents.number(SHOWN, shown) for shown in (pixels, changed, pixels)] == [0, 1, 0]
 
 

@@ -99,6 +99,6 @@ def test_rows_of_images_are_spread_over_ranks(path: str) -> None:
 def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
     (_, told), (_, raised) = ranks
     assert [message.startswith("rank 1: BatchError: ") for message in told] == [True, True]
-    assert "row 0 has 24 placeholders 90, its 0 images need 0" in raised[0]
-    assert "row 5 has 25 placeholders 90, its 1 images need 24" in raised[1]
+    assert "sequence 0 has 24 placeholders 90, its 0 images need 0" in raised[0]
+    assert "sequence 5 has 25 placeholders 90, its 1 images need 24" in raised[1]
     assert all(cause in message for cause, message in zip(raised, told, strict=True))

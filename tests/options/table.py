@@ -5,15 +5,13 @@ from verl.workers.config.engine import QATEngineConfig
 from verl.workers.config.model import MtpConfig
 
 from tests.engine.test_exactness import MIXED
-from tests.options.option import Case, Option, Place
+from tests.options.option import ACTOR, FSDP, MODEL, Case, Option, Place
 from tests.support import group
 
 CUT, TOKENS, HEAD, LAYERS, WEIGHTS = Place
 EVERYWHERE = frozenset({CUT, TOKENS, HEAD, LAYERS})
 
-ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
-FSDP = f"{ACTOR}.fsdp_config"
-
+ROLLOUT = "actor_rollout_ref.rollout"
 CHUNKS = "tests/engine/test_chunks"
 EXACT = "tests/engine/test_exactness.py::test_every_token_and_gradient_equals_the_sequence_alone"
 PRECISION = "tests/options/test_precision.py::test_error_is_at_most_that_of_stock_rmpad"
@@ -38,7 +36,6 @@ MICRO_BATCHES = (
         "dynamic batch size",
         f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=16384",
         {CUT},
-        engine={"use_dynamic_bsz": True},
         batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 45},
         note="the budget counts deduplicated tokens",
     ),
@@ -46,7 +43,6 @@ MICRO_BATCHES = (
         "a group larger than the token budget",
         f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096",
         EVERYWHERE,
-        engine={"use_dynamic_bsz": True},
         batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 38},
         splits=True,
         proofs=tuple(f"{CHUNKS}{name}.py" for name in ("", "_gpu", "_models", "_ranks")),
@@ -56,14 +52,12 @@ MICRO_BATCHES = (
         "fixed micro-batch size",
         f"{ACTOR}.use_dynamic_bsz=False {ACTOR}.ppo_micro_batch_size_per_gpu=2",
         {CUT, TOKENS},
-        engine={"use_dynamic_bsz": False},
         batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
     ),
     Option(
         "verify mode",
         "prefix_grouper.verify=every_1",
         EVERYWHERE,
-        engine={"verify": "every_1"},
         refuses={"activation offload"},
         proofs=("tests/engine/test_verify.py", "tests/engine/test_verify_faults.py"),
         note="recomputes some samples alone and compares",
@@ -78,14 +72,13 @@ MICRO_BATCHES = (
         "pad_to_length",
         f"{ACTOR}.pad_to_length=True {FSDP}.pad_to_length_bucket=1024",
         {TOKENS},
-        engine={"pad_to_length": True, "pad_to_length_bucket": 64},
+        engine={"pad_to_length_bucket": 64},
     ),
     *(
         Option(
             f"Ulysses sequence parallelism, {ranks} ranks",
             f"{ACTOR}.ulysses_sequence_parallel_size={ranks}",
             {CUT, TOKENS, HEAD, WEIGHTS},
-            engine={"ulysses_sequence_parallel_size": ranks},
             num_ranks=ranks,
             proofs=("tests/models/test_ulysses.py",),
             note="also with fewer key-value heads than ranks" if ranks == 4 else "",
@@ -99,6 +92,7 @@ OUTPUTS = (
         "log-probs without entropy",
         f"{ACTOR}.calculate_entropy=False",
         {HEAD},
+        masks=True,
         batch={"calculate_entropy": False},
         loss={"entropy_coeff": 0.0},
     ),
@@ -109,17 +103,12 @@ OUTPUTS = (
         batch={"calculate_entropy": True},
         loss={"entropy_coeff": 0.1},
     ),
-    Option(
-        "entropy checkpointing",
-        f"{ACTOR}.entropy_checkpointing=True",
-        {HEAD, LAYERS},
-        engine={"entropy_checkpointing": True},
-    ),
+    Option("entropy checkpointing", f"{ACTOR}.entropy_checkpointing=True", {HEAD, LAYERS}),
     Option(
         "chunked entropy",
         f"{ACTOR}.entropy_from_logits_with_chunking=True",
         {HEAD},
-        engine={"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 16},
+        engine={"entropy_from_logits_chunk_size": 16},
     ),
     Option(
         "sum of squared probabilities",
@@ -132,6 +121,7 @@ OUTPUTS = (
         "temperature of each sample",
         "(a field of the batch)",
         {HEAD, CUT},
+        masks=True,
         batch={"temperature": TEMPERATURES},
         note="samples of different temperatures share no tokens",
     ),
@@ -149,29 +139,22 @@ OUTPUTS = (
             {HEAD},
             model={"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": backend}},
             batch={"use_fused_kernels": True},
+            masks=True,
             refuses=NOT_FUSED,
             needs_gpu=backend == "triton",
             note=FUSED_IN_STOCK,
         )
         for backend in ("torch", "triton")
     ),
-    Option(
-        "compiled entropy", f"{FSDP}.use_torch_compile=True", {HEAD}, engine={"use_torch_compile": True}, compiles=True
-    ),
+    Option("compiled entropy", f"{FSDP}.use_torch_compile=True", {HEAD}, compiles=True),
 )
 
 HOW_LAYERS_RUN = (
-    Option(
-        "no gradient checkpointing",
-        f"{MODEL}.enable_gradient_checkpointing=False",
-        {LAYERS},
-        model={"enable_gradient_checkpointing": False},
-    ),
+    Option("no gradient checkpointing", f"{MODEL}.enable_gradient_checkpointing=False", {LAYERS}, masks=True),
     Option(
         "activation offload",
         f"{MODEL}.enable_activation_offload=True",
         {LAYERS},
-        model={"enable_activation_offload": True},
         needs_gpu=True,
         note="verl offloads into pinned memory, which needs a GPU",
     ),
@@ -179,7 +162,6 @@ HOW_LAYERS_RUN = (
         "compiled layers",
         f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2",
         {LAYERS, TOKENS},
-        engine={"compile_layers": True},
         compiles=True,
         proofs=("tests/engine/test_compiled_layers.py", f"{CHUNKS}.py::test_carried_groups_stay_exact_with[compiled"),
         note="no recompilation while micro-batches change; over several processes on CPUs alone",
@@ -188,23 +170,15 @@ HOW_LAYERS_RUN = (
         "attention recomputed in the backward",
         "prefix_grouper.activations=inputs",
         {LAYERS},
-        engine={"activations": "inputs"},
         proofs=("tests/engine/test_activations.py",),
         note="without it, gradient checkpointing keeps the outputs of attention",
     ),
-    Option(
-        "Liger kernels",
-        f"{MODEL}.use_liger=True",
-        {LAYERS},
-        model={"use_liger": True},
-        needs_gpu=True,
-        note="liger-kernel needs Triton",
-    ),
+    Option("Liger kernels", f"{MODEL}.use_liger=True", {LAYERS}, needs_gpu=True, note="liger-kernel needs Triton"),
     Option(
         "LoRA",
         f"{MODEL}.lora_rank=4",
         {LAYERS, HEAD, WEIGHTS},
-        model={"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        model={"lora_alpha": 8, "target_modules": "all-linear"},
         proofs=("tests/options/test_reference_policy.py::test_lora",),
         note="the reference is the model with its adapter disabled",
     ),
@@ -215,22 +189,13 @@ HOW_WEIGHTS_ARE_KEPT = (
         "parameter offload",
         f"{FSDP}.param_offload=True",
         {WEIGHTS},
-        engine={"param_offload": True},
         note="on GPUs whose number divides every parameter, see docs/benchmarks.md",
     ),
-    Option("optimizer offload", f"{FSDP}.optimizer_offload=True", {WEIGHTS}, engine={"optimizer_offload": True}),
-    Option("FSDP2 offload policy", f"{FSDP}.offload_policy=True", {WEIGHTS}, engine={"offload_policy": True}),
+    Option("optimizer offload", f"{FSDP}.optimizer_offload=True", {WEIGHTS}),
+    Option("FSDP2 offload policy", f"{FSDP}.offload_policy=True", {WEIGHTS}, masks=True),
+    Option("weights kept after the forward", f"{FSDP}.reshard_after_forward=False", {WEIGHTS}),
     Option(
-        "weights kept after the forward",
-        f"{FSDP}.reshard_after_forward=False",
-        {WEIGHTS},
-        engine={"reshard_after_forward": False},
-    ),
-    Option(
-        "gradients reduced after every micro-batch",
-        f"{FSDP}.use_no_sync_for_gradient_accumulation=False",
-        {WEIGHTS},
-        engine={"use_no_sync_for_gradient_accumulation": False},
+        "gradients reduced after every micro-batch", f"{FSDP}.use_no_sync_for_gradient_accumulation=False", {WEIGHTS}
     ),
     Option(
         "FSDP2",
@@ -255,6 +220,13 @@ HOW_WEIGHTS_ARE_KEPT = (
     *(
         Option(f"mixed precision {dtype}", REDUCED.format(FSDP, dtype), proofs=(f"{PRECISION}[{dtype}",), note=OF_STOCK)
         for dtype in ("bf16", "fp16")
+    ),
+    Option(
+        "other attention implementations",
+        f"+{MODEL}.override_config.attn_implementation=flex_attention",
+        proofs=("tests/options/test_matrix.py::test_another_attention",),
+        note="replaced as sdpa and flash_attention_2 are, with a warning; prefix_grouper.attention_kernel selects the "
+        "kernel",
     ),
 )
 
@@ -370,14 +342,7 @@ REJECTED = (
         "model_engine=megatron",
         rejected=True,
         proofs=("tests/config/test_rules.py",),
-        note="fsdp and fsdp2 only",
-    ),
-    Option(
-        "context parallelism (ring attention)",
-        f"+{ACTOR}.megatron.context_parallel_size=2",
-        rejected=True,
-        proofs=("tests/config/test_rules.py",),
-        note="Ulysses instead",
+        note="fsdp and fsdp2 only; Ulysses instead of ring attention",
     ),
     Option(
         "attention dropout",
@@ -386,14 +351,6 @@ REJECTED = (
         model={"override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.1}},
         proofs=("tests/engine/test_mode_errors.py::test_attention_dropout",),
         note="a shared prefix would draw its random numbers once for all its responses",
-    ),
-    Option(
-        "other attention implementations",
-        f"+{MODEL}.override_config.attn_implementation=flex_attention",
-        rejected=True,
-        model={"override_config": {"attn_implementation": "flex_attention"}},
-        proofs=(REFUSED,),
-        note="sdpa and flash_attention_2 are replaced; prefix_grouper.attention_kernel selects the kernel",
     ),
 )
 

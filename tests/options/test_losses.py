@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -42,8 +43,14 @@ def assert_loss_is_that_of_the_rows_alone(engines: Engines, checkpoint: Checkpoi
     assert_same(result, run_reference(checkpoint.model, batch, seeded(loss), cut=cut))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("mode", LOSS_MODES)
+QUICK = {*zip(LOSS_MODES, AGGREGATIONS * 9, strict=False), *(("vanilla", aggregation) for aggregation in AGGREGATIONS)}
+"""Every loss, and every aggregation; the slow tests have all of their pairs."""
+ALL = [
+    pytest.param(*both, marks=[] if both in QUICK else [pytest.mark.slow]) for both in product(LOSS_MODES, AGGREGATIONS)
+]
+
+
+@pytest.mark.parametrize(("mode", "aggregation"), ALL)
 def test_policy_loss(engines: Engines, checkpoint: Checkpoint, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
     loss = actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss)

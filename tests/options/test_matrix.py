@@ -1,4 +1,7 @@
-"""Every option alone, and every two that meet in the code: exact against each sequence alone."""
+"""Every option alone, and every two that meet in the code: exact against each sequence alone.
+
+The quick tests have many pairs in one case; the slow ones run each by itself, which tells who is to blame.
+"""
 
 from functools import partial
 
@@ -6,32 +9,45 @@ import pytest
 import torch
 
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
-from tests.options.option import Case, alone, pairs
-from tests.options.table import OPTIONS
-from tests.support import run_engine
+from tests.options.option import Case, alone, covering, pairs
+from tests.options.table import DEFAULT, OPTIONS, case_of
+from tests.support import assert_same, run_engine
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
 
 
-def parameters(cases: list[Case]) -> list:
-    return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.compiles else []) for case in cases]
+PAIRS = [case for case in pairs(ON_ONE_PROCESS) if not case.compiles]
 
 
-@pytest.mark.parametrize("case", alone(ON_ONE_PROCESS), ids=str)
-def test_option_keeps_the_numbers(case: Case, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.compiles:  # Inductor takes half a minute: it compiles the slow pairs, and tests/engine/test_compiled_layers
-        torch._dynamo.reset()
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        engines = Engines(engines.checkpoint)
+@pytest.mark.parametrize("case", [case for case in alone(ON_ONE_PROCESS) if not case.compiles], ids=str)
+def test_option_keeps_the_numbers(case: Case, engines: Engines) -> None:
     assert_exact(case, engines)
 
 
-@pytest.mark.parametrize("case", parameters(pairs(ON_ONE_PROCESS)))
+def test_compiled_entropy_keeps_the_numbers(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes half a minute, for the slow pairs; compiled layers have tests/engine/test_compiled_layers.py."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert_exact(case_of("compiled entropy"), Engines(engines.checkpoint))
+
+
+@pytest.mark.parametrize("case", covering(PAIRS), ids=str)
+def test_many_options_together_keep_the_numbers(case: Case, engines: Engines) -> None:
+    assert_exact(case, engines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", pairs(ON_ONE_PROCESS), ids=str)
 def test_two_options_keep_the_numbers(case: Case, engines: Engines) -> None:
     assert_exact(case, engines)
 
 
-@pytest.mark.parametrize("case", parameters(pairs(ON_ONE_PROCESS, refused=True)))
+@pytest.mark.parametrize("case", pairs(ON_ONE_PROCESS, refused=True), ids=str)
 def test_two_options_that_exclude_each_other_are_refused(case: Case, engines: Engines) -> None:
     with pytest.raises(ValueError, match=r"use_fused_kernels=True.*use_fused_kernels=False"):
         run_engine(engines.of(case), batch_of(case), loss_of(case))
+
+
+def test_another_attention_implementation_is_replaced_too(engines: Engines) -> None:
+    model = {"override_config": {"attn_implementation": "flex_attention"}}
+    batch, loss = batch_of(DEFAULT), loss_of(DEFAULT)
+    assert_same(run_engine(engines.of(DEFAULT, model=model), batch, loss), engines.reference_of(DEFAULT, batch))

@@ -1,5 +1,6 @@
 """Mixed precision on a CPU: as close to float32 as stock verl is, parameter by parameter."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.engine.value_models import (
     save_value_model,
 )
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
-from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.support import Result, actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -28,20 +29,33 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
 
 
+@cache
+def references(path: str, dtype: str) -> tuple[Result, dict[str, float]]:
+    """Every sequence alone in float32, and the errors of stock rmpad."""
+    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=400), actor_loss(**SMOOTH_LOSS)
+    reference = run_reference(path, batch, loss)
+    stock = make_engine(path, packed=False, engine=reduced(dtype), engine_cls=FSDPEngineWithLMHead)
+    return reference, errors(run_engine(stock, batch, loss), reference)
+
+
+def reduced(dtype: str) -> dict[str, dict[str, str]]:
+    return {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+
+
 @pytest.mark.parametrize("way", ["whole head", "head in chunks", "carried groups"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) -> None:
-    mixed = {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
-    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=400), actor_loss(**SMOOTH_LOSS)
-    reference = run_reference(qwen3, batch, loss)
-    stock = make_engine(qwen3, packed=False, engine=mixed, engine_cls=FSDPEngineWithLMHead)
-    baseline = errors(run_engine(stock, batch, loss), reference)
+    mixed, (reference, baseline), loss = reduced(dtype), references(qwen3, dtype), actor_loss(**SMOOTH_LOSS)
     if way == "carried groups":
         with carrying(engine := carrying_engine(qwen3, engine=mixed)):
             result = run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=240), loss)
     else:
         chunk = {"logits_chunk_size": 16 if way == "head in chunks" else 0}
-        result = run_engine(make_engine(qwen3, packed=True, engine={**mixed, **chunk}), batch, loss)
+        result = run_engine(
+            make_engine(qwen3, packed=True, engine={**mixed, **chunk}),
+            make_batch(SAMPLES, max_token_len_per_gpu=400),
+            loss,
+        )
     assert_no_worse(errors(result, reference), baseline)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.ranks import on_ranks
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
-from tests.options.option import Case, Option, Place, alone, pairs
+from tests.options.option import Case, Option, Place, alone, covering, pairs
 from tests.options.table import OPTIONS, case_of
 
 ON_CPU = [option for option in OPTIONS if not option.needs_gpu]
@@ -21,7 +21,7 @@ def up_to(num_ranks: int, options: list[Option]) -> list[Option]:
 CASES = {
     "two": [
         *alone(up_to(2, QUICK)),
-        *(case for case in pairs(up_to(2, QUICK)) if case.num_ranks == 2),
+        *covering([case for case in pairs(up_to(2, QUICK)) if case.num_ranks == 2]),
     ],
     "four": [
         *alone(option for option in QUICK if option.num_ranks != 1 or option.is_default),

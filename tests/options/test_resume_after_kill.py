@@ -52,6 +52,7 @@ def run_through_and_resume(rank: int, path: str, folder: str) -> list[dict[str, 
     return [weights(through), weights(resumed)]
 
 
+@pytest.mark.slow  # a resume without the kill is bit-equal in tests/engine/test_two_ranks.py
 def test_weights_after_the_resume_are_those_of_an_uninterrupted_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     with pytest.raises(RankEndedError, match="-9"):

@@ -1,17 +1,15 @@
 """The table itself: no row without a test, no test that is not there, and overrides that verl takes."""
 
 import copy
-import re
 from pathlib import Path
 
 import pytest
 import transformers
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from tests.config.config_support import TINY, compose_config, save_checkpoint
-from tests.options.option import Option
+from tests.options.option import Option, parse
 from tests.options.table import OPTIONS
 from verl_pg_plugin.config.preflight import sharing_issues
 
@@ -51,21 +49,19 @@ def runnable(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
     )
 
 
-def with_overrides(config: DictConfig, overrides: list[str]) -> DictConfig:
-    """Hydra's own way to apply them to a config, which takes a second less than to compose it."""
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    if any(override.key_or_group == "model_engine" for override in parsed):  # picks files, and no value
+def with_override(config: DictConfig, override: str) -> DictConfig:
+    """Hydra's own way to change a config, which takes a second less than to compose it."""
+    if override.startswith("model_engine="):  # picks files, and no value
         model = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
-        flag = "actor_rollout_ref.actor.use_prefix_grouper=True"
-        return compose_config(model, flag, *overrides)
+        return compose_config(model, "actor_rollout_ref.actor.use_prefix_grouper=True", override)
     changed = copy.deepcopy(config)
-    ConfigLoaderImpl._apply_overrides_to_config(parsed, changed)
+    ConfigLoaderImpl._apply_overrides_to_config(parse(override), changed)
     return changed
 
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS if "=" in o.override], ids=lambda option: option.name)
 def test_override_is_taken_or_refused_before_anything_starts(option: Option, runnable: DictConfig) -> None:
-    config = with_overrides(runnable, re.split(r" (?=[\w.+]+=)", option.override))
+    config = with_override(runnable, option.override)
     found = [issue.why for issue in sharing_issues(config) if not issue.is_warning]
     if option.needs_gpu:  # the machine's fault
         found = [why for why in found if "needs a GPU" not in why]

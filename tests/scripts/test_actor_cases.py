@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from benchmarks.actor_cases import AgentCase, AnyCase, Case, TreeCase, Work, parse_case, rows_of_ranks
+from benchmarks.actor_cases import AgentCase, AnyCase, Case, TreeCase, Work, parse_case, samples_of_ranks
 
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -19,7 +19,7 @@ FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))
 
 def work(case: AnyCase, world_size: int = 1) -> tuple[Work, int]:
     rows = case.rows(vocab_size=1 << 30, world_size=world_size)
-    parts = rows_of_ranks(rows, False, FLOPS, world_size)
+    parts = samples_of_ranks(rows, False, FLOPS, world_size)
     return Work.of([[rows.samples[row] for row in part] for part in parts], FLOPS, checkpointing=True), len(rows.group)
 
 
@@ -75,7 +75,7 @@ def test_a_case_that_is_none_is_refused_with_its_fields(text: str, says: str) ->
 
 def test_ranks_get_whole_sessions_and_as_many_rows_each() -> None:
     rows = parse_case("agent:20,2,8,3,2,2").rows(vocab_size=1 << 30, world_size=2)
-    parts = rows_of_ranks(rows, False, FLOPS, 2)
+    parts = samples_of_ranks(rows, False, FLOPS, 2)
     assert [len(part) for part in parts] == [12, 12]
     assert not set(rows.group[parts[0]]) & set(rows.group[parts[1]])
     assert [len(set(rows.session[part])) for part in parts] == [4, 4]

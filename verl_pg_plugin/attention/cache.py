@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.layout import PackedLayout
@@ -22,7 +23,7 @@ Place = tuple[int, str]
 """A layer, and "k" or "v"."""
 OUTPUTS: Place = (-1, "outputs")
 """Of the LM head: zero at tokens that publish none."""
-Tensors = dict[Place, torch.Tensor]
+Tensors = dict[Place, Tensor]
 
 
 @dataclass
@@ -40,7 +41,7 @@ class CachedTokens:
     values: Tensors = field(default_factory=dict)
     pending: Tensors = field(default_factory=dict)
 
-    def put(self, place: Place, value: torch.Tensor, has_gradient: bool) -> None:
+    def put(self, place: Place, value: Tensor, has_gradient: bool) -> None:
         """Raises RuntimeError if the place is taken: two layers have one number."""
         if place in self.values:
             raise RuntimeError(
@@ -74,7 +75,7 @@ class CachedTokens:
         self.values.clear()
 
     @property
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [*self.values.values(), *self.pending.values()]
 
     @property
@@ -146,19 +147,19 @@ class CacheAccess:
         prefill: bool = False,
     ) -> None:
         self.layout, self.read, self.publish, self.consumed, self.prefill = layout, read, publish, consumed, prefill
-        self._published: torch.Tensor | None = None
+        self._published: Tensor | None = None
 
-    def in_front(self, place: Place, own: torch.Tensor) -> torch.Tensor:
+    def in_front(self, place: Place, own: Tensor) -> Tensor:
         """(c + T, ...) cached values in front of those of the T own tokens."""
         return torch.cat([*(block.values[place] for block in self.read), own])
 
-    def publish_layer(self, layer: int, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
+    def publish_layer(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         if self.publish is not None:
             for name, x in (("k", k_TGD), ("v", v_TGD)):
                 published = x.detach().index_select(0, self._published_tokens(x.device))
                 self.publish.put((layer, name), published, has_gradient=self.prefill)
 
-    def settle_layer(self, layer: int, *totals: torch.Tensor) -> list[torch.Tensor]:
+    def settle_layer(self, layer: int, *totals: Tensor) -> list[Tensor]:
         """Gradients (T, ...) of the own keys and values, pending ones included.
 
         Args:
@@ -167,7 +168,7 @@ class CacheAccess:
         """
         return [self._settle((layer, name), total) for name, total in zip("kv", totals, strict=True)]
 
-    def _settle(self, place: Place, total: torch.Tensor) -> torch.Tensor:
+    def _settle(self, place: Place, total: Tensor) -> Tensor:
         for block in self.read:
             block.pending[place].add_(total[block.start : block.stop])
         own = total[self.layout.num_cached :]
@@ -177,12 +178,12 @@ class CacheAccess:
             own.index_add_(0, self._published_tokens(own.device), pending.to(own.dtype))
         return own
 
-    def _published_tokens(self, device: torch.device) -> torch.Tensor:
+    def _published_tokens(self, device: torch.device) -> Tensor:
         if self._published is None:
             self._published = to_device(self.layout.publish, torch.int64, device)
         return self._published
 
-    def join_outputs(self, outputs_NC: torch.Tensor) -> torch.Tensor:
+    def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """Head outputs of cached tokens in front of those of own ones.
 
         Args:
@@ -198,16 +199,15 @@ class CacheAccess:
             self.publish.put(OUTPUTS, published, has_gradient=self.prefill)
         return outputs_NC if self.prefill else _JoinOutputs.apply(outputs_NC, self)
 
-    def _published_outputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _published_outputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of published tokens that publish head outputs, their places among the published and the own heads."""
         layout = self.layout
-        heads = np.searchsorted(layout.head_index, layout.publish[layout.publish_heads])
-        return to_device(layout.publish_heads, torch.int64, device), to_device(heads, torch.int64, device)
+        return tuple(to_device(x, torch.int64, device) for x in (layout.publish_heads, layout.published_head_index))
 
 
 class _JoinOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_NC: torch.Tensor, access: CacheAccess) -> torch.Tensor:
+    def forward(ctx: Any, own_NC: Tensor, access: CacheAccess) -> Tensor:
         ctx.access = access
         heads = access.layout.cached_heads
         if not len(heads):
@@ -216,7 +216,7 @@ class _JoinOutputs(torch.autograd.Function):
         return torch.cat([cached[to_device(heads, torch.int64, own_NC.device)], own_NC])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         access: CacheAccess = ctx.access
         heads = access.layout.cached_heads

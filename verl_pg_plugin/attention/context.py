@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from verl.utils.attention_utils import pad_input, unpad_input
 from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 
@@ -42,11 +43,7 @@ class AttentionContext(ABC):
     """
 
     def __init__(
-        self,
-        layout: Layout | None,
-        *,
-        keep: bool = True,
-        perturb: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, layout: Layout | None, *, keep: bool = True, perturb: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.layout = layout
         self.keep = keep
@@ -55,9 +52,7 @@ class AttentionContext(ABC):
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Causal attention in which tokens see their own sequences only.
 
         Args:
@@ -68,7 +63,7 @@ class AttentionContext(ABC):
             (B, T, H, D) in the dtype of ``query`` and the width of ``value``.
         """
 
-    def mixed(self, mixer: str, out: torch.Tensor) -> torch.Tensor:
+    def mixed(self, mixer: str, out: Tensor) -> Tensor:
         """Count a layer and return what it computed, which verify mode moves by rounding."""
         self.calls[mixer] += 1
         return out if self.perturb is None else self.perturb(out)
@@ -113,7 +108,7 @@ class PackedAttention(AttentionContext):
         self._unshared: Tree | None = None
 
     @classmethod
-    def unshared(cls, kernel: Kernel, cu_seqlens: torch.Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
+    def unshared(cls, kernel: Kernel, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
         context = cls(None, kernel, cu_seqlens.device)
         context.num_tokens = num_tokens
@@ -124,19 +119,16 @@ class PackedAttention(AttentionContext):
         """The pieces of layers with that window."""
         if self._unshared is not None:
             return self._unshared
+        assert isinstance(self.layout, PackedLayout)
         if window >= self.layout.max_seqlen_k - 1:
             window = -1
         return self.index(_tree_of, self.device, window)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return self.attend_packed(q_THD, k_TGD, v_TGD, options).unsqueeze(0)
 
-    def attend_packed(
-        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend_packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> Tensor:
         """(T, H, D) of (T, H, D) queries and (T, G, D) keys and values; zero at padding."""
         num_padding = len(q_THD) - self.num_tokens
         if num_padding:
@@ -167,9 +159,7 @@ class UlyssesAttention(AttentionContext):
         super().__init__(inner.layout, keep=inner.keep, perturb=inner.perturb)
         self.inner, self.num_tokens, self.group = inner, num_tokens, group
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """A collective that every rank of the group must enter.
 
         Args:
@@ -213,14 +203,10 @@ class PaddedGroupsAttention(AttentionContext):
         super().__init__(layout, **options)
         self.grouper, self.kernel = grouper, kernel
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Upstream's two passes: prefixes among themselves, then each response over its prefix and itself."""
 
-        def attend_padded(
-            q_BHQD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_BK: torch.Tensor
-        ) -> torch.Tensor:
+        def attend_padded(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, mask_BK: Tensor) -> Tensor:
             # Upstream puts the queries at the end of their keys.
             batch_size, num_q = q_BHQD.shape[0], q_BHQD.shape[2]
             q_THD, rows, cu_seqlens_q, max_seqlen_q, *_ = unpad_input(q_BHQD.transpose(1, 2), mask_BK[:, -num_q:])
@@ -229,8 +215,8 @@ class PaddedGroupsAttention(AttentionContext):
             if not len(q_THD):  # no group of the batch has a prefix
                 return q_BHQD.transpose(1, 2)
             # A group without a prefix is no segment; every suffix has tokens.
-            bounds = (torch.unique_consecutive(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
-            tree = Tree.unshared(*bounds, len(q_THD), len(k_TGD), max_seqlen_q, max_seqlen_k)
+            cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
+            tree = Tree.unshared(cu_seqlens_q, cu_seqlens_k, len(q_THD), len(k_TGD), max_seqlen_q, max_seqlen_k)
             out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, keep=self.keep)
             return pad_input(out_THD, rows, batch_size, num_q)
 

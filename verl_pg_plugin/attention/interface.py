@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from verl_pg_plugin.attention.context import AttentionContext
@@ -22,27 +22,20 @@ ATTENTION = "attention"
 # Keywords that decoders pass and that change nothing here: positions are in q and k already, the rest concerns
 # caches, outputs, losses and masks that a forward over packed tokens does not have.
 _WITHOUT_EFFECT = frozenset(
-    {
-        "position_ids",
-        "position_embeddings",
-        "use_cache",
-        "cache_position",
-        "output_attentions",
-        "output_router_logits",
-    }
+    {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 )
 
 
 @torch.compiler.disable  # compiled layers call it as it is: its index maps differ in every micro-batch
 def packed_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     prefix_grouper: AttentionContext | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of packed tokens, with the signature of transformers' attention functions.
 
     Args:
@@ -74,14 +67,14 @@ def packed_attention(
 
 def attention_options(
     module: nn.Module,
-    query: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionOptions:
     """What a layer asks of attention, from the keywords of transformers' attention functions.

@@ -70,7 +70,7 @@ class KernelSpec:
             return False
 
     def obstacle(self, device_type: str) -> str:
-        """Why this machine cannot run it on a type of device and what to do; empty if it can. Starts no CUDA context."""
+        """Why this machine cannot run it on such a device and what to do; empty if it can. Starts no CUDA context."""
         if self.device_type not in (None, device_type):
             return f"needs a {self.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
         if not self.installed:

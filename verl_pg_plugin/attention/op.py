@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_pg_plugin.attention.cache import CacheAccess
@@ -38,19 +39,19 @@ class AttentionOptions:
     window_size: int = -1
     softcap: float = 0.0
     layer_idx: int = 0
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
 
 
 def attend(
-    q_THD: torch.Tensor,
-    k_TGD: torch.Tensor,
-    v_TGD: torch.Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
     tree: Tree,
     kernel: Kernel,
     options: AttentionOptions,
     cache: CacheAccess | None = None,
     keep: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Causal attention of T packed tokens in which siblings never see each other.
 
     Args:
@@ -82,16 +83,16 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
         tree: Tree,
         kernel: Kernel,
         options: AttentionOptions,
         cache: CacheAccess | None,
         tape: _Tape | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         out, lse = (None, None) if tape is None else tape.take()
         if out is None:
             out, lse = _forward(q, *_with_cached(k, v, options, cache), sinks, tree, kernel, options)
@@ -103,7 +104,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout,) = grads
         q, k, v, sinks, out, lse = ctx.saved_tensors
         options, cache, kernel = ctx.options, ctx.cache, ctx.kernel
@@ -119,9 +120,7 @@ class _TreeAttention(torch.autograd.Function):
         return (*gradients, dsinks, None, None, None, None, None)
 
 
-def _with_cached(
-    k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, cache: CacheAccess | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_cached(k: Tensor, v: Tensor, options: AttentionOptions, cache: CacheAccess | None) -> tuple[Tensor, Tensor]:
     """[c cached | T own] keys and values."""
     if cache is None or not cache.read:
         return k, v
@@ -134,20 +133,14 @@ def _problem(piece: Piece, options: AttentionOptions) -> Varlen:
     return Varlen(*bounds, options.softmax_scale, piece.causal, window, options.softcap)
 
 
-def _at(x: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _at(x: Tensor, piece: Piece) -> Tensor:
     """Keys or values of a piece."""
     return x[piece.keys] if isinstance(piece.keys, slice) else x.index_select(0, piece.keys.tokens)
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    tree: Tree,
-    kernel: Kernel,
-    options: AttentionOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tree: Tree, kernel: Kernel, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     found = [kernel.forward(q[p.rows], _at(k, p), _at(v, p), _problem(p, options)) for p in tree.forward]
     outs, lses = zip(*found, strict=True)
     out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
@@ -158,17 +151,17 @@ def _forward(
 
 
 def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     pieces: list[Piece],
     kernel: Kernel,
     options: AttentionOptions,
     wide: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Gradients of q, k and v; float32 or wider if asked for, or if there are more than two terms to a sum."""
     wide = wide or len(pieces) > 2 or pieces[0].rows != slice(0, len(q))
     if wide:
@@ -192,14 +185,14 @@ def _backward(
     return totals
 
 
-def _memory(x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+def _memory(x: Tensor, kernel: Kernel) -> Tensor:
     """For a gradient of ``x`` (T, heads, D)."""
     if not kernel.heads_first:
         return x.new_empty(x.shape)
     return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
 
 
-def _rounded(total: torch.Tensor, x: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+def _rounded(total: Tensor, x: Tensor, kernel: Kernel) -> Tensor:
     return total if total.dtype == x.dtype else _memory(x, kernel).copy_(total)
 
 
@@ -213,14 +206,14 @@ class _Tape:
     running: ClassVar[_Tape | None] = None
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._replay: Iterator[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._replay: Iterator[tuple[Tensor, Tensor]] | None = None
 
-    def keep(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def keep(self, out: Tensor, lse: Tensor) -> None:
         # Detached: what the autograd function returns becomes part of the graph, which holds the tape.
         self._kept.append((out.detach(), lse))
 
-    def take(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
         """What the forward has kept of this call; None in the forward."""
         if self._replay is None:
             return None, None

@@ -3,11 +3,11 @@
     forward(q_THD, k_KGD, v_KGD, problem) -> out_THD, lse_HT
     backward(dout_THD, q_THD, k_KGD, v_KGD, out_THD, lse_HT, dq_THD, dk_KGD, dv_KGD, problem)
 
-T query tokens, K key tokens, H query heads, G key/value heads (a divisor of H), D head dim. ``lse`` is the log-sum-exp of
-the scores, float32 or wider, -inf for a query without keys, whose output is zero. A backward fills ``dq``, ``dk`` and
-``dv``, in which the heads of a token need not follow each other, from whatever ``out`` and ``lse`` it is given: with
-those of a softmax over more keys than K it computes the gradients through these K (the identity behind ring attention,
-https://arxiv.org/abs/2310.01889). Segments may have queries without keys and keys without queries.
+T query tokens, K key tokens, H query heads, G key/value heads (a divisor of H), D head dim. ``lse`` is the log-sum-exp
+of the scores, float32 or wider. A backward fills ``dq``, ``dk`` and ``dv``, in which the heads of a token need not
+follow each other, from whatever ``out`` and ``lse`` it is given: with those of a softmax over more keys than K it
+computes the gradients through these K (the identity behind ring attention, https://arxiv.org/abs/2310.01889). Its
+segments may have queries without keys and keys without queries, whose gradients are zero.
 
 Each function named as a kernel of ``kernels.KERNELS`` imports that kernel and returns its passes.
 """
@@ -21,10 +21,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., None]
 Passes = tuple[Forward, Backward]
+Gradients = tuple[Tensor, ...]
 
 
 class Varlen(NamedTuple):
@@ -39,8 +41,8 @@ class Varlen(NamedTuple):
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 switches it off.
     """
 
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
     softmax_scale: float
@@ -76,12 +78,12 @@ def flash_attn_2() -> Passes:
         window = {"window_size_left": left, "window_size_right": right, "softcap": p.softcap}
         return {**p.lengths, "dropout_p": 0.0, "softmax_scale": p.softmax_scale, "causal": p.causal, **window}
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         out, lse, *_ = run_forward(q, k, v, **keywords(p))
         return out, lse
 
-    def backward(dout: torch.Tensor, *tensors: Any) -> None:
-        *tensors, p = tensors
+    def backward(dout: Tensor, *arguments: Any) -> None:
+        *tensors, p = arguments
         run_backward(dout, *tensors, **keywords(p), alibi_slopes=None, deterministic=deterministic())
 
     return forward, backward
@@ -95,7 +97,7 @@ def flash_attn_3() -> Passes:
     parameters = inspect.signature(getattr(_flash_attn_forward, "_init_fn", _flash_attn_forward)).parameters
     apart = "window_size_left" in parameters
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         names = ("window_size_left", "window_size_right")
         window = dict(zip(names, p.window_size, strict=True)) if apart else {"window_size": p.window_size}
         options = {"softmax_scale": p.softmax_scale, "causal": p.causal, "softcap": p.softcap, **window}
@@ -105,7 +107,7 @@ def flash_attn_3() -> Passes:
         out, lse, *_ = _flash_attn_forward(q, k, v, **{**absent, **p.lengths, **options})
         return out, lse
 
-    def backward(dout: torch.Tensor, *tensors: Any) -> None:
+    def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
         if not p.causal:  # it need not write where a segment has no keys or no queries
             for gradient in (dq, dk, dv):
@@ -138,11 +140,11 @@ def flash_attn_4() -> Passes:
         window = {"window_size_left": left, "window_size_right": right, "softcap": p.softcap}
         return {**p.lengths, "softmax_scale": p.softmax_scale, "causal": p.causal, **window}
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **keywords(p))
         return out, lse
 
-    def backward(dout: torch.Tensor, *tensors: Any) -> None:
+    def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
         options = {**keywords(p), "deterministic": deterministic()}
         _flash_attn_bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
@@ -167,7 +169,7 @@ def torch_varlen() -> Passes:
         # Either causal or with a window, which ends at the query.
         return (*p.lengths.values(), 0.0, p.causal and p.window < 0), window
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         if max(q.numel(), k.numel()) >= 2**31:
             # Measured on torch 2.11: one million tokens of 32 heads x 128 gave garbage and no error.
             raise RuntimeError(
@@ -178,7 +180,7 @@ def torch_varlen() -> Passes:
         out, lse, *_ = run_forward(q, k, v, *given, return_debug_mask=False, **window)
         return out, lse
 
-    def backward(dout: torch.Tensor, *tensors: Any) -> None:
+    def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
         given, window = arguments(p)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -192,29 +194,29 @@ def torch_varlen() -> Passes:
 def sdpa() -> Passes:
     """Exact on every device and in every dtype. On a CPU torch's flash kernel, elsewhere written out, which is slow."""
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf, dtype=wide)
         one = _cpu_forward if _has_flash(q, p) else _written_out_forward
         for rows, keys in _segments(p):
-            out[rows], lse[:, rows] = one(q[rows], *(_of_query_heads(x[keys], q) for x in (k, v)), p)
+            out[rows], lse[:, rows] = one(q[rows], _of_query_heads(k[keys], q), _of_query_heads(v[keys], q), p)
         return out, lse
 
-    def backward(dout: torch.Tensor, *tensors: Any) -> None:
+    def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
         for gradient in (dq, dk, dv):
             gradient.zero_()
         one = _cpu_backward if _has_flash(q, p) else _written_out_backward
         for rows, keys in _segments(p):
-            repeated = (_of_query_heads(x[keys], q) for x in (k, v))
-            found = one(dout[rows], q[rows], *repeated, out[rows], lse[:, rows], p)
+            keys_of_heads, values_of_heads = _of_query_heads(k[keys], q), _of_query_heads(v[keys], q)
+            found = one(dout[rows], q[rows], keys_of_heads, values_of_heads, out[rows], lse[:, rows], p)
             for gradient, where, part in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 gradient[where] = part.unflatten(1, (gradient.shape[1], -1)).sum(2)
 
     return forward, backward
 
 
-def _has_flash(q: torch.Tensor, p: Varlen) -> bool:
+def _has_flash(q: Tensor, p: Varlen) -> bool:
     return q.device.type == "cpu" and not p.softcap
 
 
@@ -226,11 +228,11 @@ def _segments(p: Varlen) -> Iterator[tuple[slice, slice]]:
             yield slice(q0, q1), slice(k0, k1)
 
 
-def _of_query_heads(x_KGD: torch.Tensor, q_LHD: torch.Tensor) -> torch.Tensor:
+def _of_query_heads(x_KGD: Tensor, q_LHD: Tensor) -> Tensor:
     return x_KGD.repeat_interleave(q_LHD.shape[1] // x_KGD.shape[1], dim=1)
 
 
-def _mask(num_q: int, num_k: int, p: Varlen, like: torch.Tensor) -> torch.Tensor:
+def _mask(num_q: int, num_k: int, p: Varlen, like: Tensor) -> Tensor:
     """(num_q, num_k), -inf where a query of a causal problem does not see a key, else 0."""
     mask = like.new_full((num_q, num_k), -torch.inf).triu_(num_k - num_q + 1)
     if p.window >= 0:
@@ -238,27 +240,19 @@ def _mask(num_q: int, num_k: int, p: Varlen, like: torch.Tensor) -> torch.Tensor
     return mask
 
 
-def _cpu_options(q: torch.Tensor, k: torch.Tensor, p: Varlen) -> dict[str, Any]:
+def _cpu_options(q: Tensor, k: Tensor, p: Varlen) -> dict[str, Any]:
     square = p.causal and len(q) == len(k) and p.window < 0
     mask = _mask(len(q), len(k), p, q)[None, None] if p.causal and not square else None
     return {"dropout_p": 0.0, "is_causal": square, "attn_mask": mask, "scale": p.softmax_scale}
 
 
-def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen) -> tuple[torch.Tensor, torch.Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = run(*(x.transpose(0, 1)[None] for x in (q, k, v)), **_cpu_options(q, k, p))
     return out[0].transpose(0, 1), lse[0]
 
 
-def _cpu_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    p: Varlen,
-) -> tuple[torch.Tensor, ...]:
+def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Varlen) -> Gradients:
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     heads_first = (x.transpose(0, 1)[None] for x in (dout, q, k, v, out))
     found = run(*heads_first, lse[None].contiguous(), **_cpu_options(q, k, p))
@@ -269,9 +263,7 @@ QUERY_CHUNK = 1024
 """Queries whose scores are held at once where attention is written out."""
 
 
-def _written_out_scores(
-    q: torch.Tensor, k: torch.Tensor, p: Varlen
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | float]]:
+def _written_out_scores(q: Tensor, k: Tensor, p: Varlen) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
     """For each chunk of queries its scores (H, Q, K), -inf where hidden, and what capping did to their slope."""
     mask = _mask(len(q), len(k), p, q) if p.causal else None
     for start in range(0, len(q), QUERY_CHUNK):
@@ -283,9 +275,7 @@ def _written_out_scores(
         yield chunk, scores if mask is None else scores + mask[chunk], slope
 
 
-def _written_out_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Varlen
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     q_, k_, v_ = (x.to(wide) for x in (q, k, v))
     out, lse = torch.empty_like(q_), q_.new_empty(q.shape[1], len(q))
@@ -296,14 +286,8 @@ def _written_out_forward(
 
 
 def _written_out_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    p: Varlen,
-) -> tuple[torch.Tensor, ...]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Varlen
+) -> Gradients:
     wide = torch.promote_types(q.dtype, torch.float32)
     dout, q, k, v, out = (x.to(wide) for x in (dout, q, k, v, out))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -324,10 +308,9 @@ def _written_out_backward(
 def softcap_fault(forward: Forward, backward: Backward, head_dim: int, device_type: str) -> str:
     """What a kernel does to capped scores or their gradients that it should not; empty if nothing.
 
-    flash-attn can be built without capped scores, and such a build of flash-attn 2 does not refuse them: it leaves the
-    ``tanh`` out and multiplies scores by the cap, in stock verl too. flash-attn 3 raises then; betas of flash-attn 4 had
-    wrong gradients of queries, and later ones raise for some heads and GPUs
-    (https://github.com/Dao-AILab/flash-attention/pull/2544).
+    A build of flash-attn 2 without capped scores does not refuse them: it leaves the ``tanh`` out and multiplies scores
+    by the cap, in stock verl too. flash-attn 3 raises then; betas of flash-attn 4 had wrong gradients of queries, and
+    later ones raise for some heads and GPUs (https://github.com/Dao-AILab/flash-attention/pull/2544).
 
     Args:
         forward, backward: passes of the kernel, held against those written out.
@@ -343,9 +326,10 @@ def softcap_fault(forward: Forward, backward: Backward, head_dim: int, device_ty
     q, k, v, dout = (x.transpose(0, 1).contiguous() for x in drawn.to(device_type, dtype).split([2, 1, 1, 2]))
     cu_seqlens = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device_type)
     # Scores have a standard deviation of 3, so that the cap moves most of them.
-    problem = Varlen(cu_seqlens, cu_seqlens, *[max(lengths)] * 2, softmax_scale=3 / head_dim**0.5, softcap=2.0)
+    longest = max(lengths)
+    problem = Varlen(cu_seqlens, cu_seqlens, longest, longest, softmax_scale=3 / head_dim**0.5, softcap=2.0)
 
-    def outcome(forward: Forward, backward: Backward, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def outcome(forward: Forward, backward: Backward, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, dout = tensors
         out, lse = forward(q, k, v, problem)
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -71,11 +71,12 @@ class Tree:
             window: keys that a query sees besides its own; -1 for all. Keys that no query of a segment sees are left
                 out.
         """
-        place = np.arange(len(layout.kv_index)) - np.repeat(layout.cu_seqlens_k[:-1], np.diff(layout.cu_seqlens_k))
-        num_before = np.diff(layout.cu_seqlens_k) - np.diff(layout.cu_seqlens_q)
-        first_query = np.repeat(num_before, np.diff(layout.cu_seqlens_k))
-        seen = (place >= first_query - window) | (window < 0)
-        pieces = _causal_pieces(layout, seen, device)
+        kept = None
+        if window >= 0:
+            num_keys = np.diff(layout.cu_seqlens_k)
+            first = layout.cu_seqlens_k[:-1] + num_keys - np.diff(layout.cu_seqlens_q) - window
+            kept = np.arange(len(layout.kv_index)) >= np.repeat(first, num_keys)
+        pieces = _causal_pieces(layout, kept, device)
         shares = len(pieces) > 1 or isinstance(pieces[0].keys, Gather)
         return cls(pieces, layout if shares and window < 0 else None, device)
 
@@ -107,11 +108,12 @@ class Tree:
         return [*_causal_pieces(self.layout, rest, self.device), *in_place] if reads else self.forward
 
 
-def _causal_pieces(layout: PackedLayout, kept: np.ndarray, device: torch.device | str) -> list[Piece]:
-    """Segments with the ``kept`` (K,) of their keys, as many at once as their gathered keys allow."""
-    kv, cu_q = layout.kv_index[kept], layout.cu_seqlens_q
-    cu_k = np.append(0, np.cumsum(np.add.reduceat(kept, layout.cu_seqlens_k[:-1], dtype=np.int64)))
-    num_keys = getattr(layout, "num_cached", 0) + int(cu_q[-1])
+def _causal_pieces(layout: PackedLayout, kept: np.ndarray | None, device: torch.device | str) -> list[Piece]:
+    """Segments with the ``kept`` (K,) of their keys, or all, as many at once as their gathered keys allow."""
+    kv, cu_q, cu_k = layout.kv_index, layout.cu_seqlens_q, layout.cu_seqlens_k
+    if kept is not None:
+        kv, cu_k = kv[kept], np.append(0, np.cumsum(np.add.reduceat(kept, cu_k[:-1], dtype=np.int64)))
+    num_keys = layout.num_cached + int(cu_q[-1])
     on_device = to_device(kv, torch.int32, device)
     pieces, start = [], 0
     while start < len(cu_q) - 1:
@@ -135,9 +137,8 @@ def _piece(
     device: torch.device | str,
     causal: bool,
 ) -> Piece:
-    bounds = (to_device(x, torch.int32, device) for x in (cu_seqlens_q, cu_seqlens_k))
-    longest = (int(np.diff(x).max()) for x in (cu_seqlens_q, cu_seqlens_k))
-    return Piece(rows, keys, *bounds, *longest, causal)
+    cu_q, cu_k = to_device(cu_seqlens_q, torch.int32, device), to_device(cu_seqlens_k, torch.int32, device)
+    return Piece(rows, keys, cu_q, cu_k, int(np.diff(cu_seqlens_q).max()), int(np.diff(cu_seqlens_k).max()), causal)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
 
     Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
-    num_cached = getattr(layout, "num_cached", 0)
+    num_cached = layout.num_cached
     cached = layout.kv_index < num_cached
     num_read = np.add.reduceat(cached, layout.cu_seqlens_k[:-1], dtype=np.int64)
     ends = np.unique(np.append(num_read[num_read > 0], num_cached))[: None if num_cached else 0]
@@ -201,7 +202,8 @@ def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[Int
             num_below[parent] += num_below[node] + (node >= num_cached)
             best[parent] += best[node]
             stop[parent] = max(stop[parent], stop[node])
-    chosen, covered = [], [False] * len(above)
+    chosen: list[int] = []
+    covered = [False] * len(above)
     for node, parent in enumerate(above):
         covered[node] = parent >= 0 and (covered[parent] or parent in chosen[-1:])
         if not covered[node] and num_below[node] and length[node] * num_below[node] >= best[node]:

@@ -18,8 +18,6 @@ from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.issue import Issue
 
-__all__ = ["checkpoint_issues", "local_checkpoint", "model_overrides", "optional_folder", "read_hf_config"]
-
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)
 """What transformers raises for a config.json that it cannot read, or overrides that do not fit it."""
 

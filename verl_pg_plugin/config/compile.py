@@ -17,8 +17,6 @@ from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import Engine, Mode
 
-__all__ = ["COMPILE_LAYERS", "compiler_obstacle", "compiles_layers", "decide", "layer_compilation", "layers_obstacle"]
-
 COMPILE_LAYERS = f"{OPTIONS}.compile_layers"
 
 

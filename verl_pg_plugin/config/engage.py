@@ -20,8 +20,6 @@ from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.preflight import check, sharing_issues
 from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
 
-__all__ = ["add_sections", "engage", "engage_or_exit", "select_trainer"]
-
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp")
 STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
 

@@ -11,8 +11,6 @@ from verl_pg_plugin.after_import import run_waiting
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
-__all__ = ["PrefixGrouperEngineConfig", "assert_in_force"]
-
 
 @dataclass
 class PrefixGrouperEngineConfig(FSDPEngineConfig):

@@ -19,8 +19,6 @@ from verl_pg_plugin.config.keys import (
     USE_REMOVE_PADDING,
 )
 
-__all__ = ["SP_SIZE", "Engine", "Mode", "mode_by_flags", "mode_of"]
-
 SP_SIZE = "ulysses_sequence_parallel_size"
 
 

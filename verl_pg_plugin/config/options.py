@@ -13,8 +13,6 @@ from verl_pg_plugin.attention.kernels import ATTENTION_KERNELS
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.issue import Issue
 
-__all__ = ["OPTION_NAMES", "PrefixGrouperOptions", "option_issues"]
-
 
 @dataclass(frozen=True)
 class PrefixGrouperOptions:

@@ -34,8 +34,6 @@ from verl_pg_plugin.config.rules import (
 )
 from verl_pg_plugin.issue import ConfigError, Issue
 
-__all__ = ["check", "preflight", "sharing_issues"]
-
 logger = logging.getLogger(__name__)
 
 RAY_INIT = "ray_kwargs.ray_init"

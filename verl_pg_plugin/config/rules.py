@@ -47,19 +47,6 @@ from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import modality_obstacles, modality_of
 
-__all__ = [
-    "MACHINE_RULES",
-    "PREFLIGHT_RULES",
-    "RULES",
-    "TRAINER_RULES",
-    "check_engine",
-    "engine_issues",
-    "engine_of",
-    "roles_of",
-    "sp_size_of",
-    "trainer_issues",
-]
-
 ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
 TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the middle of a group"
@@ -170,9 +157,13 @@ def _uncompiled(why: str) -> Issue | None:
     return Issue(f"{COMPILE_LAYERS}=True", why, f"++{COMPILE_LAYERS}=False") if why else None
 
 
+def _fuses(engine: Engine) -> bool:
+    return engine.mode is Mode.PACKED and engine.role != CRITIC and bool(engine.of_model("use_fused_kernels"))
+
+
 def fused_kernels(engine: Engine) -> Issue | None:
     """verl's fused kernels stand in for a head that comes last; of a class of the checkpoint's own the engine knows."""
-    if engine.mode is not Mode.PACKED or engine.role == CRITIC or not engine.of_model("use_fused_kernels"):
+    if not _fuses(engine):
         return None
     known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
     why = fused_obstacle(text_skeleton(engine.hf_config)) if known else ""
@@ -181,7 +172,7 @@ def fused_kernels(engine: Engine) -> Issue | None:
 
 
 def fused_backend(engine: Engine) -> Issue | None:
-    if engine.mode is not Mode.PACKED or engine.role == CRITIC or not engine.of_model("use_fused_kernels"):
+    if not _fuses(engine):
         return None
     name, why = engine.of_model("fused_kernel_options.impl_backend"), ""
     if name not in ("torch", "triton", "liger"):

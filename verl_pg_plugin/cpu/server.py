@@ -221,7 +221,8 @@ class HFServer:
                     if self._missing_weights:
                         raise RuntimeError(
                             f"no weights were received for {sorted(self._missing_weights)[:4]}; generation started "
-                            "before the trainer's first update_weights (or set actor_rollout_ref.rollout.load_format=auto)"
+                            "before the trainer's first update_weights (or set "
+                            "actor_rollout_ref.rollout.load_format=auto)"
                         )
                     completions = await asyncio.to_thread(
                         generate,

@@ -22,7 +22,7 @@ def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
     Returns:
         Their pending gradients; the values are dropped, since the chunk computes them again.
     """
-    if not layout.is_chunk or not len(layout.publish):
+    if not isinstance(layout, PackedLayout) or not layout.is_chunk or not len(layout.publish):
         return []
     blocks = cache.pop(layout.publish_start)
     for block in blocks:
@@ -39,7 +39,7 @@ def chunk_access(
     cache: PrefixCache, layout: Layout, consumed: list[CachedTokens], forward_only: bool
 ) -> CacheAccess | None:
     """What a chunk reads, publishes and consumes; None for an ordinary micro-batch."""
-    if not layout.is_chunk:
+    if not isinstance(layout, PackedLayout) or not layout.is_chunk:
         return None
     return CacheAccess(layout, list(cache), _published(layout) if forward_only else None, consumed)
 

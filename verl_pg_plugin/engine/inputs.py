@@ -219,7 +219,7 @@ def packed_inputs(
 def padded_inputs(
     layout: PaddedLayout, kernel: Kernel, device: torch.device, keep: bool = True, perturb: Perturb | None = None
 ) -> ModelInputs:
-    """The same of padded groups, with ``PrefixGrouper`` (https://github.com/johncaged/PrefixGrouper) inside."""
+    """The same of padded groups, with PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])

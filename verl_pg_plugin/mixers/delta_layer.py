@@ -62,12 +62,12 @@ class Windows:
         place = layout.segment_start[:, None] + offset  # among the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        rows = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
+        tokens = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
         segment, column = np.nonzero(~missing & (offset >= 0))
         return cls(
-            gather=Gather.of(to_device(rows.reshape(-1), torch.int32, device), layout.num_tokens),
+            gather=Gather.of(to_device(tokens.reshape(-1), torch.int32, device), layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
-            fixed=to_device(rows[segment, column], torch.int64, device),
+            fixed=to_device(tokens[segment, column], torch.int64, device),
             place=to_device(segment * 2 * reach + column, torch.int64, device),
         )
 
@@ -142,7 +142,7 @@ class Levels:
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
-        """Segments come in the order of a walk through the trie, so siblings are next to each other at their depth."""
+        """Segments come as a walk through the prefix tree meets them: siblings of one depth are next to each other."""
         parents, lengths = layout.segment_parent, np.diff(layout.cu_seqlens_q)
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
@@ -218,43 +218,25 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
         tensors = tuple(_Permute.apply(x, levels.order, levels.inverse) for x in tensors)
     sizes = [sum(level.lengths) for level in levels.levels]
     parts = zip(*(x.split(sizes) for x in tensors), strict=True)
-    varlen = _of_varlen if "cu_seqlens" in inspect.signature(rule).parameters else _of_padded
+    # fla's kernels take segments of any length, transformers' fallback a batch of equal ones: tokens of zeros behind a
+    # segment leave its state alone.
+    takes_any = "cu_seqlens" in inspect.signature(rule).parameters
     outs, state = [], None
     for level, part in zip(levels.levels, parts, strict=True):
         if level.num_children is not None:
             state = _HandDown.apply(state, level.num_children, len(level.lengths))
-        out, state = varlen(level, rule, part, state, options)
-        outs.append(out)
+        if takes_any:
+            q, k, v, g, beta = (x.unsqueeze(0) for x in part)
+            options["cu_seqlens"] = level.cu_seqlens
+        else:
+            q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
+        out, state = rule(
+            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=level.has_children, **options
+        )
+        lengths = (out.shape[1],) if takes_any else level.lengths
+        outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     return out if levels.order is None else _Permute.apply(out, levels.inverse, levels.order)
-
-
-def _of_varlen(
-    level: Level, rule: DeltaRule, part: tuple[torch.Tensor, ...], state: torch.Tensor | None, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """fla's kernels take segments of any length."""
-    q, k, v, g, beta = (x.unsqueeze(0) for x in part)
-    out, state = rule(
-        q,
-        k,
-        v,
-        g=g,
-        beta=beta,
-        initial_state=state,
-        output_final_state=level.has_children,
-        cu_seqlens=level.cu_seqlens,
-        **options,
-    )
-    return out.squeeze(0), state
-
-
-def _of_padded(
-    level: Level, rule: DeltaRule, part: tuple[torch.Tensor, ...], state: torch.Tensor | None, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' fallback takes a batch of equal lengths: tokens of zeros behind a segment leave its state alone."""
-    q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
-    out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=level.has_children, **options)
-    return torch.cat([line[:length] for line, length in zip(out, level.lengths, strict=True)]), state
 
 
 class GatedDeltaLayer:

@@ -87,8 +87,8 @@ def find_images(
         found += sorted(of_sequence, key=lambda image: image.first)
         if of_sequence and found[-1].first + found[-1].num_tokens == stop:
             raise BatchError(
-                f"sequence {sequence} ends in an image, and no token follows that its last token could predict; drop the "
-                "sequence, or raise data.max_response_length so that tool results are not cut off"
+                f"sequence {sequence} ends in an image, and no token follows that its last token could predict; drop "
+                "it, or raise data.max_response_length so that tool results are not cut off"
             )
     return found
 
@@ -133,9 +133,9 @@ def _images_of(
 def _mismatch(sequence: int, kind: Kind, num_places: int, grids: list[list[int]], patches_per_token: int) -> str:
     needed = sum(frames * height * width for frames, height, width in grids) // patches_per_token
     return (
-        f"sequence {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need {needed}, "
-        "each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool result was cut "
-        "off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
+        f"sequence {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need "
+        f"{needed}, each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool "
+        "result was cut off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
     )
 
 

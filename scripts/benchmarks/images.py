@@ -1,4 +1,4 @@
-"""Pictures in the prompts of ``bench_actor.py``: placeholders, pixels as a processor makes them, and positions."""
+"""Images in the prompts of ``bench_actor.py``: placeholders, pixels as a processor makes them, and positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,33 +16,33 @@ from verl_pg_plugin.synthetic import Sample
 
 
 @dataclass(frozen=True)
-class PromptPictures:
-    """Square pictures behind the first token of every prompt.
+class PromptImages:
+    """Square images behind the first token of every prompt.
 
     Attributes:
         number: in each prompt.
-        tokens: rows that each takes, a square.
+        tokens: that each takes, a square number.
     """
 
     number: int
     tokens: int
 
     @classmethod
-    def parse(cls, text: str) -> "PromptPictures | None":
-        """``4x1024`` for four pictures of 1,024 tokens."""
+    def parse(cls, text: str) -> "PromptImages | None":
+        """``4x1024`` for four images of 1,024 tokens."""
         if not text:
             return None
         number, _, tokens = text.partition("x")
         side = int(int(tokens) ** 0.5)
         if side * side != int(tokens):
-            raise ValueError(f"a square picture has no {tokens} tokens; take a square number")
+            raise ValueError(f"a square image has no {tokens} tokens; take a square number")
         return cls(int(number), int(tokens))
 
     def __str__(self) -> str:
         return f"{self.number}x{self.tokens}"
 
     def patches(self, config: PretrainedConfig) -> int:
-        """Of one picture."""
+        """Of one image."""
         return self.tokens * config.vision_config.spatial_merge_size**2
 
     def put_into(self, samples: Sequence[Sample], config: PretrainedConfig) -> list[Sample]:
@@ -53,7 +53,7 @@ class PromptPictures:
         ]
 
     def add_to(self, batch: TensorDict, group: Sequence[int], config: PretrainedConfig) -> TensorDict:
-        """Pixels and positions of a batch, pictures of a group alike and every sequence with a copy of its own.
+        """Pixels and positions of a batch, images of a group alike and every sequence with a copy of its own.
 
         Args:
             batch: made from ``put_into``; changed in place.
@@ -64,8 +64,8 @@ class PromptPictures:
         grid = torch.tensor([(1, side, side)] * self.number)
         numbers = (self.number * self.patches(config), modality.patch_numbers)
         pixels = {g: torch.randn(numbers, generator=torch.Generator().manual_seed(int(g))) for g in set(group)}
-        rows = [{"pixel_values": pixels[g].clone(), "image_grid_thw": grid} for g in group]
-        tu.assign_non_tensor_stack(batch, "multi_modal_inputs", rows)
+        given = [{"pixel_values": pixels[g].clone(), "image_grid_thw": grid} for g in group]
+        tu.assign_non_tensor_stack(batch, "multi_modal_inputs", given)
         positions = [_positions(ids, grid, config) for ids in batch["input_ids"].unbind()]
         batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
         return batch
@@ -86,13 +86,13 @@ def _positions(ids: torch.Tensor, grid: torch.Tensor, config: PretrainedConfig) 
     return torch.cat([torch.arange(len(ids))[None], rope[:, 0]])
 
 
-def picture_flops(pictures: PromptPictures | None, groups: Sequence[Sequence[int]], config: Any, flops: Any) -> Any:
-    """Forward FLOPs of the tower on each rank, for every sequence and for every prompt.
+def image_flops(images: PromptImages | None, groups: Sequence[Sequence[int]], config: Any, flops: Any) -> Any:
+    """Forward FLOPs of the vision encoder on each rank, for every sequence and for every prompt.
 
     Args:
         groups: of the sequences of each rank.
     """
-    if pictures is None:
+    if images is None:
         return [(0.0, 0.0)] * len(groups)
-    one = flops.images(np.full(pictures.number, pictures.patches(config)))
+    one = flops.images(np.full(images.number, images.patches(config)))
     return [(one * len(group), one * len(set(group))) for group in groups]

@@ -1,8 +1,8 @@
-"""Write the picture data set of the example: ``train.parquet`` and ``test.parquet`` in verl's RL format.
+"""Write the image data set of the example: ``train.parquet`` and ``test.parquet`` in verl's RL format.
 
-    python scripts/make_picture_data.py --output-dir DIR [--train-size 256] [--test-size 32] [--seed 0]
+    python scripts/make_image_data.py --output-dir DIR [--train-size 256] [--test-size 32] [--seed 0]
 
-Every picture shows some coloured squares on a white ground, and the question is how many: nothing in the text tells.
+Every image shows some coloured squares on a white ground, and the question is how many: nothing in the text tells.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from PIL import Image
 
 DATA_SOURCE = "squares"
 CELLS, CELL = 3, 8
-"""Cells on a side, and pixels on a side of each: what one token of the tiny model's tower sees."""
+"""Cells on a side, and pixels on a side of each: what one token of the tiny model's vision encoder sees."""
 COUNTS = (1, 2, 3, 4)
 COLOURS = ((220, 40, 40), (40, 160, 60), (50, 70, 220))
 # Of several lengths: verl 0.9.1 fails on positions in three dimensions where all sequences of a batch have one length.
 QUESTIONS = ("How many?", "How many squares?", "Count the squares.", "What is the number of squares?")
-SYSTEM_PROMPT = "You look at a picture. Reply with the number of coloured squares in it and nothing else."
+SYSTEM_PROMPT = "You look at an image. Reply with the number of coloured squares in it and nothing else."
 
 
 def draw_squares(count: int, rng: random.Random) -> Image.Image:
-    """A picture with ``count`` coloured cells at random places."""
+    """An image with ``count`` coloured cells at random places."""
     pixels = np.full((CELLS * CELL, CELLS * CELL, 3), 255, dtype=np.uint8)
     for place in rng.sample(range(CELLS**2), count):
         top, left = CELL * (place // CELLS), CELL * (place % CELLS)
@@ -57,7 +57,7 @@ def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def make_picture_data(
+def make_image_data(
     output_dir: Path, *, train_size: int = 256, test_size: int = 32, seed: int = 0
 ) -> tuple[Path, Path]:
     """Write both files and return their paths.
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     try:
-        train, test = make_picture_data(args.pop("output_dir"), **args)
+        train, test = make_image_data(args.pop("output_dir"), **args)
     except FileExistsError as error:
         parser.exit(1, f"error: {error}\n")
     sys.stdout.write(f"{train}\n{test}\n")
