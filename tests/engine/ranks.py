@@ -14,6 +14,8 @@ import torch.multiprocessing as mp
 
 from tests.conftest import free_port
 
+SECONDS_BEHIND_A_FAILURE = 30.0
+
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
     """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here.
@@ -56,7 +58,13 @@ class _Pool:
         results: dict[int, Any] = {}
         while len(results) < len(self.processes):
             waiting = [rank for rank in range(len(self.processes)) if rank not in results]
-            ready = wait([*(self.connections[rank] for rank in waiting), *(p.sentinel for p in self.processes)])
+            failed = any(isinstance(result, Failure) for result in results.values())
+            ready = wait(
+                [*(self.connections[rank] for rank in waiting), *(p.sentinel for p in self.processes)],
+                timeout=SECONDS_BEHIND_A_FAILURE if failed else None,
+            )
+            if not ready:
+                break  # the others wait for the rank that failed
             for rank in waiting:
                 if self.connections[rank] in ready:
                     results[rank] = self._answer(rank)

@@ -24,7 +24,7 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.attention import kernels
+from verl_pg_plugin.attention import kernels, passes
 from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.engine import prepare
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -105,7 +105,10 @@ def build_on_unlike_machines(rank: int, path: str) -> dict[str, str]:
     compiles = (rank == 0, "it has a C++ compiler" if rank == 0 else "it has none: install g++")
     unlike = patch.object(prepare, "compiles_layers", lambda *configs: compiles)
     cases: dict[str, tuple[dict, list[Any]]] = {
-        "kernel": ({}, [patch.dict(KERNELS, {"fast": fast}), either]),
+        "kernel": (
+            {},
+            [patch.dict(KERNELS, {"fast": fast}), either, patch.object(passes, "fast", passes.sdpa, create=True)],
+        ),
         "compiler": ({}, [unlike]),
         "compiler, by name": ({"compile_layers": True}, [no_compiler]),
         "nothing": ({}, []),
