@@ -20,8 +20,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$P
 .venv/bin/python -c "import transformers as t; assert t.__version__ == '$lowest', t.__file__"
 echo "tests on transformers $lowest" >&2
 .venv/bin/python -m pytest -m "not slow" \
-  tests/contract tests/attention/test_models.py tests/models/test_forward.py \
-  tests/mixers/test_gated_delta_models.py tests/mixers/test_gated_delta_engine.py tests/mixers/test_multimodal_text.py \
+  tests/test_compat.py tests/attention/test_models.py tests/models/test_forward.py \
+  tests/mixers/test_engine.py \
   tests/architectures \
-  tests/modalities/test_pictures.py tests/modalities/test_bad_pictures.py \
+  tests/modalities/test_images.py tests/modalities/test_bad_images.py \
   tests/engine/test_exactness.py -k "not test_exactness or architectures or sliding_window or every_token" "$@"
