@@ -47,7 +47,7 @@ assert verl.utils.config.validate_config.calls_before
 print(get_trainer_cls("pg_sync").__name__)
 """
 ROLLOUT = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
-FIRST_MODULES = ("config.engine_config", "config.rules", "trainer", "cpu.agent_loop")
+FIRST_MODULES = ("config.engine_config", "config.rules", "trainer", "cpu.server")
 
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "verl first": (IMPORT_VERL, CPU),
