@@ -78,9 +78,9 @@ NOTES = """
   versions of transformers. On an H200, through fla's kernels, Qwen3.5 in bf16 is as close to float32 as stock padded
   mode, and runs at 95% and 91% of the bound ([log-probs and
   update](benchmarks.md#mixture-of-experts-hybrids-pictures)). Critics of them are refused.
-- **Learned attention sinks** (gpt-oss) run on a CPU alone: each token's output is corrected by its log-sum-exp,
-  exactly, gradients included. The same correction suits flash-attn, whose backward takes both; nobody has run it on a
-  GPU, where gpt-oss is refused by name.
+- **Learned attention sinks** (gpt-oss) run with every kernel: each token's output is corrected by its log-sum-exp,
+  exactly, gradients included, and the kernels' backward takes both. The model is held against every sequence alone on a
+  CPU; on GPUs `tests/attention/test_gpu.py` holds the op against float32.
 - **Biases that softmax ignores** (of OPT's keys) have a gradient of zero, and are held against the largest of the
   weight beside them.
 - **Slow tests** of hybrids, images, latent attention, fused kernels and compiled layers, and whole runs of a mixture

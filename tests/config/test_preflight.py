@@ -9,7 +9,7 @@ import pytest
 from config_support import CRITIC, DYNAMIC, FSDP_EXAMPLE, parse, save_data
 from omegaconf import DictConfig
 
-from verl_pg_plugin.config import Mode, preflight, rules
+from verl_pg_plugin.config import Mode, machine, preflight, rules
 from verl_pg_plugin.config.preflight import ConfigError, check
 from verl_pg_plugin.issue import Issue
 
@@ -89,6 +89,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, models: P
     (folder / "own").mkdir()
     (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
     save_data(folder / "unscored.parquet", data_source=None, reward_model=None)
+    (folder / "broken.parquet").write_text("no parquet")
     return {
         "checkpoint": str(checkpoint),
         "models": str(models),
@@ -109,13 +110,26 @@ def config_of(make_config, places) -> Callable[..., DictConfig]:
     return make
 
 
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """This machine has so many GPUs."""
+
+    def have(count: int) -> None:
+        for module in (machine, rules):
+            monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+        monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: count)
+
+    return have
+
+
 def errors(config: DictConfig) -> list[Issue]:
     return [issue for issue in preflight.preflight(config) if not issue.is_warning]
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_what_stock_verl_trains_is_not_refused(name: str, config_of, monkeypatch) -> None:
-    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
+def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, monkeypatch) -> None:
+    on_gpus(8)
+    monkeypatch.setattr(machine, "version", lambda package: "1.0")
     # verl's own validation would load the user's losses and vLLM; it speaks for itself.
     monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
     monkeypatch.setattr(rules, "compiler_obstacle", lambda device: "")
@@ -126,18 +140,26 @@ def test_what_stock_verl_trains_is_not_refused(name: str, config_of, monkeypatch
 REFUSED: list[tuple[str, str, str, str]] = [
     # overrides, key that is named, part of the cause, part of the fix
     (
-        f"trainer.n_gpus_per_node=8 data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6 {ROLLOUT}.n=5",
+        f"trainer.n_gpus_per_node=8 ray_kwargs.ray_init.num_gpus=8 "
+        f"data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6 {ROLLOUT}.n=5",
         f"{ACTOR}.ppo_mini_batch_size",
         "do not divide into 8 data-parallel ranks",
         f"{ACTOR}.ppo_mini_batch_size=8",
     ),
     (
-        f"trainer.n_gpus_per_node=3 data.train_batch_size=6 {ACTOR}.ulysses_sequence_parallel_size=2",
+        f"trainer.n_gpus_per_node=3 ray_kwargs.ray_init.num_gpus=3 "
+        f"data.train_batch_size=6 {ACTOR}.ulysses_sequence_parallel_size=2",
         f"{ACTOR}.ulysses_sequence_parallel_size",
         "2 ranks that share tokens do not divide 3",
         f"{ACTOR}.ulysses_sequence_parallel_size=1",
     ),
     ("trainer.nnodes=two", "", "verl's own validation refuses it: TypeError", ""),
+    ("trainer.n_gpus_per_node=2", "trainer.n_gpus_per_node", "2 worker processes are asked for", "num_gpus=2"),
+    (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name", "vllm is not installed", "pip install 'verl[vllm]'"),
+    ("data.train_files=no_such.parquet", "data.train_files", "does not exist", "data.train_files="),
+    ("data.val_files=[{data},{folder}/gone.parquet]", "data.val_files", "does not exist", ""),
+    ("data.train_files={folder}/broken.parquet", "data.train_files", "cannot be read as parquet", ""),
+    ("reward.custom_reward_function.path=/gone.py", "reward.custom_reward_function.path", "no such file", "=<file>"),
     (f"{MODEL}.path=/no/such/model", f"{MODEL}.path", "no such folder", "save_pretrained"),
     (f"{MODEL}.path={{folder}}/empty", f"{MODEL}.path", "has no config.json", ""),
     (f"{MODEL}.path={{own}}", f"{MODEL}.path", "cannot read its config.json", "trust_remote_code=True"),
@@ -182,10 +204,31 @@ def test_all_errors_are_listed_at_once_and_warnings_are_logged(config_of, caplog
 
 
 def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(config_of) -> None:
-    elsewhere = "prefix_grouper.attention_kernel=flash_attn_4 "
-    assert len(errors(config_of(elsewhere))) == 1
+    elsewhere = f"{ROLLOUT}.name=vllm data.train_files=/there.parquet prefix_grouper.attention_kernel=flash_attn_4 "
+    assert len(errors(config_of(elsewhere))) == 3
     found = preflight.preflight(config_of(elsewhere + "ray_kwargs.ray_init.address=auto"))
-    assert [issue.is_warning for issue in found] == [True]
+    assert [issue.is_warning for issue in found] == [True] * 3
+
+
+def test_a_column_of_prompts_that_is_not_there_is_named_with_those_that_are(config_of) -> None:
+    for issue in errors(config_of("data.prompt_key=question")):
+        assert "has no column 'question'; it has prompt" in issue.why
+        assert issue.fix == "data.prompt_key=prompt"
+
+
+@pytest.mark.parametrize(("there", "fix"), [(4, None), (3, "=3"), (0, "a trial")])
+def test_gpus_that_are_asked_for_and_not_there(there: int, fix: str | None, config_of, on_gpus) -> None:
+    on_gpus(there)
+    found = errors(config_of("ray_kwargs.ray_init.num_gpus=null trainer.n_gpus_per_node=4"))
+    assert [issue.fix[-len(str(fix)) :] for issue in found] == ([] if fix is None else [fix])
+
+
+def test_gpus_of_a_rollout_of_its_own_count(config_of, on_gpus, monkeypatch) -> None:
+    on_gpus(7)
+    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    (issue,) = errors(config_of(FSDP_EXAMPLE + SEPARATE))
+    assert "8 GPUs are asked for, and 7 are there" in issue.why
+    assert issue.fix == "trainer.n_gpus_per_node=3"
 
 
 def test_a_setting_that_follows_another_one_is_not_said_twice(config_of) -> None:

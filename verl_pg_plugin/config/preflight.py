@@ -1,6 +1,6 @@
 """What is certain to fail because prefixes are shared is found before a process or a GPU is claimed, all of it at once.
 
-verl's own validation is asked beside it; what else verl's words, files and machines are missing verl says itself.
+verl's own validation is asked beside it, and what the run asks of this machine; of other words verl speaks itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from verl.utils.config import validate_config
 
 from verl_pg_plugin.config.checkpoints import checkpoint_issues, read_hf_config
 from verl_pg_plugin.config.keys import CRITIC, CRITIC_MODEL, FSDP_STRATEGIES, MODEL, REF, ROLLOUT
+from verl_pg_plugin.config.machine import machine_issues
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.rules import (
     MACHINE_RULES,
@@ -68,6 +69,9 @@ def preflight(config: DictConfig) -> list[Issue]:
     found = sharing_issues(config)
     said = {issue.key for issue in found}
     found = list(dict.fromkeys([*found, *(issue for issue in _divisors(config) if issue.key not in said)]))
+    # A run that joins a cluster works where this machine lacks what it asks for.
+    uncertain = _joins_cluster(config)
+    found += [replace(issue, is_warning=uncertain) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
         found += _verls_objection(config)

@@ -1,0 +1,121 @@
+"""What a run asks of the machine it starts on: GPUs, a rollout engine, files. Each is cheap to look at, and certain."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from verl.utils.device import get_device_name
+
+from verl_pg_plugin.config.keys import ROLLOUT
+from verl_pg_plugin.issue import Issue
+
+GPUS_PER_NODE, RAY_GPUS = "trainer.n_gpus_per_node", "ray_kwargs.ray_init.num_gpus"
+PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
+"""What a rollout engine of verl's imports."""
+FILES = (
+    "reward.custom_reward_function.path",
+    "data.custom_cls.path",
+    f"{ROLLOUT}.multi_turn.function_tool_path",
+    f"{ROLLOUT}.multi_turn.tool_config_path",
+    f"{ROLLOUT}.multi_turn.interaction_config_path",
+)
+
+
+def machine_issues(config: DictConfig) -> Iterator[Issue]:
+    """All that is asked for and not there."""
+    yield from _gpus(config)
+    yield from _rollout_engine(config)
+    yield from _files(config)
+    yield from _data(config)
+
+
+def _count(config: DictConfig, key: str) -> int:
+    """A positive integer; 0 for all else, of which verl speaks."""
+    value = OmegaConf.select(config, key)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _gpus(config: DictConfig) -> Iterator[Issue]:
+    """GPUs that a run of one node asks for."""
+    wanted, told, device = _count(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
+    if not wanted or OmegaConf.select(config, "trainer.nnodes") != 1 or device not in ("cuda", "cpu"):
+        return
+    if not (told is None or isinstance(told, (int, float))):
+        return
+    of_rollout = 0
+    if str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
+        of_rollout = _count(config, f"{ROLLOUT}.nnodes") * _count(config, f"{ROLLOUT}.n_gpus_per_node")
+    wanted += of_rollout if OmegaConf.select(config, "trainer.use_v1") else 0
+    setting = f"{GPUS_PER_NODE}={_count(config, GPUS_PER_NODE)}"
+    if device == "cpu":  # a "GPU" of Ray's is a worker process there
+        there = int(told or 0)
+        why = f"{wanted} worker processes are asked for and Ray is told of {there}: on the CPU a GPU of Ray's is one"
+        setting, fix = f"{setting}, {RAY_GPUS}={told}", f"++{RAY_GPUS}={wanted}"
+    else:
+        there = torch.cuda.device_count() if told is None else int(told)  # asks the driver, and starts no CUDA context
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"{wanted} GPUs are asked for, and {there} are there"
+        why += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+        fix = f"{GPUS_PER_NODE}={there - of_rollout}"
+        if there <= of_rollout:
+            fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
+    if wanted > there:
+        yield Issue(setting, why, fix)
+
+
+def _rollout_engine(config: DictConfig) -> Iterator[Issue]:
+    key, name = f"{ROLLOUT}.name", str(OmegaConf.select(config, f"{ROLLOUT}.name"))
+    package = PACKAGES.get(name)
+    try:
+        if package:
+            version(package)
+    except PackageNotFoundError:
+        fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
+        yield Issue(f"{key}={name}", f"{package} is not installed in {sys.prefix}", fix)
+
+
+def _files(config: DictConfig) -> Iterator[Issue]:
+    for key in FILES:
+        path = OmegaConf.select(config, key)
+        if isinstance(path, str) and path and "://" not in path and not Path(path).exists():
+            yield Issue(f"{key}={path}", "no such file", f"{key}=<file>")
+
+
+def _data(config: DictConfig) -> Iterator[Issue]:
+    """Files that are not there, and the column of prompts; data sets of a class of the user's own are that class's."""
+    if OmegaConf.select(config, "data.custom_cls.path"):
+        return
+    prompt = str(OmegaConf.select(config, "data.prompt_key"))
+    for key in ("data.train_files", "data.val_files"):
+        value: Any = OmegaConf.select(config, key)
+        for path in map(str, value if isinstance(value, (list, ListConfig)) else [value] if value else []):
+            if "://" in path or any(sign in path for sign in "*?["):
+                continue  # on another machine, or a pattern, which ``datasets`` expands
+            if not Path(path).is_file():
+                there = path.startswith("~") and Path(path).expanduser().is_file()
+                why = "does not exist" + (": verl does not expand ~" if there else "")
+                yield Issue(f"{key}={path}", why, f"{key}={Path(path).expanduser() if there else '<file>.parquet'}")
+            elif path.endswith(".parquet"):
+                yield from _columns(key, path, prompt)
+
+
+def _columns(key: str, path: str, prompt: str) -> Iterator[Issue]:
+    try:
+        names = pq.read_schema(path).names
+    except (pa.ArrowException, OSError) as error:
+        why = f"cannot be read as parquet: {str(error).partition(chr(10))[0]}"
+        yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
+        return
+    if prompt not in names:
+        likely = next((name for name in ("prompt", "messages") if name in names), "<column of the messages>")
+        why = f"{path} has no column {prompt!r}; it has {', '.join(names)}"
+        yield Issue(f"data.prompt_key={prompt}, {key}={path}", why, f"data.prompt_key={likely}")
