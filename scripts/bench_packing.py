@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks import packing_reference
 from benchmarks.common import environment, write_csv
 
+from benchmarks import packing_reference
 from verl_pg_plugin.packing import batch_unsorted_segment_sum, create_pack_group, pack_grouped_data, pack_grpo_data
 
 PAD_TOKEN_ID = 0

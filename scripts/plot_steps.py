@@ -24,25 +24,35 @@ def draw(rows: list[dict[str, str]], out: Path) -> None:
     runs: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in rows:
         runs.setdefault((row["case"], row["mode"]), {})[row["phase"]] = row
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.5 * len(runs)), layout="constrained")
+    plt.rcParams.update({"font.size": 13})
+    figure, axes = plt.subplots(figsize=(7, 1.5 + 0.75 * len(runs)), layout="constrained")
     colors = plt.get_cmap("tab10").colors
-    for at, phases in enumerate(runs.values()):
+    for at, ((case, mode), phases) in enumerate(runs.items()):
         left, step = 0.0, float(phases["step"]["seconds_median"])
         seconds = {name: float(phases[name]["seconds_median"]) for name in PHASES if name in phases}
         seconds["other"] = step - sum(seconds.values())
         for name, color in zip((*PHASES, "other"), colors, strict=False):
-            axes.barh(at, seconds.get(name, 0.0), 0.8, left, color=color, label=None if at else name)
+            axes.barh(at, seconds.get(name, 0.0), 0.55, left, color=color, label=None if at else name)
             left += seconds.get(name, 0.0)
         axes.text(step, at, f" {step:.1f} s, {float(phases['step']['speedup']):.2f}x", va="center")
-    axes.set_yticks(range(len(runs)), [f"P, R, n, prompts: {case}\n{mode}" for case, mode in runs])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * max(float(phases["step"]["seconds_median"]) for phases in runs.values()))
-    axes.set_xlabel("seconds of a training step (median)")
-    about, commits = rows[0], ", ".join(dict.fromkeys(row["commit"] for row in rows))  # in the order of the cases
-    title = f"{about['model']} config, {about['num_gpus']} x {about['device']}, rollout {about['rollout']}"
-    axes.set_title(f"{title} (commits of the cases: {commits})", fontsize="medium")
-    figure.legend(loc="outside lower center", ncols=len(PHASES) + 1, fontsize="small", frameon=False)
-    figure.savefig(out, dpi=150)
+        prompt, response, n, prompts = case.split(",")
+        axes.text(
+            0,
+            at - 0.32,
+            f"{mode}: prompt {prompt}, response {response}, n {n}, {prompts} prompts",
+            va="bottom",
+            size=11,
+        )
+    axes.set_yticks([])
+    axes.set_ylim(len(runs) - 0.6, -0.75)
+    axes.set_xlim(0, 1.3 * max(float(phases["step"]["seconds_median"]) for phases in runs.values()))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    about = rows[0]
+    axes.set_xlabel(
+        f"seconds of a step: {about['model']} config, {about['num_gpus']} x {about['device'].removeprefix('NVIDIA ')}"
+    )
+    figure.legend(loc="outside lower center", ncols=3, fontsize=12, frameon=False)
+    figure.savefig(out, dpi=110)
 
 
 if __name__ == "__main__":

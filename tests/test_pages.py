@@ -76,7 +76,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading():
         for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
             path, _, anchor = target.partition("#")
             file = page.parent / path if path else page
-            if not file.exists() or anchor and file.suffix == ".md" and anchor not in headings(file):
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in headings(file)):
                 wrong.append(f"{page.name}: {target}")
     assert not wrong
 
