@@ -14,7 +14,7 @@ import hydra
 import ray
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+from verl.trainer.main_ppo import run_ppo
 from verl.utils.device import auto_set_device
 
 from verl_pg_plugin import register
@@ -53,11 +53,19 @@ def prepare(config: DictConfig) -> Any:
 
 
 def verls_task_runner(use_v1: bool) -> Any:
-    """The actor class that runs verl's V1 or V0 trainer."""
-    if use_v1:
-        return TaskRunnerV1
-    from verl.trainer.main_ppo_v0 import TaskRunner
+    """The actor class that runs verl's V1 or V0 trainer.
 
+    Raises:
+        ValueError: this verl has no such trainers.
+    """
+    try:
+        if use_v1:
+            from verl.trainer.main_ppo import TaskRunnerV1
+
+            return TaskRunnerV1
+        from verl.trainer.main_ppo_v0 import TaskRunner
+    except ImportError as error:
+        raise ValueError(f"trainer.use_v1={use_v1}: {error}; set trainer.use_v1={not use_v1}") from error
     return TaskRunner
 
 
