@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from verl.trainer.main_ppo import TaskRunnerV1
 
 from verl_pg_plugin import main_ppo
 from verl_pg_plugin.config import Mode
@@ -56,7 +57,7 @@ def test_every_kind_of_user_error_is_caught(make_config, settings, message):
 @pytest.mark.parametrize("mode", [Mode.PADDED, Mode.RMPAD])
 def test_stock_modes_run_verls_own_task_runner(make_config, mode):
     config = make_config(mode)
-    assert main_ppo.prepare(config) is main_ppo.TaskRunnerV1
+    assert main_ppo.prepare(config) is TaskRunnerV1
     assert config.trainer.v1.trainer_mode == "sync"
 
 
@@ -81,7 +82,7 @@ def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode
     runner = main_ppo.prepare(config)
     assert config.trainer.v1.trainer_mode == f"pg_{trainer_mode}"
     assert config.trainer.v1[f"pg_{trainer_mode}"] == config.trainer.v1[trainer_mode]
-    assert issubclass(runner.__ray_actor_class__, main_ppo.TaskRunnerV1.__ray_actor_class__)
+    assert issubclass(runner.__ray_actor_class__, TaskRunnerV1.__ray_actor_class__)
 
 
 def test_packed_mode_selects_a_trainer_that_somebody_else_registered(make_config, monkeypatch):
@@ -103,3 +104,9 @@ def test_packed_mode_runs_under_the_v0_trainer(make_config):
 def test_unknown_trainer_mode_is_a_user_error(make_config):
     with pytest.raises(main_ppo.USER_ERRORS, match="no_such_mode"):
         main_ppo.prepare(make_config(Mode.PACKED, {"trainer.v1.trainer_mode": "no_such_mode"}))
+
+
+def test_a_verl_without_a_line_of_trainers_is_met_with_the_other_one(monkeypatch):
+    monkeypatch.delattr("verl.trainer.main_ppo.TaskRunnerV1")
+    with pytest.raises(ValueError, match=r"trainer.use_v1=True: .* set trainer.use_v1=False"):
+        main_ppo.verls_task_runner(use_v1=True)
