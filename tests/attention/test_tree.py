@@ -34,6 +34,7 @@ def test_every_key_is_read_once_in_place_or_in_the_rest(batch: Batch) -> None:
     layout, everything = batch.layout(), np.ones(len(batch.layout().kv_index), dtype=bool)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tree, "SAVED_PER_TOKEN", 0)
+        monkeypatch.setattr(tree, "SHORTEST_IN_PLACE", 1)
         reads, rest = read_in_place(layout)
     assert bool(reads) == (layout.segment_parent >= 0).any()
     found = Counter(pair for read in reads for pair in reads_of(read)) + Counter(reads_of_segments(layout, rest))
@@ -44,11 +45,11 @@ def test_every_key_is_read_once_in_place_or_in_the_rest(batch: Batch) -> None:
         assert read.cu_seqlens_k[-1] == read.keys.stop - read.keys.start
 
 
-PROMPT = tuple(range(100, 132))
+PROMPT = tuple(range(100, 200))
 
 
-def group(num_responses: int, length: int) -> Batch:
-    return batch_of(*[(PROMPT, range(1000 * i, 1000 * i + length)) for i in range(num_responses)])
+def group(num_responses: int, length: int, prompt: tuple[int, ...] = PROMPT) -> Batch:
+    return batch_of(*[(prompt, range(1000 * i, 1000 * i + length)) for i in range(num_responses)])
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def group(num_responses: int, length: int) -> Batch:
         pytest.param(group(16, 2), 1, id="many short responses"),
         pytest.param(group(2, 30), 0, id="few long ones"),
         pytest.param(batch_of((PROMPT, (1, 2))), 0, id="one response"),
+        pytest.param(group(16, 2, prompt=PROMPT[:64]), 0, id="below less than a block of keys"),
     ],
 )
 def test_prefixes_are_read_in_place_where_that_saves_many_gathered_keys(batch: Batch, in_place: int) -> None:
@@ -66,5 +68,5 @@ def test_prefixes_are_read_in_place_where_that_saves_many_gathered_keys(batch: B
 def test_of_one_group_no_token_is_left_over() -> None:
     """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
     (reads,), _ = read_in_place(group(16, 2).layout())
-    assert (reads.rows, reads.keys) == (slice(31, 63), slice(0, 31))
-    assert (reads.cu_seqlens_q.tolist(), reads.cu_seqlens_k.tolist()) == ([0, 32], [0, 31])
+    assert (reads.rows, reads.keys) == (slice(99, 131), slice(0, 99))
+    assert (reads.cu_seqlens_q.tolist(), reads.cu_seqlens_k.tolist()) == ([0, 32], [0, 99])

@@ -29,6 +29,12 @@ SAVED_PER_TOKEN = 3
 Measured on an H200 with flash-attn 2 and 4, 32 query and 8 key heads of 128: below, two problems are up to a third
 slower, at 3 to 4 within 1% with flash-attn 2, and at 43 twice and nearly three times as fast.
 """
+SHORTEST_IN_PLACE = 64
+"""Tokens of the shortest prefix that is read in place, half a kernel's block of keys.
+
+A kernel rounds what each problem adds to a query's gradient. That is one rounding more for the tokens below a prefix
+that is read in place, as large as the kernel's own error; those right below a short one have the largest gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -194,7 +200,8 @@ def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[Int
 
     Of two choices that save as many the upper one.
     """
-    above, length, stop = parents.tolist(), np.diff(bounds).tolist(), bounds[1:].tolist()
+    lengths, stop, above = np.diff(bounds), bounds[1:].tolist(), parents.tolist()
+    length = np.where(lengths >= SHORTEST_IN_PLACE, lengths, 0).tolist()
     num_below, best = [0] * len(above), [0] * len(above)
     for node in range(len(above) - 1, -1, -1):  # parents stand in front of their children
         best[node] = max(best[node], length[node] * num_below[node])
@@ -206,7 +213,7 @@ def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[Int
     covered = [False] * len(above)
     for node, parent in enumerate(above):
         covered[node] = parent >= 0 and (covered[parent] or parent in chosen[-1:])
-        if not covered[node] and num_below[node] and length[node] * num_below[node] >= best[node]:
+        if not covered[node] and 0 < length[node] * num_below[node] >= best[node]:
             chosen.append(node)
     return np.asarray(chosen, dtype=np.int64), np.asarray(stop), sum(length[node] * num_below[node] for node in chosen)
 
