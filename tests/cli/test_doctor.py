@@ -21,6 +21,7 @@ from verl_pg_plugin import compat
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import CommandError, doctor
 from verl_pg_plugin.cli.doctor import FAIL, OK, WARN, Line, compose_config, run_lines, sharing_lines
+from verl_pg_plugin.config import compile, rules
 from verl_pg_plugin.config.checkpoints import read_hf_config
 from verl_pg_plugin.layout import build_prefix_order
 from verl_pg_plugin.planning.forecast import Batch
@@ -28,7 +29,7 @@ from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_ba
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 PROCESS = {
     "engines": [],
@@ -58,7 +59,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "+ray_kwargs.ray_init.address=local",
         f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"actor_rollout_ref.model.path={path}",
-        "actor_rollout_ref.model.use_remove_padding=True",
         f"{ACTOR}.use_prefix_grouper=True",
         f"{ACTOR}.strategy=fsdp2",
         f"{ACTOR}.use_dynamic_bsz=True",
@@ -281,12 +281,14 @@ def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed
     assert not text_of(stock, "attention kernel") + text_of(stock, "compiled layers")
 
 
-def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str]) -> None:
-    config = compose_config([*packed, f"{ACTOR}.strategy=fsdp"])
-    line = doctor._compiled_line(config, read_hf_config(config), "cuda")
+def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
+    config = compose_config([*packed, f"{ACTOR}.strategy=fsdp", f"{MODEL}.lora_rank=8"])
+    line = doctor._compiled_line(config, read_hf_config(config))
     assert (line.state, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
-    config.actor_rollout_ref.actor.strategy = "fsdp2"
-    assert doctor._compiled_line(config, read_hf_config(config), "cuda").state == OK
+    config.actor_rollout_ref.model.lora_rank = 0
+    assert doctor._compiled_line(config, read_hf_config(config)).state == OK
 
 
 def test_what_verl_itself_rejects_fails(packed: list[str]) -> None:

@@ -125,7 +125,6 @@ def test_what_cannot_engage_ends_before_ray(tmp_path: Path) -> None:
         f"hydra.run.dir={tmp_path}",
         V0,
         "actor_rollout_ref.actor.use_prefix_grouper=True",
-        "actor_rollout_ref.model.use_remove_padding=True",
         "actor_rollout_ref.actor.qat.enable=True",
     ]
     result = subprocess.run(

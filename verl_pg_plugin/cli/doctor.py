@@ -379,8 +379,9 @@ def run_lines(config: DictConfig) -> list[Line]:
 
     mode, device = mode_of(config), get_device_name()
     flags = ", ".join(f"{key}={value(key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
+    shares = "" if mode.shares_prefixes else f"; {USE_PREFIX_GROUPER}=True shares prefixes"
     lines = [
-        Line(OK if mode.shares_prefixes else FACT, "mode", f"{mode.value} ({flags}; both True share prefixes)"),
+        Line(OK if mode.shares_prefixes else FACT, "mode", f"{mode.value} ({flags}{shares})"),
         Line(FACT, "trainer", f"V1, mode {config.trainer.v1.trainer_mode}" if config.trainer.use_v1 else "V0"),
         Line(FACT, "strategy of the actor", str(value(f"{ACTOR}.strategy"))),
     ]
@@ -398,7 +399,7 @@ def run_lines(config: DictConfig) -> list[Line]:
         else:
             lines.append(Line(OK, "attention kernel", f"{kernel.name} ({kernel.reason})"))
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
-        lines += [_compiled_line(config, hf_config, device), _activations_line(config)]
+        lines += [_compiled_line(config, hf_config), _activations_line(config)]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         text = f"{issue.setting}: {issue.why}" if issue.setting else issue.why
@@ -406,19 +407,20 @@ def run_lines(config: DictConfig) -> list[Line]:
     return lines
 
 
-def _compiled_line(config: DictConfig, hf_config: Any, device: str) -> Line:
-    from omegaconf import OmegaConf
-
-    from verl_pg_plugin.config.compile import COMPILE_LAYERS, decide
+def _compiled_line(config: DictConfig, hf_config: Any) -> Line:
+    from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
     from verl_pg_plugin.config.keys import ACTOR
+    from verl_pg_plugin.config.rules import engine_of
 
-    asked, strategy = OmegaConf.select(config, COMPILE_LAYERS, default="auto"), config.actor_rollout_ref.actor.strategy
+    engine = engine_of(config, ACTOR, hf_config)
     if hf_config is None:
+        asked = engine.option("compile_layers")
         return Line(FACT, "compiled layers", f"{COMPILE_LAYERS}={asked}: known with a local checkpoint")
-    on, reason = decide(asked, hf_config.model_type, device, strategy)
-    if on or device != "cuda":
+    on, reason = layer_compilation(engine)
+    if on or engine.device != "cuda":
         return Line(OK, "compiled layers", f"{'yes' if on else 'no'} ({reason})")
-    fix = f"{ACTOR}.strategy=fsdp2" if strategy != "fsdp2" else f"++{COMPILE_LAYERS}=True, where the reason allows it"
+    lora = engine.get("strategy") == "fsdp" and engine.of_model("lora_rank")
+    fix = f"{ACTOR}.strategy=fsdp2" if lora else f"++{COMPILE_LAYERS}=True, where the reason allows it"
     return Line(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
 
 
