@@ -238,6 +238,13 @@ OF_RUNS = (
         note="also losses that a user registers",
     ),
     Option(
+        "distillation",
+        "distillation.enabled=True distillation.distillation_loss.loss_mode=k3",
+        proofs=("tests/engine/test_distillation.py",),
+        note="every loss of verl, several teachers; with forward_kl_topk no fused kernels, and responses share the "
+        "prompt alone",
+    ),
+    Option(
         "KL loss with a reference model",
         f"{ACTOR}.use_kl_loss=True",
         proofs=("tests/options/test_reference_policy.py",),
@@ -304,13 +311,6 @@ OF_RUNS = (
 )
 
 REJECTED = (
-    Option(
-        "distillation",
-        "distillation.enabled=True",
-        rejected=True,
-        proofs=("tests/config/test_rules.py",),
-        note="top-k too: teacher log-probs follow the unshared token order",
-    ),
     Option(
         "multi-token prediction",
         f"{MODEL}.mtp.enable=True",

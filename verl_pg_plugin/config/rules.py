@@ -371,10 +371,12 @@ MACHINE_RULES: tuple[EngineRule, ...] = (
 
 
 def distillation(config: DictConfig) -> Issue | None:
-    if not OmegaConf.select(config, "distillation.enabled"):
+    """A teacher's top k is compared with logits; all other losses of a teacher read log-probs."""
+    key, mode = f"{MODEL}.use_fused_kernels", OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
+    reads_logits = OmegaConf.select(config, "distillation.enabled") and mode == "forward_kl_topk"
+    if not (reads_logits and OmegaConf.select(config, key)):
         return None
-    why = "teacher log-probs follow the unshared token order"
-    return Issue("distillation.enabled=True", why, "distillation.enabled=False")
+    return Issue(f"{key}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{key}=False")
 
 
 def actor_quantization(config: DictConfig) -> Issue | None:

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.gather import send
+from verl_pg_plugin.engine.distillation import uses_top_k
 from verl_pg_plugin.layout import (
     Chunk,
     IntArray,
@@ -24,6 +25,7 @@ from verl_pg_plugin.layout import (
     idle_prefill,
 )
 from verl_pg_plugin.modalities import SHARING_OFF, TEXT, BatchError, Content, Modality
+from verl_pg_plugin.modalities.text import counted
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
@@ -38,13 +40,10 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool = False) -> Non
         fused_head: log-probs come from verl's fused kernels.
 
     Raises:
-        BatchError: distillation, no mask of what the loss counts, or settings that the mode or the head refuses.
+        BatchError: no mask of what the loss counts, or settings that the mode or the head refuses.
     """
     if "loss_mask" not in data:
         raise BatchError("the batch has no loss_mask, whose ones verl sums over ranks; add it, as verl's trainers do")
-    for name in ("distillation_use_topk", "distillation_only"):
-        if tu.get_non_tensor_data(data, name, default=False):
-            raise BatchError(f"{name}: shared prefixes do not support distillation; set distillation.enabled=False")
     if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         raise BatchError(
             "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
@@ -52,6 +51,8 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool = False) -> Non
         )
     if fused_head and isinstance(data["temperature"], torch.Tensor):
         raise BatchError(f"use_fused_kernels=True takes one temperature for all samples; {FUSED_OFF}")
+    if fused_head and uses_top_k(data):
+        raise BatchError(f"use_fused_kernels=True never has the logits that forward_kl_topk reads; {FUSED_OFF}")
     if fused_head and tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
         raise BatchError(
             "use_fused_kernels=True never has the probabilities that calculate_sum_pi_squared=True sums; set it to "
@@ -109,6 +110,13 @@ class Sequences:
     def unshared(self) -> Sequences:
         """The same sequences, none of which shares anything with another in packed mode."""
         return replace(self, classes=np.arange(len(self.prompt_lengths)))
+
+    def responses_apart(self) -> Sequences:
+        """The same sequences, no two of which share a token that predicts one of their response tokens."""
+        keys = self.content.keys.astype(np.int64)
+        own = counted(self.offsets) >= np.repeat(self.prompt_lengths, np.diff(self.offsets))
+        keys[own] = keys.max() + 1 + np.arange(own.sum())
+        return replace(self, content=replace(self.content, keys=keys))
 
     @cached_property
     def prompt_groups(self) -> IntArray:
@@ -178,7 +186,8 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     classes = None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
-    return Sequences(content=content, prompt_lengths=prompt_lengths, classes=classes)
+    sequences = Sequences(content=content, prompt_lengths=prompt_lengths, classes=classes)
+    return sequences.responses_apart() if uses_top_k(data) else sequences
 
 
 def _numpy(tensor: torch.Tensor) -> IntArray:

@@ -37,6 +37,7 @@ from verl_pg_plugin.config.engine_config import assert_in_force
 from verl_pg_plugin.engine import chunks
 from verl_pg_plugin.engine.batch import on_device
 from verl_pg_plugin.engine.compiled_layers import compiling
+from verl_pg_plugin.engine.distillation import LOSS_OF_LOGITS, TeacherTopK, uses_top_k
 from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head, install_fused_head
 from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, packed_inputs, padded_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
@@ -142,6 +143,8 @@ class SharedPrefixEngine(FSDPEngine):
         """
         plan = self.plan(data, forward_only)
         self._tell_loss(plan.data)
+        if uses_top_k(plan.data):
+            tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
         cache, costs, results = PrefixCache(), MiniBatchCosts(), []
         for index, planned in enumerate(plan.micro_batches):
@@ -374,6 +377,7 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
             entropy_from_logits = partial(
                 entropy_from_logits, chunk_size=self.engine_config.entropy_from_logits_chunk_size
             )
+        top_k = TeacherTopK.of_labels(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None
         return LogProbRequest(
             labels=inputs.labels,
             temperature=temperature if isinstance(temperature, torch.Tensor) else float(temperature),
@@ -381,6 +385,8 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
             with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
             entropy_from_logits=entropy_from_logits,
             checkpoint_entropy=self.engine_config.entropy_checkpointing,
+            top_k=top_k,
+            with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
         )
 
 

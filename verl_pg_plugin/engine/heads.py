@@ -21,6 +21,7 @@ from verl.utils import torch_functional as verl_F
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
 from verl_pg_plugin.engine.batch import FUSED_OFF
+from verl_pg_plugin.engine.distillation import TOP_K_OUTPUTS, TeacherTopK
 
 logger = logging.getLogger(__name__)
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -37,6 +38,8 @@ class LogProbRequest:
         with_entropy, with_sum_pi_squared: outputs beside the log-probs.
         entropy_from_logits: verl's entropy function, as the engine configured it.
         checkpoint_entropy: recompute the entropy in the backward (verl's ``entropy_checkpointing``).
+        top_k: what a teacher said, if the loss asks for its top k.
+        with_log_probs: False where that is the whole loss.
     """
 
     labels: torch.Tensor
@@ -45,12 +48,15 @@ class LogProbRequest:
     with_sum_pi_squared: bool
     entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]
     checkpoint_entropy: bool = False
+    top_k: TeacherTopK | None = None
+    with_log_probs: bool = True
 
     @property
     def names(self) -> list[str]:
         """verl's names of the outputs, in the order of the columns of ``outputs``."""
         optional = {"sum_pi_squared": self.with_sum_pi_squared, "entropy": self.with_entropy}
-        return [*(name for name, wanted in optional.items() if wanted), "log_probs"]
+        optional["log_probs"] = self.with_log_probs
+        return [*(TOP_K_OUTPUTS if self.top_k else ()), *(name for name, wanted in optional.items() if wanted)]
 
     def outputs(self, logits_NV: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         """(N, len(names)) float32 from the logits of the labels in ``part``, through verl's own functions."""
@@ -58,7 +64,7 @@ class LogProbRequest:
             logits_NV = logits_NV / self.temperature[part].clamp(min=1e-8).to(logits_NV.dtype).unsqueeze(-1)
         elif self.temperature != 1.0:
             logits_NV = logits_NV / max(self.temperature, 1e-8)
-        columns = []
+        columns = self.top_k.outputs(logits_NV, part) if self.top_k else []
         if self.with_sum_pi_squared:
             columns.append(verl_F.calculate_sum_pi_squared_from_logits(logits_NV))
         if self.with_entropy and self.checkpoint_entropy:
@@ -66,7 +72,9 @@ class LogProbRequest:
         elif self.with_entropy:
             columns.append(self.entropy_from_logits(logits_NV))
         # flash-attn's cross entropy may write the gradient over the logits only if nothing else reads them.
-        columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=len(columns) == 0))
+        if self.with_log_probs:
+            log_probs = verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=len(columns) == 0)
+            columns.append(log_probs)
         return torch.stack([column.to(_wide(column.dtype)) for column in columns], dim=-1)
 
 

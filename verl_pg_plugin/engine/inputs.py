@@ -87,6 +87,7 @@ class ModelInputs:
             same.
         labels: (N,) int64.
         label_sequence: (N,) int64 a sequence that contains the label.
+        label_index: (N,) int64 place of the token in front of the label in the sequences laid one after the other.
         shard: this rank's part of packed tokens.
         all_labels: (A,) int64 tokens with a label of all ranks; None where this rank has them all.
         response_index, response_label: (M,) int64, ``response_index`` and ``response_head`` of the layout.
@@ -103,6 +104,7 @@ class ModelInputs:
     head_place: torch.Tensor | None = None
     labels: torch.Tensor
     label_sequence: torch.Tensor
+    label_index: torch.Tensor
     shard: TokenShard
     all_labels: torch.Tensor | None = None
     response_index: torch.Tensor
@@ -205,6 +207,7 @@ def packed_inputs(
         head_columns=_sent(columns, device),
         labels=_sent(shard.take(layout.labels)[columns], device),
         label_sequence=_sent(label_sequence, device),
+        label_index=_sent(shard.take(layout.token_index)[columns], device),
         shard=shard,
         all_labels=_sent(layout.head_index, device) if sp_group else None,
         response_index=_sent(layout.response_index, device),
@@ -233,6 +236,7 @@ def padded_inputs(
         head_place=_sent(line * len(head_columns) + place, device),
         labels=_sent(layout.labels.reshape(-1)[layout.head_index], device),
         label_sequence=_sent(layout.head_sequence, device),
+        label_index=_sent(layout.response_index, device),
         shard=TokenShard(layout.num_tokens),
         response_index=_sent(layout.response_index, device),
         response_label=_sent(layout.response_head, device),

@@ -1,0 +1,196 @@
+"""verl's distillation losses read the same numbers with shared prefixes as of every sequence alone."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tensordict import TensorDict
+from verl.trainer.distillation.losses import distillation_ppo_loss
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
+
+from tests.engine.carried_cases import NESTED, carrying, carrying_engine
+from tests.engine.ranks import on_ranks
+from tests.engine.test_exactness import CASES, MIXED
+from tests.support import (
+    VOCAB,
+    Result,
+    assert_same,
+    clone,
+    full_gradients,
+    group,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.modalities import BatchError
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+K = 8
+BEGINNINGS = CASES["one_response_is_the_beginning_of_another"]
+LOSSES = [  # verl refuses k1 as a supervised loss
+    *(("k1", True), ("k3", True), ("kl", True)),
+    *((mode, False) for mode in ("k3", "k2", "mse", "abs", "low_var_kl", "kl")),
+]
+
+
+def with_teacher(batch: TensorDict, k: int = 1, seed: int = 5) -> TensorDict:
+    """The batch with what a teacher said of each sequence, which differs where sequences are equal."""
+    rng, offsets = np.random.default_rng(seed), batch["input_ids"].offsets()
+    log_probs = torch.tensor(rng.normal(-4.5, 1.0, (int(offsets[-1]), k)), dtype=torch.float32)
+    if k > 1:
+        log_probs = log_probs.log_softmax(-1) - 0.2
+    ids = torch.tensor(np.stack([rng.permutation(VOCAB)[:k] for _ in range(int(offsets[-1]))]), dtype=torch.int32)
+    batch["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
+    batch["teacher_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
+    return batch
+
+
+def loss_of(mode: str, policy_gradient: bool, task_rewards: bool) -> Callable:
+    of_loss = DistillationLossConfig(
+        loss_mode=mode, topk=K, use_policy_gradient=policy_gradient, use_task_rewards=task_rewards
+    )
+    actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    return partial(
+        distillation_ppo_loss, config=actor, distillation_config=DistillationConfig(distillation_loss=of_loss)
+    )
+
+
+def top_k_batch(samples: list[Sample], only: bool = True, **settings: Any) -> TensorDict:
+    settings = {"calculate_entropy": False, "distillation_use_topk": True, "distillation_only": only, **settings}
+    return with_teacher(make_batch(samples, **settings), K)
+
+
+def update(engine: Any, batch: TensorDict, loss: Callable) -> tuple[Result, dict]:
+    """Gradients, loss and metrics of one update."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(clone(batch), loss)
+        return Result({}, full_gradients(engine.module), sum(output["loss"])), output["metrics"]
+
+
+def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> tuple[Result, dict]:
+    """Every sequence alone through the stock model, and verl's loss on its logits and then on all of them at once."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    temperatures = torch.as_tensor(batch["temperature"]).reshape(-1).expand(len(batch)).tolist()
+    rows: dict[str, list[torch.Tensor]] = {}
+    for i, (ids, temperature) in enumerate(zip(batch["input_ids"].unbind(), temperatures, strict=True)):
+        logits = model(input_ids=ids[None], use_cache=False).logits / temperature
+        found = loss(student_logits=logits, data=tu.index_select_tensor_dict(batch, [i]))
+        found["log_probs"] = logits.log_softmax(-1).gather(-1, ids.roll(-1)[None, :, None]).squeeze(-1)
+        for name, values in found.items():
+            rows.setdefault(name, []).append(values.squeeze(0))
+    outputs = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    data = clone(batch)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
+    value, metrics = loss(model_output=outputs, data=data)
+    value.backward()
+    return Result({}, {name: p.grad for name, p in model.named_parameters()}, value.item()), metrics
+
+
+@pytest.fixture(scope="module")
+def packed(qwen3: str, process_group: None) -> Any:
+    return make_engine(qwen3, packed=True)
+
+
+@pytest.mark.parametrize("task_rewards", [True, False], ids=["task rewards", "alone"])
+@pytest.mark.parametrize(("mode", "policy_gradient"), LOSSES)
+def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
+    packed: Any, qwen3: str, mode: str, policy_gradient: bool, task_rewards: bool
+) -> None:
+    loss = loss_of(mode, policy_gradient, task_rewards)
+    for samples, tokens in ((MIXED, 1 << 30), (MIXED, 36), (BEGINNINGS, 1 << 30)):
+        batch = with_teacher(make_batch(samples, calculate_entropy=False, max_token_len_per_gpu=tokens))
+        assert_same(run_engine(packed, batch, loss), run_reference(qwen3, batch, loss))
+
+
+@pytest.mark.parametrize("chunk", [0, 3], ids=["all logits", "logits in chunks"])
+@pytest.mark.parametrize("tokens", [1 << 30, 36], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize(("policy_gradient", "task_rewards"), [(False, False), (False, True), (True, False)], ids=str)
+def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
+    qwen3: str, policy_gradient: bool, task_rewards: bool, tokens: int, chunk: int
+) -> None:
+    loss, only = loss_of("forward_kl_topk", policy_gradient, task_rewards), not policy_gradient and not task_rewards
+    engine = make_engine(qwen3, packed=True, engine={"logits_chunk_size": chunk})
+    for samples, temperature in ((MIXED, 1.0), (BEGINNINGS, 0.7)):
+        batch = top_k_batch(samples, only, temperature=temperature, max_token_len_per_gpu=tokens)
+        expected, expected_metrics = top_k_alone(qwen3, batch, loss)
+        found, metrics = update(engine, batch, loss)
+        assert_same(found, expected)
+        if tokens > 100:
+            for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
+                assert metrics[f"distillation/{name}"][0] == pytest.approx(expected_metrics[f"distillation/{name}"])
+
+
+def test_another_teacher_gives_another_loss_so_the_tests_above_show_something(packed: Any) -> None:
+    batch, loss = top_k_batch(MIXED), loss_of("forward_kl_topk", False, False)
+    other = with_teacher(clone(batch), K, seed=6)
+    assert abs(update(packed, batch, loss)[0].loss - update(packed, other, loss)[0].loss) > 1e-3
+
+
+OPTIONS: dict[str, dict] = {
+    "a prompt that reaches into a response": {},
+    "padding": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}},
+    "verified": {"engine": {"verify": "every_1"}},
+}
+LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
+REACHING = [
+    *NESTED,
+    Sample(LONG_PROMPT, [4, 4]),
+    Sample(LONG_PROMPT, [4, 5]),
+    *group(8, [3, 4], 2),
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> None:
+    batch, loss = top_k_batch(REACHING, max_token_len_per_gpu=44), loss_of("forward_kl_topk", False, False)
+    engine = carrying_engine(qwen3, **OPTIONS[option])
+    with carrying(engine):
+        found, _ = update(engine, batch, loss)
+    assert_same(found, top_k_alone(qwen3, batch, loss)[0])
+
+
+def test_top_k_in_padded_groups(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={"use_dynamic_bsz": False}, model={"use_remove_padding": False})
+    batch = top_k_batch(MIXED, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
+    loss = loss_of("forward_kl_topk", False, False)
+    assert_same(update(engine, batch, loss)[0], top_k_alone(qwen3, batch, loss)[0])
+
+
+def update_under_ulysses(rank: int, path: str) -> list[Result]:
+    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4})
+    results = []
+    for samples, only, tokens in ULYSSES:
+        batch = top_k_batch(samples, only, max_token_len_per_gpu=tokens)
+        results.append(update(engine, batch, loss_of("forward_kl_topk", not only, False))[0])
+    return results
+
+
+ULYSSES = [(MIXED, True, 1 << 30), (MIXED, False, 20), (REACHING, True, 22)]
+
+
+def test_top_k_under_ulysses(qwen3: str) -> None:
+    for results in on_ranks(2, update_under_ulysses, qwen3):
+        for (samples, only, _), found in zip(ULYSSES, results, strict=True):
+            batch, loss = top_k_batch(samples, only), loss_of("forward_kl_topk", not only, False)
+            expected = top_k_alone(qwen3, batch, loss)[0]
+            assert_same(found, Result({}, expected.gradients))
+
+
+def test_fused_kernels_are_refused_with_top_k_by_name(tmp_path: Path) -> None:
+    fused = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+    engine = make_engine(save_tiny_model(tmp_path), packed=True, model=fused)
+    batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
+    loss = loss_of("k1", True, False)
+    update(engine, batch, loss)
+    with pytest.raises(BatchError, match=r"forward_kl_topk reads; set .*use_fused_kernels=False"):
+        update(engine, top_k_batch(MIXED), loss)
