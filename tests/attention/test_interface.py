@@ -1,5 +1,6 @@
 """The entry in transformers' attention registry computes or refuses; it never drops an argument."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def test_scaling_and_sliding_window_of_the_model_are_used() -> None:
 
 def test_keywords_that_mean_nothing_without_a_cache_are_accepted() -> None:
     options = {"use_cache": False, "cache_position": torch.arange(3), "position_ids": torch.arange(3), "sinks": None}
-    assert torch.equal(call(output_attentions=False, dropout=0.0, is_causal=True, **options), expected())
+    options |= {"output_attentions": False, "output_router_logits": True}  # decoders of experts hand the latter on
+    assert torch.equal(call(dropout=0.0, is_causal=True, **options), expected())
 
 
 def test_a_model_that_does_not_hand_the_layout_down_is_refused() -> None:
@@ -89,32 +91,22 @@ def test_a_bidirectional_module_is_refused_even_if_nobody_says_is_causal() -> No
         call(module)
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_every_call_of_the_registered_function_is_counted_so_a_skipped_layer_is_noticed() -> None:
     register_attention()
     register_attention()
     assert AttentionInterface()[ATTENTION_NAME] is packed_attention
-
-
-def test_every_call_is_counted_so_a_skipped_layer_is_noticed() -> None:
     rows = packed()
     for _ in range(3):
         call(prefix_grouper=rows)
     assert rows.calls == {ATTENTION: 3}
 
 
-def test_moe_decoders_hand_on_output_router_logits() -> None:
-    assert torch.equal(call(output_router_logits=True), expected())
-
-
-def test_learned_sinks_are_handed_on() -> None:
-    sinks = torch.zeros(2)
-    assert attention_options(torch.nn.Linear(1, 1), torch.zeros(1, 2, 3, 4), None, s_aux=sinks).sinks is sinks
-
-
-def test_softcap_and_number_of_the_layer_are_handed_on() -> None:
-    """Rows that are carried lie on the stack by the number of their layer."""
-    query = torch.zeros(1, 4, 5, 16)
-    assert attention_options(Layer(), query, None, softcap=30.0) == AttentionOptions(0.25, softcap=30.0, layer_idx=7)
+def test_sinks_softcap_and_number_of_the_layer_are_handed_on() -> None:
+    """Cached tokens lie in the cache by the number of their layer."""
+    sinks = torch.zeros(4)
+    options = attention_options(Layer(), torch.zeros(1, 4, 5, 16), None, softcap=30.0, s_aux=sinks)
+    assert options.sinks is sinks
+    assert replace(options, sinks=None) == AttentionOptions(0.25, softcap=30.0, layer_idx=7)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -122,7 +122,7 @@ class PackedAttention(AttentionContext):
         assert isinstance(self.layout, PackedLayout)
         if window >= self.layout.max_seqlen_k - 1:
             window = -1
-        return self.index(_tree_of, self.device, window)
+        return self.index(Tree.of, self.device, window)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
@@ -136,10 +136,6 @@ class PackedAttention(AttentionContext):
         tree = self.tree(options.window_size)
         out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache, self.keep)
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
-
-
-def _tree_of(layout: PackedLayout, device: torch.device | str, window: int) -> Tree:
-    return Tree.of(layout, device, window)
 
 
 class UlyssesAttention(AttentionContext):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -89,35 +89,22 @@ class KernelSpec:
         return ""
 
 
+_FLASH = KernelSpec("cuda", head_dim_multiple=8, max_head_dim=256)
 KERNELS: dict[str, KernelSpec] = {
-    "flash_attn_4": KernelSpec(
-        device_type="cuda",
-        min_capability=(9, 0),
-        package="flash-attn-4",
-        install="pip install --pre flash-attn-4",
-        head_dim_multiple=8,
-        max_head_dim=256,
+    "flash_attn_4": replace(
+        _FLASH, min_capability=(9, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"
     ),
-    "flash_attn_3": KernelSpec(
-        device_type="cuda",
+    "flash_attn_3": replace(
+        _FLASH,
         min_capability=(9, 0),
         max_capability=(9, 0),
         package="flash-attn-3",
         install="pip install ./hopper in a checkout of https://github.com/Dao-AILab/flash-attention",
-        head_dim_multiple=8,
-        max_head_dim=256,
     ),
-    "flash_attn_2": KernelSpec(
-        device_type="cuda",
-        min_capability=(8, 0),
-        package="flash-attn",
-        install="pip install --no-build-isolation flash-attn",
-        head_dim_multiple=8,
-        max_head_dim=256,
+    "flash_attn_2": replace(
+        _FLASH, min_capability=(8, 0), package="flash-attn", install="pip install --no-build-isolation flash-attn"
     ),
-    "torch_varlen": KernelSpec(
-        device_type="cuda", min_capability=(8, 0), head_dim_multiple=8, max_head_dim=256, softcap=False
-    ),
+    "torch_varlen": replace(_FLASH, min_capability=(8, 0), softcap=False),
     "sdpa": KernelSpec(),
 }
 """Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs there, needs one and fits the
@@ -157,11 +144,14 @@ def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
 
     Of those of "auto" one that is not installed is none. One that was asked for by name is ``KernelSpec.obstacle``'s.
     """
-    found = {}
+    found = []
     for kernel in candidates(name, device_type):
         missing = KERNELS[kernel].obstacle(device_type) if name == "auto" else ""
-        found[kernel] = KERNELS[kernel].misfit(needs) or missing
-    return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""
+        why = KERNELS[kernel].misfit(needs) or missing
+        if not why:
+            return ""
+        found.append(f"{kernel} {why}")
+    return "; ".join(found)
 
 
 def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = None) -> Kernel:
