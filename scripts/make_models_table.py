@@ -46,7 +46,7 @@ NOTES = """
   rest. "no" where the head does not come last or has a bias: refused by name, also by a test.
 - **value head**: a critic of this type runs, with the same exactness.
 - **compiled**: the decoder layers run under `torch.compile`, which `prefix_grouper.compile_layers=auto` does on a GPU
-  under FSDP2, but for types with recurrence or images, Gemma 2, GraniteMoe, Ernie 4.5, OLMo 2 (less tried there) and
+  but for types with recurrence or images, Gemma 2, GraniteMoe, Ernie 4.5, OLMo 2 (less tried there) and
   StarCoder 2 (up to 1.19 times the error of stock rmpad there, log), which `True` compiles:
   `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and dense
   types that `auto` compiles in bf16 to that of stock rmpad; no graph is added by ragged batches (torch 2.13 on a CPU,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write docs/support.md: the options of ``tests/options/table.py``, and the devices on which their tests passed.
+"""Write docs/support.md: options of ``tests/options/table.py``, where their tests passed, and verl's example scripts.
 
     python scripts/make_support_table.py
     python -m pytest -m gpu tests/options --junitxml=outputs/gpu.xml
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # the table imports verl, whose platform is chosen once
@@ -28,6 +30,17 @@ from tests.options.option import Option  # noqa: E402
 from tests.options.table import OPTIONS  # noqa: E402
 
 PAGE, RECORD = ROOT / "docs/support.md", ROOT / "docs/data/support.json"
+EXAMPLES = ROOT / "tests/config/verl_examples.yaml"
+EXAMPLES_HEADER = """
+## verl's own example scripts
+
+Those of verl's `examples/` that train with FSDP, with `actor_rollout_ref.actor.use_prefix_grouper=True` added and
+nothing else: what is found before Ray starts, on a tiny checkpoint of the model type
+(`tests/config/test_verl_examples.py`). Behind a refusal is what lets the script run.
+
+| script | model type | with the flag |
+|---|---|---|
+"""
 DEVICES = ("CPU", "1 GPU", "2 GPUs")
 HEADER = """\
 # Options that packed mode runs with
@@ -72,6 +85,16 @@ def line(option: Option, record: dict[str, dict[str, Any]]) -> str:
     return f"| {' | '.join([option.name, override, status, *marks, note])} |\n"
 
 
+def examples_table() -> str:
+    """The section about verl's example scripts, from the data of their test."""
+    rows = []
+    for name, script in yaml.safe_load(EXAMPLES.read_text())["scripts"].items():
+        outcome = f"refused: {script['refused']}; `{script['way']}`" if "refused" in script else "runs"
+        outcome += f"; {script['note']}" if "note" in script else ""
+        rows.append(f"| `{name}_fsdp.sh` | {script['model']} | {outcome} |\n")
+    return EXAMPLES_HEADER + "".join(rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", nargs=2, metavar=("DEVICE", "JUNIT"), help=f"DEVICE: {', '.join(DEVICES)}")
@@ -87,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     where = "".join(f"- {device}: {record[device]['where']}\n" for device in DEVICES)
     head = f"\n| {' | '.join(['option', 'override', 'status', *DEVICES, 'note'])} |\n|---|---|---|---|---|---|---|\n"
     rows = "".join(line(option, record) for option in sorted(OPTIONS, key=lambda option: option.rejected))
-    PAGE.write_text(HEADER + where + head + rows)
+    PAGE.write_text(HEADER + where + head + rows + examples_table())
     return 0
 
 

@@ -43,7 +43,7 @@ def compiler_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_auto_compiles_a_type_that_nothing_is_known_against(strategy: str) -> None:
-    assert layer_compilation(engine(config__strategy=strategy)) == (
+    assert layer_compilation(engine(config__strategy=strategy, config__wrap_policy={"min_num_params": 0})) == (
         True,
         "prefix_grouper.compile_layers=auto: nothing is known against it for qwen3 on cuda",
     )
@@ -57,6 +57,7 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     ({"config__strategy": "fsdp", "model__lora_rank": 8}, "each adapter of LoRA a unit", False),
     ({"hf__model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
     ({"config__strategy": "fsdp", "config__use_orig_params": True, "model__lora_rank": 8}, "with LoRA", True),
+    ({"config__strategy": "fsdp", "config__wrap_policy": {"min_num_params": 1000}}, "a wrap_policy", True),
     ({"device": "cpu"}, "this device is cpu", True),
     ({"hf__auto_map": OWN, "model__trust_remote_code": True}, "a model class of its own", True),
     ({"model__use_liger": True}, "Liger", True),

@@ -7,10 +7,11 @@ from config_support import compose_stock
 from omegaconf import DictConfig, OmegaConf
 
 from verl_pg_plugin.config.engage import engage, engage_or_exit
+from verl_pg_plugin.config.mode import Mode, mode_by_flags, mode_of
 from verl_pg_plugin.issue import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
-FLAGS = (f"{ACTOR}.use_prefix_grouper=True", "actor_rollout_ref.model.use_remove_padding=True")
+FLAG = (f"{ACTOR}.use_prefix_grouper=True",)  # verl removes padding by default
 ENGINES = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
 
@@ -22,8 +23,9 @@ def stock_config(runnable_overrides: list[str]):
     return composed
 
 
-def test_two_flags_bring_the_engines_the_options_and_the_trainer(stock_config) -> None:
-    config = stock_config(*FLAGS, "+prefix_grouper.logits_chunk_size=64")
+def test_one_flag_brings_the_engines_the_options_and_the_trainer(stock_config) -> None:
+    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64")
+    assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
         section = OmegaConf.select(config, engine)
@@ -37,8 +39,8 @@ def test_two_flags_bring_the_engines_the_options_and_the_trainer(stock_config) -
         config.trainer.no_such_key = 1
 
 
-def test_two_flags_bring_engines_and_options_under_the_v0_trainer_too(stock_config) -> None:
-    config = stock_config(*FLAGS, "trainer.use_v1=False")
+def test_one_flag_brings_engines_and_options_under_the_v0_trainer_too(stock_config) -> None:
+    config = stock_config(*FLAG, "trainer.use_v1=False")
     engage(config)
     for engine in ENGINES:
         assert OmegaConf.select(config, engine)._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
@@ -51,21 +53,21 @@ def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(
     from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 
     monkeypatch.setitem(trainer_base.TRAINER_REGISTRY, "theirs", type("Theirs", (PPOTrainerSync,), {}))
-    config = stock_config(*FLAGS, "trainer.v1.trainer_mode=theirs", "+trainer.v1.theirs.steps=4")
+    config = stock_config(*FLAG, "trainer.v1.trainer_mode=theirs", "+trainer.v1.theirs.steps=4")
     engage(config)
     assert config.trainer.v1.trainer_mode == "pg_theirs"
     assert config.trainer.v1.pg_theirs.steps == 4
 
 
 def test_engaging_twice_changes_nothing(stock_config) -> None:
-    config = stock_config(*FLAGS, "+prefix_grouper.logits_chunk_size=64")
+    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64")
     engage(config)
     once = OmegaConf.to_yaml(config)
     engage(config)
     assert OmegaConf.to_yaml(config) == once
 
 
-@pytest.mark.parametrize("flags", [(), (FLAGS[1],)], ids=["padded", "rmpad"])
+@pytest.mark.parametrize("flags", [(), ("actor_rollout_ref.model.use_remove_padding=False",)], ids=["rmpad", "padded"])
 def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, ...]) -> None:
     config = stock_config(*flags)
     before = OmegaConf.to_yaml(config)
@@ -76,11 +78,11 @@ def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, .
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((*FLAGS, f"{ACTOR}.qat.enable=True"), "qat.enable=False"),
-        ((*FLAGS, "+prefix_grouper.no_such_option=1"), "no_such_option"),
+        ((*FLAG, f"{ACTOR}.qat.enable=True"), "qat.enable=False"),
+        ((*FLAG, "+prefix_grouper.no_such_option=1"), "no_such_option"),
         ((f"{ACTOR}.use_prefix_grouper=no",), "use_prefix_grouper=no"),
-        ((*FLAGS, "+actor_rollout_ref.ref.fsdp_config.use_prefix_grouper=False"), "use_prefix_grouper=False"),
-        ((*FLAGS, f"{ACTOR}.strategy=megatron"), "strategy"),
+        ((*FLAG, "+actor_rollout_ref.ref.fsdp_config.use_prefix_grouper=False"), "use_prefix_grouper=False"),
+        ((*FLAG, f"{ACTOR}.strategy=megatron"), "strategy"),
     ],
     ids=["unsupported setting", "unknown option", "a word that is no boolean", "one role left out", "another engine"],
 )
@@ -90,7 +92,7 @@ def test_what_cannot_engage_is_refused(stock_config, overrides: tuple[str, ...],
 
 
 def test_options_of_one_role_are_kept(stock_config) -> None:
-    config = stock_config(*FLAGS, "+critic.fsdp.prefix_grouper.carry=never")
+    config = stock_config(*FLAG, "+critic.fsdp.prefix_grouper.carry=never")
     engage(config)
     assert config.critic.fsdp.prefix_grouper.carry == "never"
     assert config.critic.fsdp.prefix_grouper.logits_chunk_size == 2048
@@ -100,4 +102,4 @@ def test_options_of_one_role_are_kept(stock_config) -> None:
 def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(stock_config, monkeypatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
-        engage_or_exit(stock_config(*FLAGS))
+        engage_or_exit(stock_config(*FLAG))

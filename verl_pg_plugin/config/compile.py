@@ -42,6 +42,8 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
         unsafe = "the checkpoint may bring a model class of its own" if engine.of_model("trust_remote_code") else ""
     if engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"):
         unsafe = "compiled layers have not been tested with LoRA under strategy=fsdp"
+    if has_flat_parameters(engine) and any((engine.get("wrap_policy") or {}).values()):
+        unsafe = "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"
     if engine.of_model("use_liger"):
         unsafe = "compiled layers have not been tested with Liger kernels (use_liger)"
     if engine.of_model("tiled_mlp.enabled"):

@@ -1,0 +1,76 @@
+"""Each of verl's own example scripts for FSDP, with the flag added, runs or is refused for the reason in the table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import make_support_table
+import pytest
+import transformers
+import yaml
+from config_support import TINY, parse, save_checkpoint, save_data
+
+from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
+from verl_pg_plugin.config.keys import ACTOR
+
+DATA = yaml.safe_load((Path(__file__).parent / "verl_examples.yaml").read_text())
+SECTIONS = ("model", "actor", "rollout", "ref")
+VISION = {"text_config": TINY}
+SIZES: dict[str, dict[str, Any]] = {"glm4v": VISION, "qwen2_5_vl": VISION, "qwen3_vl": VISION}
+
+
+def settings_of(overrides: str) -> dict[str, Any]:
+    """By whole keys: the data leaves out ``actor_rollout_ref``."""
+    parsed = parse(overrides).items()
+    return {f"actor_rollout_ref.{key}" if key.split(".")[0] in SECTIONS else key: value for key, value in parsed}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("examples")
+    types = sorted({script["model"] for script in DATA["scripts"].values()})
+    sizes = {name: SIZES.get(name, TINY) for name in types}
+    return {
+        name: save_checkpoint(folder / name, transformers.CONFIG_MAPPING[name](**size)) for name, size in sizes.items()
+    }
+
+
+@pytest.mark.parametrize("name", DATA["scripts"])
+def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
+    name: str, checkpoints: dict[str, Path], make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (machine, rules):
+        monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
+    monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])  # it would load vLLM
+    find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else find(name))
+    script = DATA["scripts"][name]
+    config = make_config(
+        Mode.PACKED,
+        {
+            "ray_kwargs.ray_init.num_gpus": None,
+            "actor_rollout_ref.model.path": str(checkpoints[script["model"]]),
+            "critic.model.path": str(checkpoints[script["model"]]),
+            "data.train_files": str(save_data(tmp_path / "rows.parquet")),
+            **settings_of(DATA["shared"]),
+            **settings_of(script.get("sets", "")),
+        },
+    )
+    errors = [issue for issue in preflight.preflight(config) if not issue.is_warning]
+    if "refused" not in script:
+        assert errors == []
+        hf_config = transformers.AutoConfig.from_pretrained(checkpoints[script["model"]])
+        compiles, _ = compile.layer_compilation(rules.engine_of(config, ACTOR, hf_config))
+        assert compiles == ("note" not in script)
+        return
+    assert any(script["refused"] in issue.why and script["way"] in issue.fix for issue in errors), errors
+
+
+def test_the_table_of_examples_is_made_from_the_data() -> None:
+    page = make_support_table.PAGE.read_text()
+    assert page.endswith(make_support_table.examples_table())
