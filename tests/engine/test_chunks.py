@@ -1,6 +1,5 @@
 """Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from tests.support import (
     save_tiny_model,
 )
 from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
-from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 
@@ -133,16 +131,8 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
 
 
 def test_split_groups_stay_exact_where_every_micro_batch_is_reduced(qwen3: str) -> None:
-    """Other options meet split groups in tests/options/test_matrix.py."""
+    """Other options meet split groups in tests/options/test_matrix.py, compiled layers in test_compiled_layers.py."""
     options = {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
     engine = carrying_engine(qwen3, engine=options)
-    with carrying(engine):
-        check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=56))
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_split_groups_stay_exact_in_compiled_layers(qwen3: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend=backend))
-    engine = carrying_engine(qwen3, engine={"compile_layers": True})
     with carrying(engine):
         check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=56))
