@@ -26,7 +26,6 @@ from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, random_group
 
 VOCAB = 97
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral")
 
 
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
@@ -253,3 +252,9 @@ def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> No
         error = (actual.gradients[name].double() - want.double()).abs().max()
         bound = tolerance * want.double().abs().max()
         assert error <= bound, f"gradient of {name}: off by {error:.3g}, largest {want.abs().max():.3g}"
+
+
+def check_exact(engine: Any, path: str, batch: TensorDict, loss: Callable | None = None, **reference: Any) -> None:
+    """Outputs and gradients of ``batch`` are those of every sequence alone; ``reference`` as for ``run_reference``."""
+    loss = loss or actor_loss()
+    assert_same(run_engine(engine, batch, loss), run_reference(path, batch, loss, **reference))

@@ -1,10 +1,18 @@
 """What the tests of engines share."""
 
+from typing import Any
+
 import pytest
 
-from tests.support import save_tiny_model
+from tests.support import make_engine, save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def packed(qwen3: str, process_group: None) -> Any:
+    """An engine in packed mode, whose weights no test changes."""
+    return make_engine(qwen3, packed=True)

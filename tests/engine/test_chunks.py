@@ -12,6 +12,7 @@ from tests.support import (
     Result,
     actor_loss,
     assert_same,
+    check_exact,
     clone,
     full_gradients,
     make_engine,
@@ -64,33 +65,30 @@ def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: 
     assert_same(update_outputs(engine, batch), expected)
 
 
-def test_carried_rows_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
+BY_SEQUENCES = {
+    "groups above a number of sequences": (MIXED, 3),
+    "a chunk that begins with a duplicate": (DUPLICATES, 2),
+}
+
+
+@pytest.mark.parametrize("case", BY_SEQUENCES)
+def test_micro_batches_bounded_by_sequences_carry_too(qwen3: str, engine: Any, case: str) -> None:
+    samples, size = BY_SEQUENCES[case]
+    with carrying(engine):
+        check_exact(engine, qwen3, make_batch(samples, use_dynamic_bsz=False, micro_batch_size_per_gpu=size))
+
+
+def test_cached_tokens_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
     engine = carrying_engine(qwen3, CacheWeights(1.0, 0.5))
-    batch = make_batch(MIXED, max_token_len_per_gpu=64)
     with carrying(engine):
-        result = run_engine(engine, batch, actor_loss())
-    assert_same(result, run_reference(qwen3, batch, actor_loss()))
-
-
-def test_groups_above_a_number_of_sequences_are_carried_too(qwen3: str, engine: Any) -> None:
-    batch = make_batch(MIXED, use_dynamic_bsz=False, micro_batch_size_per_gpu=3)
-    with carrying(engine):
-        result = run_engine(engine, batch, actor_loss())
-    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+        check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=64))
 
 
 @pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
-def test_a_number_of_sequences_bounds_the_memory_of_what_is_carried_too(qwen3: str, owed: float, carries: bool) -> None:
+def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, carries: bool) -> None:
     engine = carrying_engine(qwen3, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
     batch = make_batch(ONE_GROUP, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     assert bool(split_groups(engine, batch, forward_only=False)) == carries
-
-
-def test_a_part_that_begins_with_a_duplicate_reads_no_more_than_it_shares(qwen3: str, engine: Any) -> None:
-    batch = make_batch(DUPLICATES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
-    with carrying(engine):
-        result = run_engine(engine, batch, actor_loss())
-    assert_same(result, run_reference(qwen3, batch, actor_loss()))
 
 
 def test_two_updates_of_one_batch_give_the_same_bits(engine: Any) -> None:
@@ -132,26 +130,9 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
         assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, actor_loss()))
 
 
-OPTIONS: dict[str, dict] = {
-    "attention is recomputed": {"engine": {"activations": "inputs"}},
-    "no checkpointing": {"model": {"enable_gradient_checkpointing": False}},
-    "padding and the head in chunks": {
-        "engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}
-    },
-    "every micro-batch is reduced": {
-        "engine": {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
-    },
-    "every micro-batch is verified": {"engine": {"verify": "every_1"}},
-    "entropy is checkpointed": {"engine": {"entropy_checkpointing": True, "logits_chunk_size": 0}},
-    "compiled layers": {"engine": {"compile_layers": True}},
-    "fused kernels": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_carried_groups_stay_exact_with(qwen3: str, option: str) -> None:
-    batch = make_batch(MIXED, max_token_len_per_gpu=56)
-    engine = carrying_engine(qwen3, **OPTIONS[option])
+def test_split_groups_stay_exact_where_every_micro_batch_is_reduced(qwen3: str) -> None:
+    """Other options meet split groups in tests/options/test_matrix.py, compiled layers in test_compiled_layers.py."""
+    options = {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
+    engine = carrying_engine(qwen3, engine=options)
     with carrying(engine):
-        result = run_engine(engine, batch, actor_loss())
-    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+        check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=56))

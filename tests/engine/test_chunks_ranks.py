@@ -16,7 +16,6 @@ from tests.support import (
     group,
     run_engine,
     run_reference,
-    save_tiny_model,
 )
 from verl_pg_plugin.synthetic import make_batch
 
@@ -38,11 +37,6 @@ RUNS = [(strategy, split) for strategy, splits in STRATEGIES.items() for split i
 OTHER_SMALL_GROUPS = [*group(8, [2, 9], 31), *group(4, [5, 5], 32), *group(7, [6, 3], 33), *group(5, [8, 4], 34)]
 FOUR_RANKS = [[*ONE_GROUP, *TRIE], SMALL_GROUPS, SECOND, OTHER_SMALL_GROUPS]
 """Samples of four ranks with two, no, one and no groups that exceed a micro-batch."""
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
 
 
 def used(split: str) -> list[int]:

@@ -1,7 +1,6 @@
 """Compiled decoder layers keep the numbers, and ragged micro-batches compile them once."""
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -18,7 +17,8 @@ from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.engine.carried_cases import carrying, carrying_engine
+from tests.support import actor_loss, check_exact, group, make_engine, run_engine
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import (
     LayerCompilerError,
@@ -28,58 +28,74 @@ from verl_pg_plugin.engine.compiled_layers import (
     last_product,
     leave_out,
 )
-from verl_pg_plugin.synthetic import Sample, make_batch
+from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
-BUDGET = 64
+BUDGET = 40
+"""Of which the first group of each batch takes more."""
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
-
-
 @pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
+def nothing_compiled(request: pytest.FixtureRequest) -> None:
+    if "compiled" not in request.fixturenames:
+        torch._dynamo.reset()
+        counters.clear()
+
+
+@pytest.fixture(scope="module")
+def compiled(qwen3: str, process_group: None) -> Any:
+    """An engine whose layers Inductor compiles once, for all tests of it, which come first."""
     torch._dynamo.reset()
     counters.clear()
-    yield
-    torch._dynamo.reset()
+    return carrying_engine(qwen3, engine={"compile_layers": True})
 
 
-def compile_counts(engine: Any, batches: list[list[Sample]]) -> list[int]:
-    """Graphs compiled so far, after an update on each of the batches."""
-    counts = []
-    for samples in batches:
-        with engine.train_mode():
-            engine.forward_backward_batch(make_batch(samples, max_token_len_per_gpu=BUDGET), actor_loss())
-            engine.optimizer_zero_grad()
-        counts.append(counters["stats"]["unique_graphs"])
-    return counts
-
-
-def test_ragged_micro_batches_compile_once(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
-    first, *later = compile_counts(engine, RAGGED)
-    assert first > 0, "nothing was compiled"
-    assert set(later) == {first}
+def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compiled: Any, qwen3: str) -> None:
+    """With attention computed again they are compiled by the slow tests of tests/options."""
+    graphs = []
+    for samples in RAGGED:
+        with carrying(compiled):
+            check_exact(compiled, qwen3, make_batch(samples, max_token_len_per_gpu=BUDGET))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0, "nothing was compiled"
+    assert set(graphs) == {graphs[0]}
     assert not counters["recompiles"]
-
-
-@pytest.mark.parametrize("options", [{}, {"activations": "inputs"}], ids=str)
-def test_compiled_layers_keep_the_numbers(qwen3: str, options: dict) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True, **options})
-    for samples in RAGGED[:2]:
-        batch = make_batch(samples, max_token_len_per_gpu=BUDGET)
-        assert_same(run_engine(engine, clone(batch), actor_loss()), run_reference(qwen3, batch, actor_loss()))
 
 
 def run_update(engine: Any, loss: Any) -> None:
     with engine.train_mode():
         engine.forward_backward_batch(make_batch(RAGGED[0]), loss)
         engine.optimizer_zero_grad()
+
+
+class Products(TorchDispatchMode):
+    """Counts products by the size of their weight, those of compiled graphs too, as a forward computes them.
+
+    There a weight is transposed; a backward multiplies by it as it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[int, ...]] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in ("aten::mm", "aten::mm.out") and args[1].stride(0) == 1:
+            self.calls[tuple(args[1].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(compiled: Any) -> None:
+    with Products() as products:
+        run_update(compiled, actor_loss())
+    hidden, intermediate, layers = 32, 48, 2
+    assert products.calls[hidden, intermediate] == 2 * 2 * layers, "the other two matrices of each MLP, both times"
+    assert products.calls[intermediate, hidden] == layers
 
 
 @pytest.fixture
@@ -119,14 +135,15 @@ def run(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-@pytest.mark.parametrize(
-    "backend", [fail, aot_autograd(fw_compiler=run, bw_compiler=fail_as_inductor_does)], ids=["forward", "backward"]
-)
-def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_with, backend: Any) -> None:
-    compile_with(backend)
+def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_with) -> None:
+    way_around = r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"
+    compile_with(fail)
     engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
-    with pytest.raises(LayerCompilerError, match=r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"):
+    with pytest.raises(LayerCompilerError, match=way_around):
         run_update(engine, actor_loss())
+    compile_with(aot_autograd(fw_compiler=run, bw_compiler=fail_as_inductor_does))
+    with pytest.raises(LayerCompilerError, match=way_around), compiling():
+        compile_forward(lambda x: x.sin().cos())(torch.ones(3, requires_grad=True)).sum().backward()
 
 
 def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with_the_way_around() -> None:
@@ -223,36 +240,6 @@ def test_a_model_that_names_no_layers_is_refused() -> None:
     module._no_split_modules = None
     with pytest.raises(ValueError, match="compile_layers=False"):
         compile_layers(module)
-
-
-class Products(TorchDispatchMode):
-    """Counts products by the size of their weight, those of compiled graphs too, as a forward computes them.
-
-    There a weight is transposed; a backward multiplies by it as it is.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[tuple[int, ...]] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in ("aten::mm", "aten::mm.out") and args[1].stride(0) == 1:
-            self.calls[tuple(args[1].shape)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
-    run_update(engine, actor_loss())
-    with Products() as products:
-        run_update(engine, actor_loss())
-    hidden, intermediate, layers = 32, 48, 2
-    assert products.calls[hidden, intermediate] == 2 * 2 * layers, "the other two matrices of each MLP, both times"
-    assert products.calls[intermediate, hidden] == layers
 
 
 @pytest.mark.parametrize("frozen", [False, True])

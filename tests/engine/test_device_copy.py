@@ -18,9 +18,17 @@ CPU = torch.device("cpu")
 
 
 def micro_batch() -> TensorDict:
+    """With a plain field, positions of several dimensions, one with gaps, and two that are one ragged shape."""
     batch = make_batch([*group(9, [4, 7, 2], 1), *group(5, [3], 2)])
     batch["weight"] = torch.arange(4.0)
     rows = SequenceSelector(batch).select([2, 0, 3])
+    lengths = rows["input_ids"].offsets().diff().tolist()
+    rows["position_ids"] = tu.nested_tensor_from_tensor_list(
+        [torch.arange(4 * n).view(4, n) for n in lengths], ragged_idx=2
+    )
+    starts, sizes = torch.tensor([0, 2, 1]), torch.tensor([3, 1, 5])
+    rows["narrowed"] = torch.nested.narrow(torch.arange(30).view(3, 10), 1, starts, sizes, torch.jagged)
+    rows["twice"] = rows["advantages"] * 2
     tu.assign_non_tensor(rows, uid=np.array(["a", "b", "c"], dtype=object))
     return rows
 
@@ -42,8 +50,13 @@ def test_verl_finds_nothing_left_to_move_and_no_field_is_lost() -> None:
     moved = on_device(before, torch.device(get_device_id()))
     assert moved.to(get_device_id()) is moved
     assert_same_fields(moved, before)
+    assert [row.tolist() for row in moved["narrowed"].unbind()] == [[0, 1, 2], [12], [21, 22, 23, 24, 25]]
     assert tu.get(moved, "uid").tolist() == ["a", "b", "c"]
     assert tu.get_non_tensor_data(moved, "temperature", default=None) == 1.0
+    # torch would refuse to multiply a mask with what it masks, were their ragged shapes two.
+    assert torch.equal((moved["twice"] - moved["advantages"]).values(), moved["advantages"].values())
+    # Else the first thing that pads a field, verl's loss, would compute these on the device and wait.
+    assert (int(moved["responses"]._maybe_min_seqlen), int(moved["responses"]._maybe_max_seqlen)) == (2, 4)
 
 
 def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +68,7 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
         return copy
 
     monkeypatch.setattr(batches, "send", send)
-    before = micro_batch()
+    before = micro_batch().exclude("position_ids", "narrowed")  # these go as in verl
     moved = on_device(before, CPU)
     assert_same_fields(moved, before)
     parts = [
@@ -66,34 +79,6 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
     ]
     assert len(parts) == 2 * 9 + 1, "nine jagged fields and a plain one"
     assert all(part.data_ptr() in sent for part in parts)
-
-
-def test_lengths_are_known_without_asking_the_device() -> None:
-    """Else the first thing that pads a field, verl's loss, would compute them there and wait."""
-    field = on_device(micro_batch(), CPU)["responses"]
-    assert {name: int(size) for name, size in (("min", field._maybe_min_seqlen), ("max", field._maybe_max_seqlen))} == {
-        "min": 2,
-        "max": 4,
-    }
-
-
-def test_fields_of_one_raggedness_stay_so() -> None:
-    """Else torch would refuse to multiply a mask with what it masks."""
-    batch = micro_batch()
-    batch["twice"] = batch["advantages"] * 2
-    moved = on_device(batch, CPU)
-    assert torch.equal((moved["twice"] - moved["advantages"]).values(), moved["advantages"].values())
-
-
-def test_positions_of_several_dimensions_and_fields_with_gaps_come_along() -> None:
-    batch = micro_batch()
-    rows = [torch.arange(4 * n).view(4, n) for n in batch["input_ids"].offsets().diff().tolist()]
-    batch["position_ids"] = tu.nested_tensor_from_tensor_list(rows, ragged_idx=2)
-    padded = torch.arange(30).view(3, 10)
-    batch["narrowed"] = torch.nested.narrow(padded, 1, torch.tensor([0, 2, 1]), torch.tensor([3, 1, 5]), torch.jagged)
-    moved = on_device(batch, CPU)
-    assert all(torch.equal(row, alone) for row, alone in zip(moved["position_ids"].unbind(), rows, strict=True))
-    assert [row.tolist() for row in moved["narrowed"].unbind()] == [[0, 1, 2], [12], [21, 22, 23, 24, 25]]
 
 
 @pytest.mark.gpu

@@ -5,21 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.support import (
-    ARCHITECTURES,
-    actor_loss,
-    assert_same,
-    clone,
-    group,
-    make_engine,
-    response_values,
-    run_engine,
-    run_reference,
-    save_tiny_model,
-)
+from tests.support import actor_loss, check_exact, clone, group, make_engine, save_tiny_model
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -27,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 PAD = 0
 MIXED = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
 TURN = [*range(40, 52)]
+ONE_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 CASES: dict[str, list[Sample]] = {
     "uneven_groups_and_prompts_of_different_length": MIXED,
@@ -65,37 +53,16 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def packed(qwen3: str, process_group: None) -> Any:
-    return make_engine(qwen3, packed=True)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_token_and_gradient_equals_the_sequence_alone(packed: Any, qwen3: str, case: str) -> None:
-    batch = make_batch(CASES[case], calculate_sum_pi_squared=True)
-    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
-
-
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_architectures_need_no_patched_model_file(model_type: str, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, model_type)
-    batch = make_batch(MIXED)
-    engine = make_engine(path, packed=True)
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+    check_exact(packed, qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True))
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
 def test_sliding_window_shorter_than_the_prompt(model_type: str, tmp_path: Path) -> None:
     window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
     path = save_tiny_model(tmp_path, model_type, **window)
-    batch = make_batch(MIXED)
-    engine = make_engine(path, packed=True)
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+    check_exact(make_engine(path, packed=True), path, make_batch(MIXED))
 
 
 @pytest.mark.parametrize(
@@ -108,92 +75,65 @@ def test_sliding_window_shorter_than_the_prompt(model_type: str, tmp_path: Path)
     ids=str,
 )
 def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(packed: Any, qwen3: str, cut: dict) -> None:
-    batch = make_batch(MIXED, **cut)
-    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+    check_exact(packed, qwen3, make_batch(MIXED, **cut))
 
 
-def test_tied_embeddings_get_one_gradient(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, tie_word_embeddings=True)
-    batch = make_batch(MIXED)
-    engine = make_engine(path, packed=True, engine={"logits_chunk_size": 5})
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(path, batch, actor_loss()))
+def test_more_than_4096_tokens(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, **ONE_HEAD)
+    check_exact(make_engine(path, packed=True), path, make_batch(group(4200, [6, 9], 4)))
 
 
-def test_more_than_4096_tokens(packed: Any, qwen3: str) -> None:
-    batch = make_batch(group(4200, [6, 9], 4))
-    assert_same(run_engine(packed, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
+def assert_siblings_are_alone(engine: Any, **settings: Any) -> None:
+    """The log-probs of two responses do not change by a bit where those of their sibling do."""
+    samples = group(12, [6, 6, 6], 8)
+    changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
+    with engine.eval_mode():
+        before, after = (
+            engine.infer_batch(make_batch(some, **settings))["model_output"]["log_probs"].unbind()
+            for some in (samples, changed)
+        )
+    assert [torch.equal(*rows) for rows in zip(before, after, strict=True)] == [True, False, True]
 
 
 def test_sibling_responses_never_see_each_other(packed: Any) -> None:
-    samples = group(12, [6, 6, 6], 8)
-    changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
-    with packed.eval_mode():
-        before = packed.infer_batch(make_batch(samples))["model_output"]["log_probs"].unbind()
-        after = packed.infer_batch(make_batch(changed))["model_output"]["log_probs"].unbind()
-    for row in (0, 2):
-        assert torch.equal(before[row], after[row])
-    assert not torch.equal(before[1], after[1])
+    assert_siblings_are_alone(packed)
 
 
 def test_positions_that_nobody_reads_hold_zero(packed: Any) -> None:
     """The last token predicts nothing; verl rolls the next sequence's first token onto it."""
-    batch = make_batch(MIXED)
     with packed.eval_mode():
-        rows = packed.infer_batch(clone(batch))["model_output"]["log_probs"].unbind()
+        rows = packed.infer_batch(make_batch(MIXED))["model_output"]["log_probs"].unbind()
     for row, sample in zip(rows, MIXED, strict=True):
         assert row.shape == (len(sample.prompt) + len(sample.response),)
         assert not row[: len(sample.prompt) - 1].any()
         assert row[-1] == 0
 
 
-def test_importance_ratio_is_one_at_step_zero(packed: Any) -> None:
-    batch = make_batch(MIXED)
-    seen = []
-
-    def record(model_output: dict, data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict]:
-        seen.append(response_values(model_output["log_probs"], data))
-        return model_output["log_probs"].values().sum() * 0, {}
-
-    with packed.eval_mode():
-        old = response_values(packed.infer_batch(clone(batch))["model_output"]["log_probs"], batch)
-    with packed.train_mode():
-        packed.forward_backward_batch(clone(batch), record)
-    ordered = sorted(tuple(row.tolist()) for row in seen[0])
-    assert ordered == sorted(tuple(row.tolist()) for row in old)
-
-
-def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> None:
-    batch = make_batch(CASES["turns_that_only_continue_one_another"])
-    with packed.eval_mode():
-        metrics = packed.infer_batch(batch)["metrics"]
-    assert metrics["prefix_grouper/rmpad_micro_batches"] == [0.0]
-    assert metrics["prefix_grouper/physical_tokens"] == [4 * 8 + 3 + 2 - 1]
-
-
-def test_metrics_count_rows_that_were_computed(packed: Any) -> None:
+def test_metrics_count_tokens_that_were_computed(packed: Any, qwen3: str) -> None:
     batch = make_batch(MIXED, max_token_len_per_gpu=45)
-    with packed.train_mode():
-        metrics = packed.train_batch(clone(batch), actor_loss())["metrics"]
     logical = sum(len(s.prompt) + len(s.response) for s in MIXED)
     physical = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
+    metrics = metrics_of(packed, batch)
     assert metrics["prefix_grouper/logical_tokens"] == [logical]
     assert metrics["prefix_grouper/physical_tokens"] == [physical]
     assert metrics["prefix_grouper/dedup_ratio"] == [logical / physical]
     assert metrics["prefix_grouper/groups_per_micro_batch"] == [3 / 3]
     assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
+    padding = metrics_of(
+        make_engine(qwen3, packed=True, engine={"pad_to_length": True, "pad_to_length_bucket": 60}), batch
+    )
+    (padded,) = padding["prefix_grouper/physical_tokens"]
+    assert padded % 60 == 0
+    assert padding["prefix_grouper/padding_tokens"] == [padded - physical]
+    assert padded > physical
 
 
-def test_without_the_flag_verl_builds_its_own_engine(qwen3: str) -> None:
-    assert type(make_engine(qwen3, packed=False)) is FSDPEngineWithLMHead
-
-
-def test_padding_counts_as_computed(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"pad_to_length": True, "pad_to_length_bucket": 60})
-    batch = make_batch(MIXED, max_token_len_per_gpu=60)
+def metrics_of(engine: Any, batch: Any) -> dict[str, list[float]]:
     with engine.train_mode():
-        metrics = engine.forward_backward_batch(clone(batch), actor_loss())["metrics"]
-    tokens = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
-    padding = metrics["prefix_grouper/padding_tokens"][0]
-    assert metrics["prefix_grouper/physical_tokens"] == [tokens + padding]
-    assert (tokens + padding) % 60 == 0
-    assert padding > 0
+        return engine.forward_backward_batch(clone(batch), actor_loss())["metrics"]
+
+
+def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> None:
+    metrics = metrics_of(packed, make_batch(CASES["turns_that_only_continue_one_another"]))
+    assert metrics["prefix_grouper/rmpad_micro_batches"] == [0.0]
+    assert metrics["prefix_grouper/physical_tokens"] == [4 * 8 + 3 + 2 - 1]

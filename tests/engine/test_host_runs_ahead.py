@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.carried_cases import CASES, carrying_engine
-from tests.support import actor_loss, clone, group, make_engine, save_tiny_model
+from tests.support import actor_loss, clone, group, make_engine
 from verl_pg_plugin.attention import passes
 from verl_pg_plugin.engine import batch
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
@@ -94,22 +94,15 @@ def of_ours(waits: Waits) -> set[str]:
     return {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}], ids=str)
-def test_only_verls_loss_waits_in_packed_micro_batches(qwen3: str, waits: Waits, options: dict) -> None:
-    run(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
+@pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}, None], ids=str)
+def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits: Waits, options: dict | None) -> None:
+    """Without options, of split groups."""
+    if options is None:
+        samples, budget = CASES["one_group_of_8"]
+        run(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
+    else:
+        run(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
     assert not of_ours(waits)
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
     assert any("verl/workers/utils" in name for name in waits.files)
     assert passes.__file__ in waits.files
-
-
-def test_nor_do_parts_of_chains(qwen3: str, waits: Waits) -> None:
-    samples, budget = CASES["one_group_of_8"]
-    run(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
-    assert not of_ours(waits)
-    assert waits.files

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tests.engine.ranks import on_ranks
@@ -13,23 +11,6 @@ from tests.layout.tries import batch_of
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.engine.inputs import ModelInputs, TokenShard, packed_inputs
 from verl_pg_plugin.modalities import TEXT
-
-
-def test_one_rank_holds_all_rows_and_padding() -> None:
-    shard = TokenShard(7)
-    assert shard.take(np.arange(5)).tolist() == [0, 1, 2, 3, 4, 0, 0]
-    assert shard.own(np.array([1, 4])).tolist() == [0, 1]
-    x = torch.ones(7, 2)
-    assert shard.gather(x) is x
-
-
-@given(num_rows=st.integers(1, 50), padding=st.integers(0, 50), data=st.data())
-def test_padding_changes_no_row(num_rows: int, padding: int, data: st.DataObject) -> None:
-    rows = data.draw(st.lists(st.integers(0, num_rows - 1), unique=True).map(sorted))
-    shard = TokenShard(num_rows + padding)
-    values = np.arange(1, num_rows + 1)
-    assert shard.take(values).tolist() == [*values.tolist(), *[0] * padding]
-    assert shard.own(np.array(rows, dtype=np.int64)).tolist() == list(range(len(rows)))
 
 
 def slices(rank: int) -> dict[int, tuple[list[int], list[int], float]]:

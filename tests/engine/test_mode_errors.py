@@ -6,17 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.support import make_engine, save_tiny_model
 from verl_pg_plugin.engine.prepare import prepare_model
 from verl_pg_plugin.modalities import TEXT
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
 
 
 PADDED = {"use_remove_padding": False}
@@ -26,19 +22,25 @@ FIXED = {"use_dynamic_bsz": False}
 @pytest.mark.parametrize(("remove_padding", "sharing"), [(True, True), (False, True), (True, False), (False, False)])
 def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool) -> None:
     engine = make_engine(qwen3, packed=sharing, engine=FIXED, model={"use_remove_padding": remove_padding})
+    assert (type(engine) is FSDPEngineWithLMHead) == (not sharing)
     assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
 
 
-def test_all_unsupported_options_are_named_at_once(qwen3: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"use_dynamic_bsz.*use_fused_kernels.*pad_to_length.*use_prefix_grouper=False"
-    ):
-        make_engine(qwen3, packed=True, engine={"pad_to_length": True}, model={**PADDED, "use_fused_kernels": True})
-
-
-def test_sequence_parallelism_needs_packed_rows(qwen3: str) -> None:
-    with pytest.raises(ValueError, match="use_remove_padding"):
-        make_engine(qwen3, packed=True, engine={"ulysses_sequence_parallel_size": 2, **FIXED}, model=PADDED)
+@pytest.mark.parametrize(
+    ("engine", "model", "named"),
+    [
+        (
+            {"pad_to_length": True},
+            {"use_fused_kernels": True},
+            r"use_dynamic_bsz.*use_fused_kernels.*pad_to_length.*use_prefix_grouper=False",
+        ),
+        ({"ulysses_sequence_parallel_size": 2, **FIXED}, {}, "use_remove_padding"),
+    ],
+    ids=["all that the padded mode does not take", "sequence parallelism"],
+)
+def test_unsupported_options_are_named_at_once(qwen3: str, engine: dict, model: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_engine(qwen3, packed=True, engine=engine, model={**PADDED, **model})
 
 
 def test_missing_prefix_grouper_library_names_the_install_command(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities import TEXT, Content, Text
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.micro_batches import CacheWeights
-from verl_pg_plugin.synthetic import make_batch
+from verl_pg_plugin.synthetic import Sample, make_batch
 
 LONE = [sample for seed in range(4) for sample in group(6, [5], seed)]
 BY_TOKENS = ModelFlops(per_token=1.0, per_label=0.0, pairs=())
@@ -32,18 +32,21 @@ def plans_of(batches: list[TensorDict], monkeypatch: pytest.MonkeyPatch, **optio
     return on_threads(len(batches), lambda rank: plan_of(batches[rank], dp_rank=rank, **options), monkeypatch)
 
 
-def test_a_rank_with_exactly_as_many_sequences_as_another_needs_micro_batches_fills_them(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("few", [[*group(30, [3, 4, 5], 1), *LONE], LONE[:3]], ids=["more", "exactly as many"])
+def test_every_sequence_is_in_one_micro_batch_whatever_the_other_rank_needs(
+    few: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, many = make_batch(LONE[:2], max_token_len_per_gpu=20), make_batch(LONE[:2], max_token_len_per_gpu=10)
-    assert [len(plan.micro_batches) for plan in plans_of([few, many], monkeypatch)] == [2, 2]
-
-
-def test_every_sequence_is_in_one_micro_batch_whatever_the_other_rank_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [make_batch([*group(30, [3, 4, 5], 1), *LONE]), make_batch(LONE[:3], max_token_len_per_gpu=10)]
+    batches = [make_batch(few), make_batch(LONE[:3], max_token_len_per_gpu=10)]
     for batch, plan in zip(batches, plans_of(batches, monkeypatch), strict=True):
         assert len(plan.micro_batches) == 3
         assert sorted(i for planned in plan.micro_batches for i in planned.sequences) == list(range(len(batch)))
+
+
+def test_ranks_with_one_and_nine_sequences_both_say_what_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [group(5, [3], 1), [sample for seed in range(9) for sample in group(5, [3], seed)]]
+    batches = [make_batch(samples, max_token_len_per_gpu=8) for samples in groups]
+    for error in plans_of(batches, monkeypatch):
+        assert "this rank has 1 sequences and another needs 9 micro-batches" in str(error)
 
 
 def split_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:

@@ -1,13 +1,10 @@
 """The plugin is found, light, idempotent, and noticed when it is not in force."""
 
-from importlib.metadata import entry_points
-from pathlib import Path
-
 import pytest
 from verl.workers.engine import EngineRegistry
 
 from tests.fresh import Ended, run_fresh
-from tests.support import make_engine, save_tiny_model
+from tests.support import make_engine
 from verl_pg_plugin.config import PrefixGrouperEngineConfig
 from verl_pg_plugin.engine import registration
 from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
@@ -47,19 +44,18 @@ assert verl.utils.config.validate_config.calls_before
 print(get_trainer_cls("pg_sync").__name__)
 """
 ROLLOUT = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
-FIRST_MODULES = ("config.engine_config", "config.rules", "trainer", "cpu.server")
+FIRST_MODULES = ("config.rules", "trainer", "cpu.server")
 
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "verl first": (IMPORT_VERL, CPU),
     # Then verl's entry point finds the package loaded and runs nothing.
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
-    "package first, no plugins": ("import verl_pg_plugin" + BUILT, CPU | NO_PLUGINS),
     "external module": (BUILT, CPU | NO_PLUGINS | {"VERL_USE_EXTERNAL_MODULES": "verl_pg_plugin"}),
     "broken": (
         "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None" + SELECT_THE_MODE,
         {"VERL_PLATFORM": "nvidia"},
     ),
-    "selected, no plugins": (SELECT_THE_MODE, NO_PLUGINS | {"VERL_PLATFORM": "nvidia"}),
+    "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | {"VERL_PLATFORM": "nvidia"}),
     **{module: (FIRST_IMPORT.format(module=module) + SELECT_THE_MODE + ROLLOUT, CPU) for module in FIRST_MODULES},
 }
 
@@ -70,19 +66,16 @@ def ended() -> dict[str, Ended]:
     return dict(zip(CASES, run_fresh(list(CASES.values())), strict=True))
 
 
-def test_verl_finds_the_plugin() -> None:
-    (found,) = entry_points(group="verl.plugins", name="verl_pg_plugin")
-    assert found.load().__name__ == "verl_pg_plugin"
-
-
 def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line(ended: dict[str, Ended]) -> None:
     result = ended["verl first"]
     assert result.stdout.splitlines() == [OURS, STOCK, "False []"], result.stderr
     assert sum(line.startswith("verl_pg_plugin ") for line in result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("case", ["package first", "package first, no plugins", "external module"])
-def test_engines_are_registered_whoever_imports_the_package_first(ended: dict[str, Ended], case: str) -> None:
+@pytest.mark.parametrize("case", ["package first", "external module", "no plugins, the mode selected"])
+def test_engines_are_registered_whoever_imports_the_package_first_or_selects_the_mode(
+    ended: dict[str, Ended], case: str
+) -> None:
     assert ended[case].stdout.split() == [OURS], ended[case].stderr
 
 
@@ -95,17 +88,13 @@ def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(
     assert "not registered" not in result.stderr
 
 
-def test_on_cuda_ours_wins_and_the_stock_entry_is_untouched() -> None:
-    entries = EngineRegistry._engines["language_model"]["fsdp2"]
-    assert entries["cuda", "nvidia"] is PrefixGrouperFSDPEngineWithLMHead
-    assert entries["cuda"].__module__ == STOCK
-    assert entries["npu"].__module__ == STOCK
-
-
-def test_registering_twice_changes_nothing() -> None:
+def test_on_cuda_ours_wins_and_registering_again_changes_nothing() -> None:
     before = {model: dict(entries) for model, entries in EngineRegistry._engines.items()}
     registration.register_engines()
     assert {model: dict(entries) for model, entries in EngineRegistry._engines.items()} == before
+    entries = EngineRegistry._engines["language_model"]["fsdp2"]
+    assert entries["cuda", "nvidia"] is PrefixGrouperFSDPEngineWithLMHead
+    assert entries["cuda"].__module__ == entries["npu"].__module__ == STOCK
 
 
 def test_a_second_plugin_on_the_same_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,30 +106,20 @@ def test_a_second_plugin_on_the_same_key_is_named(monkeypatch: pytest.MonkeyPatc
         registration.register_engines()
 
 
-def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
-    monkeypatch.setenv("VERL_ENGINE_VENDOR", "huawei")
-    PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper=False)
-    with pytest.raises(RuntimeError, match=r"silently share nothing.*VERL_ENGINE_DEVICE"):
-        PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper=True)
-
-
 def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(ended: dict[str, Ended]) -> None:
     """verl logs a plugin that fails to load at DEBUG; the config that selects the mode raises its error."""
     assert ended["broken"].returncode != 0
     assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
 
 
-def test_selecting_the_mode_registers_even_where_verl_was_told_to_load_no_plugins(ended: dict[str, Ended]) -> None:
-    result = ended["selected, no plugins"]
-    assert result.stdout.split() == [OURS], result.stderr
-
-
-def test_engine_checks_at_init_that_it_is_in_force(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, process_group: None
+def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(
+    monkeypatch: pytest.MonkeyPatch, qwen3: str, process_group: None
 ) -> None:
-    path = save_tiny_model(tmp_path)
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "huawei")
+    PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper=False)
+    with pytest.raises(RuntimeError, match=r"silently share nothing.*VERL_ENGINE_DEVICE"):
+        PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper=True)
     monkeypatch.setattr(PrefixGrouperEngineConfig, "__post_init__", lambda config: None)
-    monkeypatch.setattr(EngineRegistry, "get_engine_cls", lambda *_: object)
-    with pytest.raises(RuntimeError, match="silently share nothing"):
-        make_engine(path, packed=True, engine_cls=PrefixGrouperFSDPEngineWithLMHead)
+    with pytest.raises(RuntimeError, match="silently share nothing"):  # also where a config was not looked at
+        make_engine(qwen3, packed=True, engine_cls=PrefixGrouperFSDPEngineWithLMHead)

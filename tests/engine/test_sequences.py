@@ -1,11 +1,12 @@
 """What the layout is told about a batch: which sequences may share rows, and where each response starts."""
 
+import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tests.support import group
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.modalities import BatchError
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = group(5, [3, 2, 4], 1)
@@ -36,10 +37,18 @@ def test_a_temperature_of_one_element_is_everybodys(shape: tuple[int, ...]) -> N
     assert sequences.order().num_shared.tolist() == [0, 4, 4]
 
 
-def test_a_response_longer_than_its_place_in_input_ids_is_refused() -> None:
-    batch = make_batch(SAMPLES)
-    batch["responses"] = torch.nested.as_nested_tensor(
-        [torch.cat([row, row[:1]]) for row in batch["responses"].unbind()], layout=torch.jagged
-    )
-    with pytest.raises(BatchError, match="sequence 0: input_ids has 8 tokens, prompts and responses together 9"):
-        read_sequences(batch)
+def test_legacy_left_padded_batch_without_position_ids() -> None:
+    """verl's left_right_2_no_padding leaves padded prompts and responses beside the attention mask."""
+    ids = [[*s.prompt, *s.response] for s in SAMPLES]
+    padding = [[0] * (4 - len(s.response)) for s in SAMPLES]
+    fields = {
+        "input_ids": torch.nested.as_nested_tensor([torch.tensor(row) for row in ids], layout=torch.jagged),
+        "prompts": torch.tensor([[0, 0, *s.prompt] for s in SAMPLES]),
+        "responses": torch.tensor([[*s.response, *zeros] for s, zeros in zip(SAMPLES, padding, strict=True)]),
+        "attention_mask": torch.tensor(
+            [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
+        ),
+    }
+    sequences = read_sequences(TensorDict(fields, batch_size=len(SAMPLES)))
+    assert sequences.prompt_lengths.tolist() == [5] * len(SAMPLES)
+    assert np.array_equal(sequences.content.tokens, np.concatenate(ids))

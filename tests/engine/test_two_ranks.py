@@ -22,7 +22,6 @@ from tests.support import (
     make_engine,
     run_engine,
     run_reference,
-    save_tiny_model,
 )
 from verl_pg_plugin.attention import kernels, passes
 from verl_pg_plugin.attention.kernels import KERNELS
@@ -35,11 +34,6 @@ SPLITS = {
     "a_group_cut_across_ranks": [[0, 1, 4, 6], [2, 3, 5, 7]],
     "uneven_work": [[6, 7, 5, 4], [1, 3, 0, 2]],
 }
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"))
 
 
 CUTS = {

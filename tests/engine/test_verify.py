@@ -10,12 +10,17 @@ import peft
 import pytest
 import transformers
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine import EngineRegistry
 
 from tests.engine.carried_cases import carrying_engine
-from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
+from tests.engine.value_models import (
+    check_exact_values,
+    critic_batch,
+    critic_loss,
+    make_value_engine,
+    save_value_model,
+)
 from tests.engine.verifying import ALWAYS, SAMPLES, break_layouts, infer, update, wrong_kv_row
-from tests.support import actor_loss, assert_same, group, make_engine, run_engine, run_reference
+from tests.support import group, make_engine
 from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import SHARING_OFF
@@ -40,41 +45,41 @@ def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
         assert re.search(part, message), message
 
 
-def test_first_verifies_one_micro_batch_of_each_kind(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
-    batch = make_batch(SAMPLES, max_token_len_per_gpu=120)
-    verified = [step(engine, batch)["prefix_grouper/verified_rows"] for step in (infer, update, infer, update)]
-    assert verified == [[2.0], [2.0], [0.0], [0.0]]
+def verified(metrics: dict[str, list[float]]) -> float:
+    (samples,) = metrics["prefix_grouper/verified_rows"]
+    return samples
 
 
-def test_first_waits_for_a_micro_batch_that_shares_something(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
-    lone = make_batch(SAMPLES[6:])
-    verified = [infer(engine, batch)["prefix_grouper/verified_rows"][0] for batch in (lone, make_batch(SAMPLES), lone)]
-    assert verified == [0, 2, 0]
+WHOLE, LONE, CUT = make_batch(SAMPLES), make_batch(SAMPLES[6:]), make_batch(SAMPLES, max_token_len_per_gpu=120)
+BY_FOUR = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)  # two micro-batches
+WHEN: dict[str, tuple[str, list, list[int]]] = {
+    "first of each kind": ("first", [(infer, CUT), (update, CUT)] * 2, [2, 2, 0, 0]),
+    "first that shares something": ("first", [(infer, LONE), (infer, WHOLE), (infer, LONE)], [0, 2, 0]),
+    "every third across mini-batches": ("every_3", [(infer, BY_FOUR)] * 6, [2, 2, 0, 2, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_as_many_micro_batches_are_verified_as_asked(qwen3: str, when: str) -> None:
+    verify, steps, expected = WHEN[when]
+    engine = make_engine(qwen3, packed=True, engine={"verify": verify})
+    assert [verified(step(engine, batch)) for step, batch in steps] == expected
+
+
+def test_first_is_not_spent_on_the_owner_of_a_split_group(qwen3: str) -> None:
+    """The chunk of a prompt that fills a micro-batch reads no token but its own."""
+    engine = carrying_engine(qwen3, engine={"verify": "first"})
+    batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    assert [verified(infer(engine, batch)) for _ in range(2)] == [2, 0], "it, and the first that reads what it left"
 
 
 def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
-    """They share rows, and no sequence attends to rows of another: a wrong key would go unseen."""
+    """They share tokens, and no sequence attends to tokens of another: a wrong key would go unseen."""
     engine = break_layouts(make_engine(qwen3, packed=True, engine={"verify": "first"}), wrong_kv_row)
     turns = make_batch([Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(4)])
-    assert [infer(engine, turns)["prefix_grouper/verified_rows"][0] for _ in range(2)] == [2, 0]
+    assert [verified(infer(engine, turns)) for _ in range(2)] == [2, 0]
     with pytest.raises(MismatchError):
-        infer(engine, make_batch(SAMPLES))
-
-
-def test_first_is_not_spent_on_the_owner_of_a_chain(qwen3: str) -> None:
-    """The owner of a prompt that fills a micro-batch reads no row but its own."""
-    engine = carrying_engine(qwen3, engine={"verify": "first"})
-    batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    verified = [infer(engine, batch)["prefix_grouper/verified_rows"][0] for _ in range(2)]
-    assert verified == [2, 0], "the owner, and the first part that reads what it left"
-
-
-def test_every_n_counts_micro_batches_across_mini_batches(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"verify": "every_3"})
-    batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)  # two micro-batches
-    assert [infer(engine, batch)["prefix_grouper/verified_rows"][0] for _ in range(6)] == [2, 2, 0, 2, 2, 0]
+        infer(engine, WHOLE)
 
 
 def test_samples_take_turns_and_the_one_that_shares_most_comes_first(
@@ -99,12 +104,6 @@ def test_samples_take_turns_and_the_one_that_shares_most_comes_first(
     assert {size for rows in chosen for size in rows} == set(sizes)
 
 
-def test_gradients_and_outputs_are_those_of_a_run_without(qwen3: str) -> None:
-    batch = make_batch(SAMPLES, max_token_len_per_gpu=120)
-    engine = make_engine(qwen3, packed=True, engine=ALWAYS)
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
-
-
 def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
     broken = {"verify": "first"}
     batch = make_batch(SAMPLES)
@@ -115,33 +114,10 @@ def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
         infer(strict, batch)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"engine": {"logits_chunk_size": 3}},
-        {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
-    ],
-    ids=str,
-)
-def test_other_options_are_verified_too(qwen3: str, options: dict) -> None:
-    options["engine"] = {**ALWAYS, **options.get("engine", {})}
-    engine = make_engine(qwen3, packed=True, **options)
-    batch = make_batch(SAMPLES, max_token_len_per_gpu=190)
-    assert infer(engine, batch)["prefix_grouper/verified_rows"][0] >= 2
-    assert update(engine, batch)["prefix_grouper/verify_max_error"][0] < 1e-4
-
-
 def test_a_critic_is_verified_by_its_values(tmp_path: Path) -> None:
-    path = save_value_model(tmp_path)
-    batch = critic_batch(SAMPLES)
-    value = {
-        "engine": {"verify": "first"},
-        "model": {"model_type": "value_model"},
-        "engine_cls": EngineRegistry.get_engine_cls("value_model", "fsdp2"),
-    }
-    engine = make_engine(path, packed=True, **value)
-    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))
-    broken = break_layouts(make_engine(path, packed=True, **value), wrong_kv_row)
+    path, batch, first = save_value_model(tmp_path), critic_batch(SAMPLES), {"verify": "first"}
+    check_exact_values(make_value_engine(path, options=first), path, batch)
+    broken = break_layouts(make_value_engine(path, options=first), wrong_kv_row)
     with pytest.raises(MismatchError, match="values of response token"):
         update(broken, batch, critic_loss())
 

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 import transformers
 from tensordict import TensorDict
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPCriticConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPCriticConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import value_loss
 
-from tests.support import Result, clone, response_values, save_tiny_model
-from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from tests.support import Result, assert_same, clone, make_engine, response_values, run_engine, save_tiny_model
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 
@@ -40,33 +38,15 @@ def make_value_engine(
     dtype: str = "fp32",
     options: dict | None = None,
 ) -> Any:
-    """verl's registered value engine, initialised; ``dtype`` is that of activations."""
-    engine_config = PrefixGrouperEngineConfig(
-        strategy="fsdp2",
-        use_prefix_grouper=sharing,
-        prefix_grouper=PrefixGrouperOptions(**(options or {})),
-        use_torch_compile=False,
-        use_dynamic_bsz=not padded,
-        mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    """verl's registered value engine, initialised; ``dtype`` is that of activations, ``options`` are of its config."""
+    mixed = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    return make_engine(
+        path,
+        packed=sharing,
+        engine={"use_dynamic_bsz": not padded, "mixed_precision": mixed, **(options or {})},
+        model={"model_type": "value_model", "use_remove_padding": not padded, **(model or {})},
+        engine_cls=EngineRegistry.get_engine_cls("value_model", "fsdp2"),
     )
-    model_config = HFModelConfig(
-        **{
-            "path": path,
-            "model_type": "value_model",
-            "load_tokenizer": False,
-            "use_remove_padding": not padded,
-            "override_config": {"attn_implementation": "sdpa"},
-            **(model or {}),
-        }
-    )
-    engine = EngineRegistry.get_engine_cls("value_model", "fsdp2")(
-        model_config=model_config,
-        engine_config=engine_config,
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
 
 
 def critic_batch(samples: list[Sample], **settings: Any) -> TensorDict:
@@ -98,3 +78,8 @@ def run_value_reference(path: str, batch: TensorDict) -> Result:
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Result({"values": response_values(values, batch)}, gradients)
+
+
+def check_exact_values(engine: Any, path: str, batch: TensorDict) -> None:
+    """Values and gradients of ``batch`` are those of every sequence alone."""
+    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(path, batch))

@@ -61,24 +61,17 @@ def test_a_query_sees_its_ancestors_in_order_and_nothing_else(data: st.DataObjec
         for p in lay_out(batch, group, forward_only=False):
             seen = readable(p.layout)
             assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
+            for layout in filter(None, (p.layout, p.layout.prefill)):
+                as_they_are = layout.kv_index.tolist() == list(range(layout.num_cached + layout.num_tokens))
+                assert layout.num_gathered_kv == (0 if as_they_are else len(layout.kv_index))
             segment_rows = [len(seen[row]) - 1 for row in p.layout.cu_seqlens_q[:-1].tolist()]
             assert p.layout.segment_start.tolist() == segment_rows
             if (prefill := p.layout.prefill) is not None:
+                assert not prefill.num_gathered_kv
                 path = p.keys[: p.layout.num_cached]
                 assert [[path[row] for row in rows] for rows in readable(prefill)] == [
                     ancestors(key) for key in path[p.part.chunk.num_kept :]
                 ]
-
-
-@given(st.data(), ANY_BATCH)
-def test_a_chunk_gathers_no_key_only_where_it_reads_every_token_once(data: st.DataObject, batch: Batch) -> None:
-    for group in data.draw(plans(batch)):
-        for p in lay_out(batch, group, forward_only=False):
-            for layout in (p.layout, p.layout.prefill):
-                if layout is not None:
-                    as_they_are = layout.kv_index.tolist() == list(range(layout.num_cached + layout.num_tokens))
-                    assert layout.num_gathered_kv == (0 if as_they_are else len(layout.kv_index))
-            assert p.layout.prefill is None or not p.layout.prefill.num_gathered_kv
 
 
 def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_reads() -> None:
@@ -238,14 +231,3 @@ def test_a_token_that_is_prompt_here_and_label_elsewhere_publishes_its_head_outp
     layout = lay_group_out(FIRST, first_label=17)
     assert layout.publish[layout.publish_heads].tolist() == [17, 18]
     assert {17, 18} <= set(layout.head_index.tolist())
-
-
-def test_a_chunk_without_a_token_of_its_own_is_refused() -> None:
-    def lay_out_one(num_cached: int) -> PackedLayout:
-        part = Chunk(num_sequences=1, num_cached=num_cached)
-        rows = np.array([1, 2, 3, 4]), np.array([0, 4]), np.array([2])
-        return build_chunk_layout(*rows, chunk=part, first_label=1, forward_only=True)
-
-    assert lay_out_one(2).num_tokens == 1
-    with pytest.raises(ValueError, match="compute at least one token"):
-        lay_out_one(3)

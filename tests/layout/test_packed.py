@@ -120,15 +120,6 @@ def test_a_grpo_group_is_its_prompt_once_and_one_segment_per_response_that_repea
     assert (layout.num_tokens, layout.num_logical_tokens, layout.num_groups) == (9, 18, 1)
 
 
-def test_a_multi_turn_tree_shares_at_every_depth() -> None:
-    system, turn = (1, 2, 3), (4, 5)
-    a, b, c = (*system, *turn, 6), (*system, *turn, 7), (*system, 8)
-    layout = batch_of((a, (9, 9)), (a, (8, 8)), (b, (9,)), (c, (9,))).layout()
-    # system | turn, a, responses of a | b | c, each one token before the sequences part
-    starts = {(0, (1, 2)), (2, (3, 4)), (4, (5,)), (5, (6, 9)), (5, (6, 8)), (4, (5, 7)), (2, (3, 8))}
-    assert segment_tokens(layout) == dict.fromkeys(starts, 1)
-
-
 def turns(count: int, length: int = 3) -> list[tuple[range, range]]:
     """Prompts of ever more turns, and the response to each."""
     return [

@@ -19,7 +19,10 @@ def up_to(num_ranks: int, options: list[Option]) -> list[Option]:
 
 
 CASES = {
-    "two": [*alone(up_to(2, QUICK)), *covering([case for case in pairs(up_to(2, QUICK)) if case.num_ranks == 2])],
+    "two": [
+        *covering(pairs(up_to(1, QUICK))),
+        *covering([case for case in pairs(up_to(2, QUICK)) if case.num_ranks == 2]),
+    ],
     "four": [
         *alone(option for option in QUICK if option.num_ranks != 1 or option.is_default),
         *(case for case in pairs(QUICK) if case.num_ranks == 4),

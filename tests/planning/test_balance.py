@@ -1,7 +1,7 @@
 """Ranks and mini-batches: equal in number, nearly equal in cost, and no group torn apart that fits."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -94,11 +94,6 @@ def test_the_order_is_a_permutation_with_the_costs_and_cuts_that_are_reported(pr
     assert firsts == sorted(firsts), "no mini-batch is put off for being long"
 
 
-@given(problems())
-def test_every_rank_computes_the_same_balance_whatever_numbers_groups_have(problem: Problem) -> None:
-    assert np.array_equal(problem.solve().order, replace(problem, group=problem.group * 7 + 3).solve().order)
-
-
 @pytest.mark.parametrize(("num_ranks", "num_mini_batches"), [(1, 1), (8, 4), (64, 1)])
 def test_even_groups_that_fit_are_cut_only_where_that_saves_time(num_ranks: int, num_mini_batches: int) -> None:
     problem = grpo(64, 8, num_ranks, num_mini_batches)
@@ -117,10 +112,19 @@ def test_ranks_finish_together_and_a_large_batch_is_balanced_in_a_second(num_gro
     assert balance.slowest_over_mean < 1.001
 
 
-def test_an_exchange_never_makes_the_cheap_rank_the_slowest() -> None:
-    responses = np.array([6, 3, 4, 1, 1, 1, 2, 9, 8]) * 1000
-    balance = Problem(np.arange(9), np.ones(9, dtype=np.int64), responses, 3, 1).solve(may_cut=False)
-    assert sorted(responses[rank].sum() for rank in np.split(balance.order, 3)) == [11000, 12000, 12000]
+@pytest.mark.parametrize(
+    ("lengths", "sums"),
+    [
+        # Dealt dearest first to the cheaper rank with room they are 90 68 1 and 70 69 40.
+        ([90, 70, 69, 68, 40, 1], [161, 177]),
+        # An exchange must not make the cheap rank the slowest.
+        ([60, 30, 40, 10, 10, 10, 20, 90, 80], [110, 120, 120]),
+    ],
+)
+def test_groups_change_places_where_dealing_each_once_leaves_a_rank_behind(lengths: list, sums: list) -> None:
+    responses, ones = np.array(lengths) * 100, np.ones(len(lengths), dtype=np.int64)
+    balance = Problem(np.arange(len(lengths)), ones, responses, len(sums), 1).solve(may_cut=False)
+    assert sorted(responses[rank].sum() // 100 for rank in np.split(balance.order, len(sums))) == sums
 
 
 def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be() -> None:
@@ -132,14 +136,6 @@ def test_a_group_larger_than_a_mini_batch_is_cut_into_as_few_parts_as_it_can_be(
         [[2, 1, 1], [4, 0, 0]],
         [[3, 0, 1], [3, 1, 0]],
     )
-
-
-def test_groups_change_places_where_dealing_each_once_leaves_a_rank_behind() -> None:
-    """Dealt dearest first to the cheaper rank with room they are 9000 6800 100 and 7000 6900 4000."""
-    prompts, responses = np.ones(6, dtype=np.int64), np.array([9000, 7000, 6900, 6800, 4000, 100])
-    balance = Problem(np.arange(6), prompts, responses, num_ranks=2, num_mini_batches=1).solve()
-    ranks = {frozenset(responses[rank].tolist()) for rank in np.split(balance.order, 2)}
-    assert ranks == {frozenset({9000, 7000, 100}), frozenset({6900, 6800, 4000})}
 
 
 def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the_prompt_costs() -> None:

@@ -25,6 +25,7 @@ def config(model_type: str, **overrides: object) -> transformers.PretrainedConfi
 
 def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> None:
     flops = ModelFlops.of_config(config("qwen3"))
+    assert flops == ModelFlops.of(transformers.AutoModelForCausalLM.from_config(config("qwen3")))
     pairs = (PairCost(4 * 4 * 4 * 3),)
     assert flops == ModelFlops(per_token=2 * 3 * PER_LAYER, per_label=2 * 50 * 16, pairs=pairs)
 
@@ -53,16 +54,6 @@ def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> Non
     recurrent = 16 * (2 * keys + 2 * values + 2 * 4) + 3 * (2 * keys + values) + values * 16
     weights = attention + 2 * recurrent + 3 * 3 * 16 * 24
     assert flops.per_token == 2 * weights + 2 * 6 * 4 * 8 * 4
-
-
-def test_stock_verl_is_priced_with_every_token_and_its_head() -> None:
-    flops = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
-    assert flops.alone(np.array([2, 3])).tolist() == [2 * 110 + 3, 3 * 110 + 6]
-
-
-def test_a_model_on_the_driver_costs_what_the_built_one_does() -> None:
-    module = transformers.AutoModelForCausalLM.from_config(config("qwen3"))
-    assert ModelFlops.of(module) == ModelFlops.of_config(module.config)
 
 
 def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_and_stays_as_it_was() -> None:
@@ -105,13 +96,12 @@ def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2"])
 def test_models_that_slide_in_every_layer_without_naming_layer_types_are_windowed(model_type: str) -> None:
-    pairs = ModelFlops.of_config(config(model_type, sliding_window=7, pad_token_id=0)).pairs
-    assert [pair.window for pair in pairs] == [7]
-    pairs = ModelFlops.of_config(config(model_type, sliding_window=None, pad_token_id=0)).pairs
-    assert [pair.window for pair in pairs] == [None]
+    for window in (7, None):
+        pairs = ModelFlops.of_config(config(model_type, sliding_window=window, pad_token_id=0)).pairs
+        assert [pair.window for pair in pairs] == [window]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
 def test_a_window_that_is_switched_off_is_none(model_type: str) -> None:
     off = config(model_type, sliding_window=7, use_sliding_window=False)
     assert [pair.window for pair in ModelFlops.of_config(off).pairs] == [None]
@@ -187,15 +177,3 @@ def test_patches_cost_what_torch_counts(kind: str) -> None:
         model.model.visual(pixels, grid_thw=torch.tensor(GRIDS))
     patches = np.array([np.prod(grid) for grid in GRIDS])
     assert ModelFlops.of(model).images(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_trusting_remote_code_changes_no_price(kind: str) -> None:
-    config = vision_config(kind)
-    assert ModelFlops.of_config(config, trust_remote_code=True) == ModelFlops.of_config(config)
-
-
-def test_a_model_without_images_pays_for_none() -> None:
-    flops = ModelFlops.of_config(transformers.Qwen3Config(num_hidden_layers=1, vocab_size=16))
-    assert flops.vision is None
-    assert flops.images(np.array([96])) == 0

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cli.estimate import ACCURACY
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Batch, DeviceMemory, Forecast, Settings, forecast, lay_out, plan
+from verl_pg_plugin.planning.forecast import Batch, DeviceMemory, Forecast, Settings, forecast
 from verl_pg_plugin.planning.memory import TokenMemory
 
 CONFIG = Qwen3Config(
@@ -45,12 +45,6 @@ def test_tokens_are_those_of_groups_that_share_their_prompt() -> None:
     assert found.update > found.old_log_prob, "attention's outputs are kept for the backward"
 
 
-def test_nothing_shared_saves_the_head_of_prompts_alone() -> None:
-    alone = predict(Batch.of_lengths([P] * 4, [[R]] * 4))
-    assert alone.dedup_ratio == pytest.approx(1, abs=1e-3)
-    assert 1 < alone.old_log_prob < 1.3
-
-
 def test_prompts_that_begin_alike_share_more_than_their_groups() -> None:
     system = np.arange(1000)
     prompts = [np.concatenate([system, np.full(P - 1000, 5000 + g)]) for g in range(G)]
@@ -68,12 +62,6 @@ def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_
     assert carried.activation_gib < predict().activation_gib
 
 
-@pytest.mark.parametrize("faster", [{"compile_layers": True}, {"kernel": "flash_attn_4"}])
-def test_faster_layers_and_kernels_are_faster(faster: dict[str, object]) -> None:
-    assert predict(settings=replace(WHOLE, **faster)).update > predict().update
-    assert predict(settings=replace(WHOLE, **faster)).alone == predict().alone
-
-
 def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() -> None:
     recomputing = predict(settings=replace(WHOLE, keeps_attention=False))
     assert recomputing.update < predict().update
@@ -85,17 +73,6 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
 def test_a_batch_without_a_sequence_or_a_response_is_refused(prompts: list[int], responses: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="token"):
         Batch.of_lengths(prompts, responses)
-
-
-def test_what_is_laid_out_is_what_was_planned_and_sharing_alone_leaves_compiled_layers_out() -> None:
-    tight = replace(WHOLE, budget=P + 2 * R, compile_layers=True)
-    for forward_only, groups in zip((True, False), plan(GROUPS, MEMORY, tight), strict=True):
-        for group in groups:
-            layouts = lay_out(GROUPS, group, forward_only)
-            assert [layout.num_tokens for layout in layouts] == [micro_batch.num_tokens for micro_batch in group]
-    found, eager = predict(settings=tight), predict(settings=replace(tight, compile_layers=False))
-    assert found.sharing_alone == eager.sharing_alone == (eager.old_log_prob, eager.update)
-    assert found.update > eager.update
 
 
 def dense(hidden: int, inner: int, tied: bool) -> Qwen3Config:

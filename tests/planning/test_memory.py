@@ -27,11 +27,8 @@ def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     assert weights.published == pytest.approx(0.497, abs=0.002)
     assert weights.recomputing == pytest.approx(8 / 16.125), "the layer's input alone"
     assert memory(keeps_attention=False).weights(forward_only=False).recomputing == 1
-
-
-def test_log_probs_cache_no_sums() -> None:
-    weights = memory().weights(forward_only=True)
-    assert weights.cached == weights.published == pytest.approx(144 / 580.5, abs=0.001)
+    log_probs = memory().weights(forward_only=True)  # without sums of gradients
+    assert log_probs.cached == log_probs.published == pytest.approx(144 / 580.5, abs=0.001)
 
 
 def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_cheaper() -> None:

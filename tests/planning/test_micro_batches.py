@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter, defaultdict
-from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -150,40 +149,6 @@ def test_tokens_of_sequences_that_are_no_neighbours_are_counted(data: st.DataObj
     assert num_tokens(order, np.array(places, dtype=int)) == len(batch.take(order.sequences[places].tolist()).rows())
 
 
-@given(st.data())
-def test_one_prompt_is_split_within_a_fortieth_of_the_cheapest_of_all_cuts(data: st.DataObject) -> None:
-    """Against all cuts of a group of equal responses, with the price of each written out once more."""
-    prompt, response, n = (data.draw(st.integers(*bounds)) for bounds in ((500, 4000), (50, 1000), (2, 6)))
-    order = PrefixOrder(np.arange(n), np.full(n, prompt + response), np.array([0, *[prompt] * (n - 1)]))
-    budget = data.draw(st.integers(prompt + response, prompt + n * response - 1))
-    weights = CacheWeights(*data.draw(st.sampled_from([(0.0, 0.0), (0.25, 0.25), (0.75, 0.5)])))
-    forward_only = data.draw(st.booleans())
-
-    def price(sizes: list[int], starts: tuple[bool, ...]) -> float:
-        total = 0.0
-        for k, (size, carries) in enumerate(zip(sizes, starts, strict=True)):
-            reads_on = k + 1 < len(sizes) and starts[k + 1]
-            own = size * response + (0 if carries else prompt)
-            taken = own + weights.cached * prompt * carries + weights.published * prompt * (reads_on and not carries)
-            if taken > budget and (size > 1 or carries or reads_on):
-                return np.inf
-            total += MICRO_BATCH_COST + (prompt if k and not carries else 0)
-            if carries and not reads_on and not forward_only:
-                total += PREFILL_COST * (prompt + MICRO_BATCH_COST)
-        return total
-
-    cuts = [
-        [b - a for a, b in pairwise([0, *(i + 1 for i, bit in enumerate(bits) if bit), n])]
-        for bits in product((0, 1), repeat=n - 1)
-    ]
-    best = min(
-        price(sizes, (False, *carries)) for sizes in cuts for carries in product((False, True), repeat=len(sizes) - 1)
-    )
-    plan = cut_micro_batches(order, MicroBatchLimits(budget), weights, forward_only=forward_only)
-    base = prompt + n * response
-    assert base + cost(plan, order, forward_only) <= 1.025 * (base + best)
-
-
 LOGNORMAL = np.minimum(np.random.default_rng(0).lognormal(7.3, 0.9, 512), 16_000).astype(int) + 1
 WEIGHTS_8B = CacheWeights(0.744, 0.496, 0.496), CacheWeights(0.248, 0.248, 0.0)
 WEIGHTS_4B = CacheWeights(0.914, 0.610, 0.381), CacheWeights(0.305, 0.305, 0.0)
@@ -271,13 +236,6 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
 
 
-def test_the_largest_micro_batch_runs_first() -> None:
-    """Out of memory shows in the first micro-batch and not in the last."""
-    lone = batch_of(*[((i,), (i,) * i) for i in range(1, 12)])
-    tokens = [part.num_tokens for part in parts_of(cut_micro_batches(lone.order(), MicroBatchLimits(12)))]
-    assert tokens == sorted(tokens, reverse=True)
-
-
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:
     system = tuple(range(50))
     prompts = [(*system, 60 + q, *range(30)) for q in range(6)]
@@ -303,28 +261,11 @@ def test_a_prompt_that_nearly_fills_the_budget_is_computed_once() -> None:
     assert (num_split(plan), recomputed(plan, GROUP.order()), prefilled(plan)) == (1, 0, 99)
 
 
-def test_chunks_of_a_split_group_are_of_one_size() -> None:
-    long = batch_of(*[(range(10), [i] * 30) for i in range(9)])
-    plan = cut_micro_batches(long.order(), MicroBatchLimits(180), FREE, micro_batch_cost=4.0)
-    assert sorted(part.num_tokens for part in parts_of(plan)) in ([120, 159], [129, 150])
-
-
-def test_log_probs_are_split_without_a_prefill() -> None:
-    plan = plan_group(110, forward_only=True)
-    assert (num_split(plan), recomputed(plan, GROUP.order())) == (1, 0)
-    assert cached(plan) == 99 * (len(parts_of(plan)) - 1)
-
-
 def test_a_tiny_prefix_is_computed_again_rather_than_prefilled() -> None:
     tiny = batch_of(*[(range(9), [i] * 50) for i in range(8)]).order()
     update = cut_micro_batches(tiny, MicroBatchLimits(210), FREE)
     assert (num_split(update), recomputed(update, tiny)) == (0, 8 * (len(update) - 1))
     assert num_split(cut_micro_batches(tiny, MicroBatchLimits(210), FREE, forward_only=True)) == 1
-
-
-def test_what_is_cached_takes_room_in_the_budget() -> None:
-    assert len(parts_of(plan_group(106))) == 2
-    assert len(parts_of(plan_group(106, CacheWeights(cached=1.0)))) == 4
 
 
 def test_a_prompt_is_computed_again_where_there_is_no_room_for_its_pending_gradients() -> None:
@@ -349,14 +290,6 @@ def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
     plan = cut_micro_batches(batch.order(), MicroBatchLimits(120), FREE, micro_batch_cost=4.0)
     assert [len(group) for group in plan] == [2]
     assert sum(len(part.sequences) - num_of_group(part) for part in plan[0]) == 3
-
-
-def test_equal_sequences_never_make_a_chunk_without_tokens() -> None:
-    same = batch_of(*[(PROMPT, (1, 2, 3))] * 6, (PROMPT, (4, 5)))
-    for at_least in range(1, 8):
-        parts = parts_of(cut_micro_batches(same.order(), MicroBatchLimits(), FREE, at_least, micro_batch_cost=1.0))
-        assert len(parts) == at_least
-        assert all(part.num_tokens for part in parts)
 
 
 def test_the_first_label_is_that_of_the_shortest_prompt_of_the_split_group() -> None:

@@ -23,11 +23,6 @@ def by_mean(ranks: list) -> list:
     return [sorted(range(len(chains)), key=lambda i, chains=chains: -chains[i].sum(1).mean()) for chains in ranks]
 
 
-def test_single_micro_batches_meet_by_cost() -> None:
-    ranks = [[chain(1), chain(9), chain(5)], [chain(8), chain(4), chain(2)]]
-    assert align(ranks) == [[1, 2, 0], [0, 1, 2]]
-
-
 def test_chains_of_unequal_parts_meet_where_they_are_dear() -> None:
     """By their means alone, the dear part of one chain meets the cheap part of the other."""
     ranks = [[chain(10, 2), chain(5)], [chain(8), chain(9, 1)]]

@@ -90,12 +90,6 @@ def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
     assert filler.num_new.sum() == 127 + 49
 
 
-def test_single_rows_and_sequences_that_are_all_prompt_stay_within_their_lengths() -> None:
-    order = order_by_sessions(*(np.array(values) for values in ([0, 0], [0, 1], [0, 0], [2, 2], [0, 5])))
-    assert (order.num_new + order.num_shared).tolist() == [6, 1]
-    assert order.num_shared.tolist() == [0, 1]
-
-
 def test_a_system_prompt_is_shared_by_the_groups_behind_the_first() -> None:
     rollouts = Rollouts()
     system = rollouts.draw(150)
@@ -107,9 +101,3 @@ def test_a_system_prompt_is_shared_by_the_groups_behind_the_first() -> None:
     offsets = np.append(0, np.cumsum([len(tokens) for tokens in rollouts.tokens]))
     real = build_prefix_order(np.concatenate(rollouts.tokens), offsets)
     assert estimated.num_new.sum() == real.num_new.sum()
-
-
-def test_prompts_begin_alike_up_to_their_first_difference() -> None:
-    assert common_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5]), np.array([1, 2])]) == 2
-    assert common_prefix([np.array([1, 2]), np.array([2, 2])]) == 0
-    assert common_prefix([np.array([1, 2])]) == common_prefix([]) == 0

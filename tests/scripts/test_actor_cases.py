@@ -4,12 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from benchmarks.actor_cases import AgentCase, AnyCase, Case, TreeCase, Work, parse_case, samples_of_ranks
+from benchmarks.actor_cases import AnyCase, Work, parse_case, samples_of_ranks
 
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -29,16 +28,6 @@ def test_ten_turns_are_ten_rows_of_which_each_is_computed_as_far_as_it_is_new() 
     assert rows == 10
     assert found.logical_tokens == 67_000
     assert found.physical_tokens == 11_200 - 1
-
-
-def test_sessions_of_a_prompt_share_it_and_every_reply_has_a_head() -> None:
-    found, rows = work(parse_case("agent:20,2,8,3,4,2"))
-    assert rows == 2 * 4 * 3
-    assert found.physical_tokens == 2 * (20 - 1 + 4 * (1 + 2 * 10 + 2 - 1))
-    trunk, head = found.packed["old_log_prob"][0], 2 * 4 * 3 * 2 * FLOPS.per_label
-    assert trunk - head > found.physical_tokens * FLOPS.per_token, (
-        "a head on replies alone, and pairs on top of the rows"
-    )
 
 
 def test_a_search_tree_has_a_row_for_every_leaf_and_computes_every_step_once() -> None:
@@ -79,11 +68,3 @@ def test_ranks_get_whole_sessions_and_as_many_rows_each() -> None:
     assert [len(part) for part in parts] == [12, 12]
     assert not set(rows.group[parts[0]]) & set(rows.group[parts[1]])
     assert [len(set(rows.session[part])) for part in parts] == [4, 4]
-
-
-def test_rows_that_the_ranks_cannot_share_are_dropped() -> None:
-    assert len(TreeCase(3, 2, 3, 1, 1).rows(100, world_size=2).samples) == 6
-    odd = AgentCase(4, 1, 1, 1, 3, 1)
-    assert len(odd.rows(100, world_size=2).samples) == 6
-    assert len(Case(4, "2", "1/2", 1).rows(100, world_size=2).group) == 2
-    assert np.array_equal(odd.rows(100, 1).place, [0, 0, 0])

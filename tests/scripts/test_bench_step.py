@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import psutil
 import pytest
 
@@ -19,16 +18,14 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from bench_step import StepCase, mode, run_of  # noqa: E402
-from benchmarks.step_inputs import FIXED_WORDS, chat_of_length, make_prompts, word_tokenizer  # noqa: E402
+from benchmarks.step_inputs import chat_of_length, word_tokenizer  # noqa: E402
 from benchmarks.step_metrics import (  # noqa: E402
     PHASES,
     StepRow,
     read_training_steps,
     rows_of_run,
-    table_of,
     with_ratios,
 )
-from benchmarks.step_reward import compute_score  # noqa: E402
 from benchmarks.step_runs import ScriptRun, run_to_end  # noqa: E402
 
 ABOUT: dict[str, Any] = {
@@ -68,10 +65,6 @@ def test_the_first_step_never_reaches_the_figures() -> None:
     assert measured[0].tokens_per_s_per_gpu == pytest.approx(1000 / 3)
 
 
-def test_a_run_without_a_second_step_has_no_figures() -> None:
-    assert rows("packed", 100.0) == rows("packed") == []
-
-
 def test_speed_up_is_rmpads_time_over_the_modes_time_within_one_case() -> None:
     other_case = rows_of_run([step(9.0)] * 2, {**ABOUT, "mode": "packed", "case": "128,8,4,4"})
     packed = rows("packed", 9.0, 2.0, **{"actor/perf/max_memory_allocated_gb": 5.0})
@@ -79,27 +72,6 @@ def test_speed_up_is_rmpads_time_over_the_modes_time_within_one_case() -> None:
     speedups = {(row.case, row.mode): row.speedup for row in result if row.phase == "update_actor"}
     assert speedups == {("64,8,4,4", "packed"): 2.5, ("64,8,4,4", "rmpad"): 1.0, ("128,8,4,4", "packed"): None}
     assert {row.memory_ratio for row in result if row.mode == "packed" and row.case == "64,8,4,4"} == {0.5}
-
-
-def test_a_machine_without_memory_figures_has_no_memory_ratio() -> None:
-    on_cpu = {"actor/perf/max_memory_allocated_gb": 0.0}
-    result = with_ratios(rows("rmpad", 2.0, 2.0, **on_cpu) + rows("packed", 1.0, 1.0, **on_cpu))
-    assert {row.memory_ratio for row in result} == {None}
-
-
-def test_a_mode_that_does_not_log_sharing_leaves_those_columns_empty() -> None:
-    sharing = {
-        "actor/prefix_grouper/dedup_ratio": 3.0,
-        "actor/prefix_grouper/attention_backend/flash_attn_2": 1.0,
-    }
-    stock, packed = rows("rmpad", 1.0, 1.0)[0], rows("packed", 1.0, 1.0, **sharing)[0]
-    assert (stock.dedup_ratio, stock.attention_kernel) == (None, None)
-    assert (packed.dedup_ratio, packed.attention_kernel) == (3.0, "flash_attn_2")
-
-
-def test_a_phase_that_no_step_timed_has_no_row() -> None:
-    without_ref = [{key: value for key, value in step(1.0).items() if key != "timing_s/ref"} for _ in range(2)]
-    assert "ref" not in {row.phase for row in rows_of_run(without_ref, ABOUT)}
 
 
 def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path: Path) -> None:
@@ -111,14 +83,6 @@ def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path
     assert read_training_steps(tmp_path / "none.jsonl") == []
 
 
-def test_the_table_names_the_outcome_of_a_run_that_ended_early() -> None:
-    early = rows_of_run([step(1.0)] * 2, {**ABOUT, "outcome": "timed out after 9 s"})
-    table = table_of(with_ratios([*rows("rmpad", 2.0, 2.0), *early]))
-    assert table.row_count == 2 * len(PHASES)
-    assert "packed (timed out after 9 s)" in list(table.columns[1].cells)
-    assert list(table.columns[5].cells)[-1] == "2.00"
-
-
 @pytest.mark.parametrize("length", [9, 64, 513])
 def test_a_prompt_has_exactly_the_tokens_asked_for(length: int) -> None:
     tokenizer = word_tokenizer(512)
@@ -127,32 +91,6 @@ def test_a_prompt_has_exactly_the_tokens_asked_for(length: int) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert len(ids) == length
     assert tokenizer.unk_token_id not in ids
-
-
-def test_a_prompt_shorter_than_the_chat_template_is_refused() -> None:
-    with pytest.raises(ValueError, match="no room"):
-        chat_of_length(word_tokenizer(512), 8, random.Random(0))
-
-
-def test_every_token_id_is_a_word_and_a_newline_is_one_token() -> None:
-    tokenizer = word_tokenizer(512)
-    assert len(tokenizer) == 512
-    assert tokenizer("\n", add_special_tokens=False).input_ids == [FIXED_WORDS.index("\n")]
-    words = [f"w{index}" for index in (8, 300, 511)]
-    assert tokenizer(" ".join(words), add_special_tokens=False).input_ids == [8, 300, 511]
-
-
-def test_prompts_of_a_run_are_all_different_and_numbered(tmp_path: Path) -> None:
-    path = make_prompts(tmp_path / "prompts.parquet", word_tokenizer(512), length=32, num_prompts=6)
-    data = datasets.Dataset.from_parquet(str(path))
-    assert len({row["prompt"][0]["content"] for row in data}) == 6
-    assert [row["extra_info"]["index"] for row in data] == list(range(6))
-
-
-def test_rewards_of_a_group_differ_so_that_the_update_has_a_gradient() -> None:
-    scores = [compute_score("random_words", f"w8 w{index}", "") for index in range(16)]
-    assert len(set(scores)) == 16
-    assert all(0 <= score < 1 for score in scores)
 
 
 @pytest.mark.parametrize("text", ["4096,1024,4", "4096,1024,4,8,1", "a,1,1,1", "0,1,1,1"])

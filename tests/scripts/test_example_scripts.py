@@ -31,16 +31,6 @@ def test_the_checkpoint_is_a_qwen3_with_grouped_query_attention(checkpoint: Path
     assert model.generation_config.eos_token_id == config.eos_token_id
 
 
-def test_a_seed_names_one_checkpoint(tmp_path: Path) -> None:
-    from make_tiny_checkpoint import make_tiny_checkpoint
-
-    weights = [
-        (make_tiny_checkpoint(tmp_path / name, warm_up_steps=1, seed=seed) / "model.safetensors").read_bytes()
-        for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    ]
-    assert weights[0] == weights[1] != weights[2]
-
-
 def test_rows_are_in_verls_rl_format_and_answers_are_right(
     data: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -77,14 +67,6 @@ def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
 
 
-def test_a_session_that_needs_more_tries_is_worth_less_by_what_each_takes_off() -> None:
-    from data.arithmetic_reward import TRY_WEIGHT, compute_score_of_tries
-
-    scores = [compute_score_of_tries("arithmetic", "12", "12", extra_info={"num_turns": 2 * n}) for n in (1, 2, 4)]
-    assert scores == pytest.approx([1, TRY_WEIGHT, TRY_WEIGHT**3])
-    assert compute_score_of_tries("arithmetic", "x", "12", extra_info={"num_turns": 2}) == 0
-
-
 def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
     from make_tiny_checkpoint import answer_by_tool, character_tokenizer
     from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -99,15 +81,6 @@ def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_spec
     assert len(ids) < 60, "marks are one token each"
 
 
-def test_a_directory_that_is_in_the_way_is_left_alone(tmp_path: Path) -> None:
-    from make_arithmetic_data import make_arithmetic_data
-
-    (tmp_path / "mine").write_text("precious")
-    with pytest.raises(FileExistsError, match="--output-dir"):
-        make_arithmetic_data(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
 def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
     from data.whole_directory import whole_directory
 
@@ -119,16 +92,6 @@ def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail_half_way()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_two_runs_that_make_one_directory_at_once_both_succeed(tmp_path: Path) -> None:
-    from data.whole_directory import whole_directory
-
-    with whole_directory(tmp_path / "new") as first, whole_directory(tmp_path / "new") as second:
-        (first / "file").write_text("first")
-        (second / "file").write_text("second")
-    assert (tmp_path / "new" / "file").read_text() == "second"
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def run_summary(metrics: Path, config: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
@@ -159,19 +122,6 @@ def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) 
     assert (summary["rows_saved"], summary["rows_saved_share"]) == (52839, 0.9796)
     assert summary["time_old_log_prob"] > 0
     assert summary["time_update_actor"] > 0
-
-
-def test_figures_that_a_mode_does_not_log_are_null(tmp_path: Path) -> None:
-    from run_summary import read_steps, summarize
-
-    path = tmp_path / "metrics.jsonl"
-    rows = [{"step": 0, "data": {"val-core/arithmetic": 0.1}}]
-    rows += [{"step": step, "data": {"critic/score/mean": step / 10}} for step in range(1, 11)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = summarize(read_steps(path), "rmpad")
-    assert summary["steps"] == 10
-    assert summary["dedup_ratio"] is summary["attention_backend"] is summary["time_update_actor"] is None
-    assert (summary["reward_first"], summary["reward_last"]) == (0.15, 0.95)
 
 
 @pytest.mark.parametrize("loggers", ["[console, tensorboard]", "tensorboard"])

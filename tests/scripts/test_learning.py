@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 
-import learning_curves
 import pytest
-from benchmarks.common import write_csv
-from learning_curves import METRICS, LearningStep, curve_of, run_of
+from learning_curves import METRICS, curve_of, run_of
 
 
 def test_a_curve_is_read_from_the_metrics_of_verl_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
@@ -34,15 +31,3 @@ def test_both_modes_get_one_seed_one_optimizer_step_and_the_same_budget(tmp_path
     command = run_of("packed", 7, args, "gpu").command
     assert {"data.seed=7", "actor_rollout_ref.rollout.seed=7"} <= set(command)
     assert command[-1] == "a.b=1"
-
-
-def test_a_table_of_runs_is_drawn_without_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = (("rmpad", 1), ("rmpad", 2), ("packed", 1))
-    rows = [
-        LearningStep(*run, step, *[0.1 * step] * 7, dedup_ratio=None, step_s=1.0) for run in runs for step in (1, 2)
-    ]
-    table, picture = tmp_path / "curves.csv", tmp_path / "out.png"
-    write_csv(rows, table)
-    monkeypatch.setattr(sys, "argv", ["learning_curves.py", "--csv", str(table), "--draw", str(picture)])
-    assert learning_curves.main() == 0
-    assert picture.stat().st_size > 10_000

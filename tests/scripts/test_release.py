@@ -79,14 +79,3 @@ def test_a_workflow_can_be_read_and_runs_scripts_that_are_there(path: Path) -> N
         piped |= any(re.search(r"(?<!\|)\|(?!\|)", step.get("run", "")) for step in job["steps"])
     # GitHub's own shell, bash -e, goes on where what is in front of a pipe fails; a shell that is named does not.
     assert not piped or workflow["defaults"]["run"]["shell"] == "bash"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[bf]*.yml")), ids=lambda p: p.name)
-def test_issue_templates_ask_in_fields(path: Path) -> None:
-    form = yaml.safe_load(path.read_text())
-    assert {"name", "description", "body"} <= form.keys()
-    assert any(field.get("validations", {}).get("required") for field in form["body"])
-
-
-def test_bugs_come_with_the_doctors_output() -> None:
-    assert "verl_pg_plugin doctor --full" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
