@@ -51,7 +51,7 @@ from verl_pg_plugin.engine.prepare import (
     refuse,
 )
 from verl_pg_plugin.engine.ranks import gather
-from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounded_otherwise
+from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.memory import TokenMemory
@@ -270,7 +270,7 @@ class SharedPrefixEngine(FSDPEngine):
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
 
         alone = responses()
-        perturbed = alone if self.options.verify_tolerance is not None else responses(rounded_otherwise)
+        perturbed = alone if self.options.verify_tolerance is not None else responses(rounding_noise())
         return samples, alone, self.verifier.tolerances(alone, perturbed)
 
     # ------------------------------------------------------------------------------------ what it is given

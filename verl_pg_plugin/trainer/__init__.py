@@ -18,9 +18,8 @@ import functools
 import sys
 from typing import Any, TypeVar
 
-from verl_pg_plugin.trainer.groups import KeepsGroups, NumMiniBatches, mini_batches_of_config
-from verl_pg_plugin.trainer.v0 import KeepsGroupsV0
-from verl_pg_plugin.trainer.v1 import KeepsGroupsV1
+from verl_pg_plugin.trainer.groups import NumMiniBatches, mini_batches_of_config
+from verl_pg_plugin.trainer.mixins import KeepsGroups, KeepsGroupsV0, KeepsGroupsV1
 
 __all__ = ["keep_groups"]
 
