@@ -263,7 +263,12 @@ def test_plugins_that_do_not_load_or_hold_our_place_are_reported(tmp_path: Path)
         (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {name}_plugin\n")
         (tmp_path / name / f"{name}_plugin.py").write_text(code)
         halted = "sys.modules['verl_pg_plugin.engine.engine'] = None" if name == "broken" else ""
-        cases.append((f"import sys\nsys.path.insert(0, {str(tmp_path / name)!r})\n{halted}\n{script}", {"VERL_PLATFORM": platform}))
+        cases.append(
+            (
+                f"import sys\nsys.path.insert(0, {str(tmp_path / name)!r})\n{halted}\n{script}",
+                {"VERL_PLATFORM": platform},
+            )
+        )
     broken, rival = (json.loads(ended.stdout.splitlines()[-1]) for ended in run_fresh(cases))
     other, ours = sorted(bad(doctor.process_lines(broken)), key=lambda line: line.what)
     assert (other.state, other.what) == (WARN, "plugin broken")
