@@ -27,8 +27,8 @@
 #   DEVICE                               cpu                     gpu; cpu takes MODEL_PATH and the files as well
 #   PYTHON                               .venv                   .venv if there is one, else python3
 #   WORK_DIR                             outputs/run_qwen3_pg    the same; each run gets a folder in it
-#   USE_PREFIX_GROUPER                   True                    True; False selects rmpad, and
-#   USE_REMOVE_PADDING                   True                    True; False beside it selects padded
+#   USE_PREFIX_GROUPER                   True                    True: the one flag of packed mode; False selects rmpad
+#   USE_REMOVE_PADDING                   -                       - : verl's own True; False pads, with sharing or without
 #   NGPUS_PER_NODE, NNODES               1, 1 (processes)        8, 1
 #   ROLLOUT, ROLLOUT_N, ROLLOUT_TP       hf, 8, 1                vllm, 8, 1
 #   GPU_MEMORY_UTILIZATION               -                       0.6: what vLLM takes of a GPU
@@ -37,6 +37,8 @@
 #   MAX_PROMPT_LENGTH                    256 (tokens)            4096
 #   MAX_RESPONSE_LENGTH                  8                       2048
 #   MAX_TOKEN_LEN                        8192                    20480: budget of a micro-batch, per GPU
+#   REF_MAX_TOKEN_LEN                    4 x MAX_TOKEN_LEN       the same: that of the reference policy, whose weights come
+#                                                                from the host for every micro-batch; without sharing 1 x
 #   LR                                   3e-4                    1e-6
 #   TOTAL_STEPS, TOTAL_EPOCHS            40, 100                 null, 15
 #   SAVE_FREQ, TEST_FREQ                 -1, -1 (never)          20, 5: steps between two checkpoints, two validations
@@ -63,7 +65,6 @@ WORK_DIR=$(cd "$WORK_DIR" && pwd)
 RUN_DIR=$(mktemp -d "$WORK_DIR/$(date +%Y%m%d-%H%M%S)-XXXX")
 
 USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
-USE_REMOVE_PADDING=${USE_REMOVE_PADDING:-True}
 
 ################################ model and data ################################
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
@@ -155,6 +156,9 @@ else
     CHECKPOINT_DIR=${CHECKPOINT_DIR:-$WORK_DIR/checkpoints}
 fi
 
+REF_TIMES=$([ "$USE_PREFIX_GROUPER" = True ] && echo 4 || echo 1)
+REF_MAX_TOKEN_LEN=${REF_MAX_TOKEN_LEN:-$((REF_TIMES * MAX_TOKEN_LEN))}
+
 ################################ training ################################
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$RUN_DIR/metrics.jsonl}
 export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
@@ -171,13 +175,14 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
     data.filter_overlong_prompts=True \
     data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding="$USE_REMOVE_PADDING" \
     actor_rollout_ref.actor.use_prefix_grouper="$USE_PREFIX_GROUPER" \
+    ${USE_REMOVE_PADDING:+actor_rollout_ref.model.use_remove_padding="$USE_REMOVE_PADDING"} \
     actor_rollout_ref.actor.strategy=fsdp2 \
     actor_rollout_ref.actor.optim.lr="$LR" \
     actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$MAX_TOKEN_LEN" \
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="$REF_MAX_TOKEN_LEN" \
     actor_rollout_ref.actor.use_kl_loss=True \
     actor_rollout_ref.actor.kl_loss_coef=0.001 \
     actor_rollout_ref.actor.kl_loss_type=low_var_kl \

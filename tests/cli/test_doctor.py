@@ -58,7 +58,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "+ray_kwargs.ray_init.address=local",
         f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"actor_rollout_ref.model.path={path}",
-        "actor_rollout_ref.model.use_remove_padding=True",
         f"{ACTOR}.use_prefix_grouper=True",
         f"{ACTOR}.strategy=fsdp2",
         f"{ACTOR}.use_dynamic_bsz=True",
@@ -308,7 +307,7 @@ def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed:
     config = compose_config([*packed, f"{ACTOR}.strategy=fsdp", f"{MODEL}.lora_rank=8"])
     line = overrides._compiled_line(config, read_hf_config(config))
     assert (line.state, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
-    config.actor_rollout_ref.actor.strategy = "fsdp2"
+    config.actor_rollout_ref.model.lora_rank = 0
     assert overrides._compiled_line(config, read_hf_config(config)).state == OK
 
 

@@ -134,7 +134,7 @@ def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, mo
     monkeypatch.setattr(machine, "version", lambda package: "1.0")
     # verl's own validation would load the user's losses and vLLM; it speaks for itself.
     monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
-    monkeypatch.setattr(rules, "compiler_obstacle", lambda device: "")
+    monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "")
     assert errors(config_of(FSDP_EXAMPLE + WORKING[name])) == []
     assert len(WORKING) >= 30
 

@@ -41,7 +41,13 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
         "one forward per step",
         "critic.model.enable_activation_offload=False",
     ),
-    (PACKED, "prefix_grouper.compile_layers=True", "prefix_grouper.compile_layers=True", "flat parameters", "=False"),
+    (
+        PACKED,
+        f"prefix_grouper.compile_layers=True {MODEL}.lora_rank=8",
+        "prefix_grouper.compile_layers=True",
+        "each adapter of LoRA a unit",
+        "=False",
+    ),
     (PADDED, "prefix_grouper.compile_layers=True", "prefix_grouper.compile_layers=True", "padded groups", "=False"),
     (
         PACKED,

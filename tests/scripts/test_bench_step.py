@@ -168,6 +168,7 @@ def test_a_mode_with_options_becomes_overrides_of_the_plugins_section(tmp_path: 
         output_dir=tmp_path,
         ngpus=1,
         max_token_len=2048,
+        ref_max_token_len=8192,
         gpu_memory_utilization=0.3,
         steps=2,
         cuda_graphs=False,
@@ -177,6 +178,7 @@ def test_a_mode_with_options_becomes_overrides_of_the_plugins_section(tmp_path: 
     run = run_of(StepCase(64, 8, 4, 4), text, args, "cpu", tmp_path, tmp_path)
     assert run.command[-3:] == ["prefix_grouper.compile_layers=True", "prefix_grouper.carry=never", "a.b=1"]
     assert run.command[1].endswith("run_qwen3_pg.sh")
+    assert (run.environment["MAX_TOKEN_LEN"], run.environment["REF_MAX_TOKEN_LEN"]) == ("2048", "8192")
     for text in ("rmpad:compile_layers=True", "padding_free"):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             mode(text)

@@ -66,8 +66,8 @@ def run_lines(config: DictConfig) -> list[Line]:
     """Mode, attention kernel, compiled layers, activations, and everything that an entry point would say."""
     mode, device, hf_config, issues = mode_of(config), get_device_name(), read_hf_config(config), preflight(config)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
-    state = OK if mode.shares_prefixes else FACT
-    lines = [Line(state, "mode", f"{mode.value} ({flags}; both True share prefixes)")]
+    shares = "" if mode.shares_prefixes else f"; {USE_PREFIX_GROUPER}=True shares prefixes"
+    lines = [Line(OK if mode.shares_prefixes else FACT, "mode", f"{mode.value} ({flags}{shares})")]
     if mode is Mode.RMPAD and hf_config and (fault := rmpad_fault(hf_config, device)):
         issues = [*issues, fault]
     if mode.shares_prefixes and not any(ATTENTION_KERNEL in issue.setting for issue in issues):

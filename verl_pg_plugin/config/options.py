@@ -23,8 +23,8 @@ class PrefixGrouperOptions:
         activations: what gradient checkpointing keeps of a layer. inputs: its inputs alone. attention: besides, the
             attention kernel's output and log-sum-exp, about as much memory again, so that the backward does not run
             the kernel a second time. auto is attention.
-        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU under FSDP2
-            unless something is known to speak against it (``config.compile``), True wherever it can work.
+        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU unless
+            something is known to speak against it (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
             for all of them.
         carry: auto lets a group of packed mode that exceeds a micro-batch go on in the next, which reads what they

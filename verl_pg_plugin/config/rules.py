@@ -28,7 +28,7 @@ from verl_pg_plugin.architectures import (
     text_skeleton,
 )
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, candidates, model_misfit
-from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, layers_obstacle
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
@@ -145,7 +145,9 @@ def compiled_layers(engine: Engine) -> Issue | None:
 
 
 def compiler(engine: Engine) -> Issue | None:
-    return _uncompiled(compiler_obstacle(engine.device)) if engine.option("compile_layers") is True else None
+    if engine.option("compile_layers") is not True:
+        return None
+    return _uncompiled(compiler_obstacle(engine.device, has_flat_parameters(engine)))
 
 
 def _uncompiled(why: str) -> Issue | None:

@@ -113,6 +113,8 @@ class SharedPrefixEngine(FSDPEngine):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         check_no_dropout(module)
         module = super()._build_fsdp_module(module)
+        if self.compiles:
+            upstream.let_flat_parameters_compile(module)
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
         self.verifier = Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
         return module
