@@ -89,15 +89,6 @@ def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode
     assert issubclass(runner.__ray_actor_class__, main_ppo.TaskRunnerV1.__ray_actor_class__)
 
 
-def test_packed_mode_selects_a_trainer_that_somebody_else_registered(make_config, monkeypatch):
-    from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
-
-    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", {"theirs": type("Theirs", (PPOTrainerSync,), {})})
-    config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": "theirs"})
-    main_ppo.prepare(config)
-    assert config.trainer.v1.trainer_mode == "pg_theirs"
-
-
 def test_packed_mode_runs_under_the_v0_trainer(make_config):
     runner = main_ppo.prepare(make_config(Mode.PACKED, {"trainer.use_v1": False}))
     assert issubclass(runner.__ray_actor_class__, TaskRunner.__ray_actor_class__)
