@@ -26,7 +26,7 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOption
 
 @dataclass(frozen=True)
 class EnginePath:
-    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:compile_layers=False``.
+    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:activations=inputs``.
 
     ``packed/fsdp`` runs it under that strategy in place of fsdp2. ``@12288`` at the end is the path's own budget of a
     micro-batch.

@@ -90,12 +90,11 @@ def test_a_machine_without_memory_figures_has_no_memory_ratio() -> None:
 def test_a_mode_that_does_not_log_sharing_leaves_those_columns_empty() -> None:
     sharing = {
         "actor/prefix_grouper/dedup_ratio": 3.0,
-        "actor/prefix_grouper/mfu_physical": 0.3,
         "actor/prefix_grouper/attention_backend/flash_attn_2": 1.0,
     }
     stock, packed = rows("rmpad", 1.0, 1.0)[0], rows("packed", 1.0, 1.0, **sharing)[0]
-    assert (stock.dedup_ratio, stock.mfu_physical, stock.attention_kernel) == (None, None, None)
-    assert (packed.dedup_ratio, packed.mfu_physical, packed.attention_kernel) == (3.0, 0.3, "flash_attn_2")
+    assert (stock.dedup_ratio, stock.attention_kernel) == (None, None)
+    assert (packed.dedup_ratio, packed.attention_kernel) == (3.0, "flash_attn_2")
 
 
 def test_a_phase_that_no_step_timed_has_no_row() -> None:
