@@ -41,6 +41,9 @@
 #                                                                from the host for every micro-batch; without sharing 1 x
 #   LR                                   3e-4                    1e-6
 #   TOTAL_STEPS, TOTAL_EPOCHS            40, 100                 null, 15
+#   SAVE_FREQ, TEST_FREQ                 -1, -1 (never)          20, 5: steps between two checkpoints, two validations
+#   RESUME_MODE                          disable                 auto: goes on from the last checkpoint in
+#   CHECKPOINT_DIR                       of the run's folder     checkpoints in WORK_DIR, the same in each run
 #   VERL_FILE_LOGGER_PATH                metrics.jsonl in the folder of the run, for the summary
 #   TENSORBOARD_DIR                      tensorboard in the folder of the run, with trainer.logger=[...,tensorboard]
 # Overrides come last and win.
@@ -131,6 +134,8 @@ if [ "$DEVICE" = cpu ]; then
     MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-256} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8}
     MAX_TOKEN_LEN=${MAX_TOKEN_LEN:-8192}
     LR=${LR:-3e-4} TOTAL_STEPS=${TOTAL_STEPS:-40} TOTAL_EPOCHS=${TOTAL_EPOCHS:-100}
+    SAVE_FREQ=${SAVE_FREQ:--1} TEST_FREQ=${TEST_FREQ:--1} RESUME_MODE=${RESUME_MODE:-disable}
+    CHECKPOINT_DIR=${CHECKPOINT_DIR:-$RUN_DIR/checkpoints}
 else
     NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
     NNODES=${NNODES:-1}
@@ -146,6 +151,9 @@ else
     MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-4096} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-2048}
     MAX_TOKEN_LEN=${MAX_TOKEN_LEN:-20480}
     LR=${LR:-1e-6} TOTAL_STEPS=${TOTAL_STEPS:-null} TOTAL_EPOCHS=${TOTAL_EPOCHS:-15}
+    # As in verl's examples.
+    SAVE_FREQ=${SAVE_FREQ:-20} TEST_FREQ=${TEST_FREQ:-5} RESUME_MODE=${RESUME_MODE:-auto}
+    CHECKPOINT_DIR=${CHECKPOINT_DIR:-$WORK_DIR/checkpoints}
 fi
 
 REF_TIMES=$([ "$USE_PREFIX_GROUPER" = True ] && echo 4 || echo 1)
@@ -190,10 +198,10 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
     trainer.project_name=verl_pg_plugin \
     trainer.experiment_name=run_qwen3_pg \
     trainer.val_before_train=False \
-    trainer.test_freq=-1 \
-    trainer.save_freq=-1 \
-    trainer.default_local_dir="$RUN_DIR/checkpoints" \
-    trainer.resume_mode=disable \
+    trainer.test_freq="$TEST_FREQ" \
+    trainer.save_freq="$SAVE_FREQ" \
+    trainer.default_local_dir="$CHECKPOINT_DIR" \
+    trainer.resume_mode="$RESUME_MODE" \
     "${DEVICE_ARGS[@]}" \
     "$@"
 

@@ -206,15 +206,13 @@ def plot(forecasts: list[Forecast], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     budgets = [found.budget for found in forecasts]
-    axes.plot(budgets, [found.old_log_prob for found in forecasts], "o-", label="old_log_prob, ref")
-    axes.plot(budgets, [found.update for found in forecasts], "s-", label="update")
+    for label, style in (("old_log_prob", "o-"), ("update", "s-")):
+        axes.plot(budgets, [getattr(found, label) for found in forecasts], style, label=label)
     axes.plot(budgets, [found.sharing_alone[1] for found in forecasts], "^:", label="update, sharing alone")
     axes.axhline(forecasts[0].flop_ratio, linestyle="--", color="grey", label="FLOP ratio")
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets], fontsize="small")
-    axes.set(xlabel="token budget of a micro-batch", ylabel="predicted speed-up over rmpad")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="token budget of a micro-batch", ylabel="predicted speed-up over rmpad", ylim=(0, None))
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -232,14 +230,10 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     folder = _folder(name)
-    try:
-        if folder is not None:
-            return AutoConfig.from_pretrained(folder)
-        with tempfile.TemporaryDirectory() as fetched:
+    with tempfile.TemporaryDirectory() as fetched:
+        if folder is None:
             Path(fetched, "config.json").write_bytes(_fetch_config(name))
-            return AutoConfig.from_pretrained(fetched)
-    except (OSError, ValueError, KeyError) as error:
-        raise CommandError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
+        return _read(AutoConfig, name, folder or fetched)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -253,10 +247,15 @@ def load_tokenizer(name: str) -> Any:
     folder = _folder(name)
     if folder is None:
         raise CommandError(f"--model {name}: its tokenizer is not in the cache; {_download(name)}")
+    return _read(AutoTokenizer, name, folder)
+
+
+def _read(auto_class: Any, name: str, folder: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return auto_class.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise CommandError(f"--model {name} has no tokenizer: {str(error).strip().splitlines()[0]}") from error
+        said = str(error).strip().splitlines()[0]
+        raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}") from error
 
 
 def _folder(name: str) -> str | None:
@@ -276,6 +275,7 @@ def _folder(name: str) -> str | None:
 
 
 def _fetch_config(name: str) -> bytes:
+    """One try of a few seconds, where huggingface_hub would try for a minute."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 

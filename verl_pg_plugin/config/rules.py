@@ -114,11 +114,6 @@ def roles_of(config: DictConfig) -> list[str]:
     return [ACTOR, *([REF] if need_reference_policy(config) else []), *([CRITIC] if critic else [])]
 
 
-def sp_size_of(config: DictConfig, role: str) -> int:
-    """Ranks that share the tokens of a role's micro-batch: Ulysses sequence parallelism."""
-    return engine_of(config, role).sp_size
-
-
 # --- One engine ------------------------------------------------------------------------------------------------------
 
 

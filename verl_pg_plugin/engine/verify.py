@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeAlias
 
 import numpy as np
@@ -138,12 +139,21 @@ def read_responses(
     return responses
 
 
-def rounded_otherwise(out: torch.Tensor) -> torch.Tensor:
-    """Every element of (T, ...) moved up or down by a rounding step, the same way in each process."""
-    generator = torch.Generator(out.device).manual_seed(len(out))
-    signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
-    step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
-    return (out.double() * (1 + step * signs)).to(out.dtype)
+def rounding_noise() -> Callable[[torch.Tensor], torch.Tensor]:
+    """For one forward: moves every element of each layer's (T, ...) up or down by a rounding step.
+
+    Each layer has signs of its own, as another order of adding would, or their errors would add up or cancel; they are
+    the same in each process.
+    """
+    layers = count()
+
+    def move(out: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(out.device).manual_seed(next(layers))
+        signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
+        step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
+        return (out.double() * (1 + step * signs)).to(out.dtype)
+
+    return move
 
 
 class MismatchError(RuntimeError):
@@ -189,7 +199,7 @@ class Verifier:
         return chosen.tolist()
 
     def tolerances(self, alone: Responses, perturbed: Responses) -> dict[str, Tolerance]:
-        """How exactly the samples can be told, by output: from the samples alone and through ``rounded_otherwise``."""
+        """How exactly the samples can be told, by output: from the samples alone and with ``rounding_noise``."""
         if (given := self.options.verify_tolerance) is not None:
             return dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         noise = relative_errors(perturbed, alone)
