@@ -1,4 +1,4 @@
-"""What decoder layers keep for their backward and where it waits changes no bit, and nothing of it outlives its graph."""
+"""A level changes no bit of what layers keep for their backward, and nothing of it outlives its graph."""
 
 import gc
 import weakref
@@ -150,7 +150,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"engine": BF16},
     "LoRA": {"model": LORA},
     "compiled": {"engine": {"compile_layers": True}},
-    "padded groups": {"model": {"use_remove_padding": False}},
+    "padded groups": {"engine": {"use_dynamic_bsz": False}, "model": {"use_remove_padding": False}},
 }
 
 
@@ -311,7 +311,7 @@ def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-class Stop(Exception):
+class StopError(Exception):
     """Raised in the middle of an update."""
 
 
@@ -328,10 +328,10 @@ def test_an_update_behind_a_forward_that_failed_in_a_layer_is_exact(qwen3: str, 
     def fail(name: str) -> None:
         calls[name] += 1
         if calls["forward"] == 2:
-            raise Stop
+            raise StopError
 
     recording(engine, fail)
-    with pytest.raises(Stop) as held:  # torch leaves a layer that has failed no sooner than the exception is forgotten
+    with pytest.raises(StopError) as held:  # torch leaves a layer that has failed no sooner than the exception is forgotten
         update(engine, batch, level)
     engine.kernel = kernel
     assert same_bits([expected, update(engine, batch, level)])
@@ -364,7 +364,7 @@ def test_a_backward_behind_one_that_failed_in_a_layer_is_exact(level: Level, nam
             def run(*args: Any) -> Any:
                 calls[ran] += fails
                 if fails and calls[name] == call:
-                    raise Stop
+                    raise StopError
                 return getattr(SDPA, ran)(*args)
 
             return run
@@ -379,7 +379,7 @@ def test_a_backward_behind_one_that_failed_in_a_layer_is_exact(level: Level, nam
         return list(torch.autograd.grad(out.sin().sum(), list(layers.parameters())))
 
     expected = gradients(Level.ALL)
-    with pytest.raises(Stop) as error:
+    with pytest.raises(StopError) as error:
         gradients(level, fails=True)
     assert all(map(torch.equal, gradients(level), expected))
     del error
@@ -394,7 +394,7 @@ def test_nothing_outlives_its_graph(qwen3: str, level: Level, calls: list) -> No
     engine.options = replace(engine.options, activations=level.value)
 
     def no_loss(**_: Any) -> Any:
-        raise Stop
+        raise StopError
 
     gc.disable()
     try:
@@ -404,7 +404,7 @@ def test_nothing_outlives_its_graph(qwen3: str, level: Level, calls: list) -> No
         try:
             with engine.train_mode():
                 engine.forward_backward_batch(make_batch(SAMPLES), no_loss)
-        except Stop:
+        except StopError:
             pass
         assert len(calls) == 2 * LAYERS
         assert not any(call() for call in calls)

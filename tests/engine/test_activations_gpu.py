@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.engine.carried_cases import carry_always, carrying
-from tests.engine.test_activations import Stop, recording, same_bits, update
+from tests.engine.test_activations import StopError, recording, same_bits, update
 from tests.engine.test_gpu import BF16, SIZES
 from tests.support import clone, group, make_engine, save_tiny_model
 from verl_pg_plugin.attention.kernels import kernel_obstacle
@@ -124,10 +124,10 @@ def test_an_update_behind_a_forward_that_failed_in_a_layer_is_exact(qwen3: str, 
     def fail(name: str) -> None:
         calls[name] += 1
         if calls["forward"] == 5:
-            raise Stop
+            raise StopError
 
     recording(engine, fail)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         update(engine, batch, level)
     engine.kernel = kernel
     assert same_bits([expected, *(update(engine, batch, level) for _ in range(2))])
