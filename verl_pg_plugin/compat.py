@@ -47,6 +47,7 @@ _FUNCTIONS = {
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch": "batch metrics logging_prefix keep_minibatch",
     "verl.utils.model.load_valuehead_model": "local_path torch_dtype model_config trust_remote_code",
     f"{_FSDP}.apply_monkey_patch": "model use_remove_padding ulysses_sp_size",
+    f"{_FSDP}.enable_activation_offloading": "model strategy enable_ckpt",
     f"{_FSDP}.CPUOffloadPolicy": "pin_memory",
     "verl.utils.distributed.initialize_global_process_group_ray": "timeout_second backend",
 }

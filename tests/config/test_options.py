@@ -14,7 +14,11 @@ WRONG = [
         "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_var",
     ),
     ("attention_kernel", None, "is unknown"),
-    ("activations", "mlp", "is unknown; the values are auto, attention, inputs"),
+    (
+        "activations",
+        "mlp",
+        "is unknown; the values are auto, all, attention, attention_on_host, inputs, inputs_on_host",
+    ),
     ("activations", True, "is unknown"),
     ("activations", ["inputs"], "is unknown"),
     *(("logits_chunk_size", value, "is not an integer of at least 0") for value in (-1, 1.5, "16k", True, None)),
@@ -48,8 +52,8 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
 
 REPLACED = {
     ("recompute_attention", True): "activations=inputs for True",
-    ("keep_activations", "all"): "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    ("keep_activations", 20.0): "++prefix_grouper.activations=attention",
+    ("keep_activations", "all"): "activations=all for all",
+    ("keep_activations", 20.0): "++prefix_grouper.activations=auto",
     ("verify_every", 50): "++prefix_grouper.verify=every_50",
     ("static_rows", True): "remove it",
     ("min_dedup_ratio", 1.5): "remove it",
@@ -75,10 +79,5 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
 
 
 def test_what_the_values_mean():
-    assert [PrefixGrouperOptions(activations=value).keeps_attention for value in ("auto", "attention", "inputs")] == [
-        True,
-        True,
-        False,
-    ]
     periods = {"off": None, "first": 0, "every_7": 7, "every_n": 100}
     assert {value: PrefixGrouperOptions(verify=value).verify_period for value in periods} == periods

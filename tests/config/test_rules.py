@@ -29,20 +29,6 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PACKED, f"{REF}.fsdp_config.qat.enable=True", f"{REF}.fsdp_config.qat.enable=True", "quantization", "=False"),
     (
         PACKED,
-        f"prefix_grouper.verify=first {MODEL}.enable_activation_offload=True",
-        f"{MODEL}.enable_activation_offload=True",
-        "one forward per step",
-        "++prefix_grouper.verify=off",
-    ),
-    (
-        PACKED,
-        f"{GAE} prefix_grouper.verify=every_9 critic.model.enable_activation_offload=True",
-        "critic.model.enable_activation_offload=True",
-        "one forward per step",
-        "critic.model.enable_activation_offload=False",
-    ),
-    (
-        PACKED,
         f"prefix_grouper.compile_layers=True {MODEL}.lora_rank=8",
         "prefix_grouper.compile_layers=True",
         "each adapter of LoRA a unit",

@@ -1,24 +1,55 @@
-"""What checkpointed layers keep for their backward: attention runs as often as asked, and gives one gradient."""
+"""A level changes no bit of what layers keep for their backward, and nothing of it outlives its graph."""
 
+import gc
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.fsdp import _init_utils
+from torch.utils.checkpoint import checkpoint
 
 from tests.architectures.tiny_configs import tiny_config
-from tests.engine.carried_cases import carrying, carrying_engine
-from tests.support import actor_loss, assert_same, clone, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from tests.engine.carried_cases import CASES, carry_always, carrying
+from tests.engine.ranks import on_ranks
+from tests.layout.tries import batch_of
+from tests.mixers.hybrids import save_hybrid
+from tests.modalities.image_cases import MIXED
+from tests.modalities.tiny_vision import KINDS, image_batch, load, save_vision_model
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    clone,
+    full_gradients,
+    group,
+    make_engine,
+    run_reference,
+    save_tiny_model,
+)
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels import select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions
+from verl_pg_plugin.engine import activations, compiled_layers
+from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
-LAYERS = 3
+LAYERS = 4
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
+BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "decoder_sparse_step": 1}
+LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+TRIE = "a_trie_of_three_levels"
 
 
 @pytest.fixture(scope="module")
@@ -26,55 +57,381 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=LAYERS)
 
 
-def counted(engine: Any) -> Counter[str]:
-    """Forwards of the engine's attention kernel from here on."""
-    kernel, calls = engine.kernel, Counter()
-    assert isinstance(kernel, Kernel)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls["forward"] += 1
-        return kernel.forward(*args, **kwargs)
-
-    engine.kernel = replace(kernel, forward=forward)
-    return calls
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST", 1)
 
 
-def update(engine: Any, batch: Any) -> None:
+class LateCopier:
+    """Copies when something waits for it and no sooner: what reads without waiting reads NaN."""
+
+    def __init__(self) -> None:
+        self.copies: Counter[str] = Counter()
+
+    def out(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        self.copies["out"] += 1
+        host = _nothing(x)
+        return host, _once(lambda: host.copy_(x))
+
+    def back(self, host: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        assert not host.isnan().any(), "comes back before it has left"
+        assert host.stride() == like.stride()
+        self.copies["back"] += 1
+        x = _nothing(host)
+        return x, _once(lambda: x.copy_(host))
+
+    def wait(self, event: Callable[[], None]) -> None:
+        event()
+
+
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like).fill_(torch.nan)
+
+
+def _once(copy: Callable[[], Any]) -> Callable[[], None]:
+    waiting = [copy]
+    return lambda: waiting.pop()() if waiting else None
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the device that was let go of is overwritten: what still reads it reads NaN."""
+    leave = activations._LayerCall.leave_device
+
+    def leave_nothing(call: Any) -> None:
+        left = [copy.x for copy in call._copies]
+        leave(call)
+        for x in left:
+            x.fill_(torch.nan)
+
+    monkeypatch.setattr(activations._LayerCall, "leave_device", leave_nothing)
+
+
+def watched(engine: Any) -> LateCopier:
+    """The copier of ``engine`` from here on."""
+    copier = engine.activations._copier = LateCopier()
+    return copier
+
+
+def update(engine: Any, batch: TensorDict, level: Level | str) -> Result:
+    """Gradients of one update at a level."""
+    engine.options = replace(engine.options, activations=getattr(level, "value", level))
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(clone(batch), actor_loss())
+        losses = engine.forward_backward_batch(clone(batch), actor_loss())["loss"]
+        return Result({}, full_gradients(engine.module), sum(losses))
 
 
-@pytest.mark.parametrize(("activations", "passes"), [("auto", 1), ("attention", 1), ("inputs", 2)])
-def test_attention_runs_as_often_as_asked(qwen3: str, activations: str, passes: int) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"activations": activations})
-    batch, calls = make_batch(SAMPLES), counted(engine)
-    update(engine, batch)
+def same_bits(results: list[Result]) -> bool:
+    first, *others = (result.gradients for result in results)
+    assert first, "no gradient"
+    return all(x.keys() == first.keys() and all(torch.equal(x[n], first[n]) for n in first) for x in others)
+
+
+def check_all_levels(engine: Any, batch: TensorDict, per_layer: int | None = 3) -> Result:
+    """Every level gives the same bits; ``per_layer`` tensors of each layer went out, and all but the last came back."""
+    copier, results = watched(engine), []
+    for level in Level:
+        copier.copies.clear()
+        results.append(update(engine, batch, level))
+        out, back = copier.copies["out"], copier.copies["back"]
+        assert bool(out) == bool(back) == level.on_host, (level, out, back)
+        if level.on_host and per_layer is not None:
+            kept = per_layer if level.keeps_attention else 1
+            assert out % (kept * LAYERS) == 0, (level, out)
+            assert back * LAYERS == out * (LAYERS - 1), (level, out, back)
+    assert same_bits(results)
+    return results[0]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp": {"strategy": "fsdp", "engine": {"use_orig_params": True}},
+    "bf16": {"engine": BF16},
+    "LoRA": {"model": LORA},
+    "compiled": {"engine": {"compile_layers": True}},
+    "padded groups": {"engine": {"use_dynamic_bsz": False}, "model": {"use_remove_padding": False}},
+}
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    compiler = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(compiled_layers.torch, "compile", compiler)
+    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+    monkeypatch.setattr(_init_utils, "_check_module_states_for_sync_module_states", lambda states: None)
+    engine = make_engine(qwen3, packed=True, **WAYS[way])
+    limit = {"max_token_len_per_gpu": 40}
+    if way == "padded groups":
+        limit = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    batch = make_batch(SAMPLES, **limit)
+    got = check_all_levels(engine, batch)
+    if way in ("fsdp2", "fsdp", "compiled", "padded groups"):
+        want = run_reference(qwen3, batch, actor_loss())
+        assert_same(got, replace(want, outputs={}))
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_a_level_changes_no_bit_of_a_split_group(qwen3: str, dtype: str) -> None:
+    samples, budget = CASES[TRIE]
+    engine = make_engine(qwen3, packed=True, engine=BF16 if dtype == "bf16" else {})
+    carry_always(engine)
+    with carrying(engine):
+        check_all_levels(engine, make_batch(samples, max_token_len_per_gpu=budget))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next", "images"])
+def test_layers_of_every_kind_agree_at_every_level(kind: str, tmp_path: Path) -> None:
+    """Experts; layers without attention, which keep their inputs at every level; images between the tokens."""
+    if kind == "images":
+        path = save_vision_model(tmp_path, KINDS[1])
+        batch = image_batch(load(path), MIXED, max_token_len_per_gpu=60)
+    else:
+        path = save_hybrid(tmp_path, kind) if kind == "qwen3_next" else save_tiny_model(tmp_path, kind, **EXPERTS)
+        batch = make_batch(SAMPLES, max_token_len_per_gpu=40)
+    check_all_levels(make_engine(path, packed=True), batch, per_layer=None)
+
+
+def run_two_ranks(rank: int, path: str) -> dict[str, bool]:
+    """Ranks that share tokens, and ranks of which each has a level of its own."""
+    activations.SMALLEST, samples = 1, SAMPLES if rank else SAMPLES[::-1]
+    batches = {1: make_batch(samples, max_token_len_per_gpu=40), 2: make_batch(SAMPLES, max_token_len_per_gpu=40)}
+    found = {}
+    for size, batch in batches.items():
+        engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": size})
+        copier = watched(engine)
+        results = [update(engine, batch, level) for level in Level]
+        if size == 1:
+            results += [update(engine, batch, level) for level in list(Level)[:: 1 if rank else -1]]
+        assert copier.copies["out"] > copier.copies["back"] > 0
+        found[f"Ulysses size {size}"] = same_bits(results)
+    return found
+
+
+def test_two_ranks_agree_at_levels_that_are_alike_and_at_others(qwen3: str) -> None:
+    assert on_ranks(2, run_two_ranks, qwen3) == 2 * [{"Ulysses size 1": True, "Ulysses size 2": True}]
+
+
+# ------------------------------------------------------------------------------------------------ how often, how much
+
+
+def recording(engine: Any, hook: Callable[[str], None]) -> None:
+    """Call ``hook`` in front of every forward and backward of the engine's attention kernel."""
+    kernel = engine.kernel
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hook(name)
+            return getattr(kernel, name)(*args, **kwargs)
+
+        return run
+
+    engine.kernel = replace(kernel, forward=wrapped("forward"), backward=wrapped("backward"))
+
+
+@pytest.mark.parametrize("level", ["auto", *Level], ids=lambda level: getattr(level, "value", level))
+def test_attention_runs_as_often_as_asked(qwen3: str, level: Any) -> None:
+    engine, calls = make_engine(qwen3, packed=True), Counter()
+    recording(engine, lambda name: calls.update([name]))
+    update(engine, make_batch(SAMPLES), level)
     once = calls["forward"]
     with engine.eval_mode():
-        engine.infer_batch(clone(batch))
+        engine.infer_batch(make_batch(SAMPLES))
+    passes = 2 if level in (Level.INPUTS, Level.INPUTS_ON_HOST) else 1
     assert once == passes * (calls["forward"] - once) > 0
-    assert_same(run_engine(engine, batch, actor_loss()), run_reference(qwen3, batch, actor_loss()))
 
 
 def test_a_model_whose_layers_attend_twice_keeps_both_results(tmp_path: Path) -> None:
     """LongCat Flash, with values as wide as keys."""
     config = tiny_config("longcat_flash", v_head_dim=24)
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
-    batch, forwards = make_batch(SAMPLES), []
-    expected = run_reference(str(tmp_path), batch, actor_loss())
-    for activations in ("attention", "inputs"):
-        engine = make_engine(str(tmp_path), packed=True, engine={"activations": activations})
-        calls = counted(engine)
-        assert_same(run_engine(engine, batch, actor_loss()), expected)
-        forwards.append(calls["forward"])
-    assert 0 < forwards[0] < forwards[1]
+    batch, forwards, results = make_batch(SAMPLES), Counter(), []
+    engine = make_engine(str(tmp_path), packed=True)
+    kernel = engine.kernel
+    for level in (Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS):
+        engine.kernel = kernel
+        recording(engine, lambda name, level=level: forwards.update([(level, name)]))
+        results.append(update(engine, batch, level))
+    assert same_bits(results)
+    assert_same(results[0], replace(run_reference(str(tmp_path), batch, actor_loss()), outputs={}))
+    of_levels = [forwards[level, "forward"] for level in (Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS)]
+    assert 0 < of_levels[0] < of_levels[2]
 
 
-def test_a_chunk_without_room_computes_attention_again_and_stays_exact(qwen3: str) -> None:
-    engine = carrying_engine(qwen3, CacheWeights(cached=0.2, published=0.5, recomputing=0.5))
-    batch = make_batch(group(33, [3, 4, 2, 4], 7), max_token_len_per_gpu=38)
-    assert not all(planned.keeps_attention for planned in engine.plan(clone(batch), forward_only=False).micro_batches)
-    with carrying(engine):
-        result = run_engine(engine, batch, actor_loss())
-    assert_same(result, run_reference(qwen3, batch, actor_loss()))
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
+    """Every call of a layer, weakly."""
+    made, begin = [], activations._LayerCall.__init__
+
+    def remember(call: Any, *args: Any) -> None:
+        begin(call, *args)
+        made.append(weakref.ref(call))
+
+    monkeypatch.setattr(activations._LayerCall, "__init__", remember)
+    return made
+
+
+def test_no_more_than_two_layers_are_on_the_device_and_neighbours_come_back_early(qwen3: str, calls: list) -> None:
+    engine, seen = make_engine(qwen3, packed=True), {"forward": [], "backward": []}
+
+    def look(name: str) -> None:
+        layers = [call for ref in calls if (call := ref()) is not None]
+        seen[name].append([any(copy.x is not None for copy in call._copies) for call in layers])
+
+    recording(engine, look)
+    update(engine, make_batch(SAMPLES), Level.ATTENTION_ON_HOST)
+    assert max(map(sum, seen["forward"] + seen["backward"])) <= 2
+    # In front of the attention of each layer's backward the layer below is there, or on its way.
+    assert [on_device[-1] for on_device in seen["backward"]][:1] == [False]
+    assert seen["backward"][0] == [False] * (LAYERS - 2) + [True, False]
+    assert len(seen["backward"][-1]) == 0 or not any(seen["backward"][-1])
+
+
+def test_a_layer_that_was_not_checkpointed_keeps_all(qwen3: str, calls: list) -> None:
+    engine = make_engine(qwen3, packed=True, model={"enable_gradient_checkpointing": False})
+    batch = make_batch(SAMPLES)
+    got = update(engine, batch, "inputs_on_host")
+    assert not calls
+    assert_same(got, replace(run_reference(qwen3, batch, actor_loss()), outputs={}))
+
+
+def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
+    """And verify mode, whose forwards verl's own offload would count, runs beside it."""
+    model, batch = {"enable_activation_offload": True}, make_batch(SAMPLES, max_token_len_per_gpu=40)
+    engine = make_engine(qwen3, packed=True, model=model, engine={"verify": "every_1"})
+    copier = watched(engine)
+    got = update(engine, batch, "auto")
+    assert copier.copies["out"] > 0
+    assert_same(got, replace(run_reference(qwen3, batch, actor_loss()), outputs={}))
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+class StopError(Exception):
+    """Raised in the middle of an update."""
+
+
+SDPA = select_kernel("sdpa", "cpu")
+KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
+
+
+@pytest.mark.parametrize("level", KEEPING)
+def test_an_update_behind_a_forward_that_failed_in_a_layer_is_exact(qwen3: str, level: Level) -> None:
+    batch, engine = make_batch(SAMPLES), make_engine(qwen3, packed=True)
+    expected = update(engine, batch, Level.ALL)
+    kernel, calls = engine.kernel, Counter()
+
+    def fail(name: str) -> None:
+        calls[name] += 1
+        if calls["forward"] == 2:
+            raise StopError
+
+    recording(engine, fail)
+    with pytest.raises(
+        StopError
+    ) as held:  # torch leaves a layer that has failed no sooner than the exception is forgotten
+        update(engine, batch, level)
+    engine.kernel = kernel
+    assert same_bits([expected, update(engine, batch, level)])
+    del held
+    assert same_bits([expected, update(engine, batch, level)])
+
+
+class Layer(nn.Module):
+    """A decoder layer outside of FSDP, which keeps gradients of a backward that failed half way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self._gradient_checkpointing_func = nn.Linear(16, 16), checkpoint
+
+    def forward(self, x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        q = self.product(x).sin().view(-1, 2, 8)
+        return x + attend(q, q.cos(), q.sin()).flatten(1)
+
+
+@pytest.mark.parametrize("level", KEEPING)
+@pytest.mark.parametrize(("name", "call"), [("forward", 3), ("backward", 1), ("backward", 3)])
+def test_a_backward_behind_one_that_failed_in_a_layer_is_exact(level: Level, name: str, call: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+    held, layout = activations.Activations(layers, LateCopier()), batch_of(((1, 2), (3,)), ((1, 2), (4, 5))).layout()
+    x, calls = torch.randn(layout.num_tokens, 16), Counter()
+
+    def gradients(level: Level, fails: bool = False) -> list[torch.Tensor]:
+        def noted(ran: str) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                calls[ran] += fails
+                if fails and calls[name] == call:
+                    raise StopError
+                return getattr(SDPA, ran)(*args)
+
+            return run
+
+        kernel = replace(SDPA, forward=noted("forward"), backward=noted("backward"))
+        context, out = PackedAttention(layout, kernel, "cpu"), x
+        held.begin(level)
+        for layer in layers:
+            out = layer._gradient_checkpointing_func(
+                layer, out, lambda q, k, v: context.attend_packed(q, k, v, AttentionOptions(0.3))
+            )
+        return list(torch.autograd.grad(out.sin().sum(), list(layers.parameters())))
+
+    expected = gradients(Level.ALL)
+    with pytest.raises(StopError) as error:
+        gradients(level, fails=True)
+    assert all(map(torch.equal, gradients(level), expected))
+    del error
+    assert all(map(torch.equal, gradients(level), expected))
+
+
+@pytest.mark.parametrize("level", KEEPING)
+def test_nothing_outlives_its_graph(qwen3: str, level: Level, calls: list) -> None:
+    """Neither behind an update nor behind a forward whose backward never comes, without the garbage collector."""
+    engine = make_engine(qwen3, packed=True)
+    engine.activations.begin(level)
+    engine.options = replace(engine.options, activations=level.value)
+
+    def no_loss(**_: Any) -> Any:
+        raise StopError
+
+    gc.disable()
+    try:
+        update(engine, make_batch(SAMPLES), level)
+        assert len(calls) == LAYERS
+        assert not any(call() for call in calls)
+        try:
+            with engine.train_mode():
+                engine.forward_backward_batch(make_batch(SAMPLES), no_loss)
+        except StopError:
+            pass
+        assert len(calls) == 2 * LAYERS
+        assert not any(call() for call in calls)
+    finally:
+        gc.enable()
+
+
+def test_two_backwards_of_one_graph_take_the_same_from_the_host(qwen3: str) -> None:
+    engine = make_engine(qwen3, packed=True)
+    gradients = []
+
+    def twice(**outputs: Any) -> Any:
+        loss, metrics = actor_loss()(**outputs)
+        weights = [p for p in engine.module.parameters() if p.requires_grad]
+        loss.backward(retain_graph=True)
+        gradients.append([p.grad.full_tensor().clone() for p in weights])
+        for p in weights:
+            p.grad = None
+        return loss, metrics
+
+    copier = watched(engine)
+    engine.options = replace(engine.options, activations=Level.ATTENTION_ON_HOST.value)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(make_batch(SAMPLES), twice)
+        second = [p.grad.full_tensor() for p in engine.module.parameters() if p.requires_grad]
+    assert all(map(torch.equal, gradients[0], second))
+    assert copier.copies["back"] > copier.copies["out"]

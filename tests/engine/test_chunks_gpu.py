@@ -1,17 +1,15 @@
 """Carried groups on a GPU: rounding no worse than that of the whole group, under both of verl's FSDP strategies."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engine.carried_cases import carrying, carrying_engine
+from tests.engine.carried_cases import carrying_engine
 from tests.engine.test_gpu import BF16, SIZES
 from tests.precision import SMOOTH_LOSS, errors, pooled
 from tests.support import actor_loss, full_gradients, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [
@@ -39,33 +37,6 @@ def batch_of(seed: int, budget: int) -> TensorDict:
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
-
-
-# What an owner is owed fits its micro-batch only if attention is computed again in its backward.
-OWED_MUCH = CacheWeights(cached=0.2, published=0.5, recomputing=0.5)
-
-
-@pytest.mark.parametrize("option", ["fsdp2", "fsdp", "compiled layers", "head in chunks"])
-def test_an_owner_that_computes_attention_again_gives_the_gradient_of_one_that_keeps_it(
-    qwen3: str, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    engine = carrying_engine(qwen3, OWED_MUCH, **OPTIONS[option])
-    gradients, inputs, kept = [], engine._inputs, []
-    for keeps in (False, True):
-
-        def with_room(*args: Any, keep: bool = True, keeps: bool = keeps, **kwargs: Any) -> Any:
-            kept.append(keep)
-            return inputs(*args, keep=keep or keeps, **kwargs)
-
-        monkeypatch.setattr(engine, "_inputs", with_room)
-        with engine.train_mode(), carrying(engine):
-            engine.optimizer_zero_grad()
-            engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
-            gradients.append(full_gradients(engine.module))
-    assert not all(kept), "no chunk computed attention again"
-    again, whole = gradients
-    assert all(torch.equal(gradient, whole[name]) for name, gradient in again.items())
 
 
 @pytest.mark.parametrize("option", OPTIONS)

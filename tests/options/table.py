@@ -58,7 +58,6 @@ MICRO_BATCHES = (
         "verify mode",
         "prefix_grouper.verify=every_1",
         EVERYWHERE,
-        refuses={"activation offload"},
         proofs=("tests/engine/test_verify.py", "tests/engine/test_verify_faults.py"),
         note="recomputes some samples alone and compares",
     ),
@@ -155,8 +154,8 @@ HOW_LAYERS_RUN = (
         "activation offload",
         f"{MODEL}.enable_activation_offload=True",
         {LAYERS},
-        needs_gpu=True,
-        note="verl offloads into pinned memory, which needs a GPU",
+        proofs=("tests/engine/test_activations.py",),
+        note="`prefix_grouper.activations=auto` then takes `attention_on_host` or `inputs_on_host`",
     ),
     Option(
         "compiled layers",

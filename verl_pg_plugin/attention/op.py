@@ -74,7 +74,7 @@ def attend(
         v_TGD = F.pad(v_TGD, (0, k_TGD.shape[-1] - width))
     if cache is not None:
         cache.publish_layer(options.layer_idx, k_TGD, v_TGD)
-    tape = _Tape.running if keep else None
+    tape = Tape.running if keep else None
     out_THD = _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache, tape)
     return out_THD[..., :width]
 
@@ -91,7 +91,7 @@ class _TreeAttention(torch.autograd.Function):
         kernel: Kernel,
         options: AttentionOptions,
         cache: CacheAccess | None,
-        tape: _Tape | None,
+        tape: Tape | None,
     ) -> Tensor:
         out, lse = (None, None) if tape is None else tape.take()
         if out is None:
@@ -196,41 +196,49 @@ def _rounded(total: Tensor, x: Tensor, kernel: Kernel) -> Tensor:
     return total if total.dtype == x.dtype else _memory(x, kernel).copy_(total)
 
 
-class _Tape:
+class Tape:
     """(out, lse) of each attention call in one checkpointed layer, in their order.
+
+    ``put`` says what the tape holds of a tensor, and ``get`` makes a tensor of that. Both detach: what the autograd
+    function returns becomes part of the graph, which holds the tape.
 
     Attributes:
         running: of the layer that runs, forwards or once more in its backward.
     """
 
-    running: ClassVar[_Tape | None] = None
+    running: ClassVar[Tape | None] = None
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._replay: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._kept: list[tuple[Any, Any]] = []
+        self._replay: Iterator[tuple[Any, Any]] | None = None
+
+    def put(self, x: Tensor) -> Any:
+        return x.detach()
+
+    def get(self, kept: Any) -> Tensor:
+        return kept.detach()
 
     def keep(self, out: Tensor, lse: Tensor) -> None:
-        # Detached: what the autograd function returns becomes part of the graph, which holds the tape.
-        self._kept.append((out.detach(), lse))
+        self._kept.append((self.put(out), self.put(lse)))
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
         """What the forward has kept of this call; None in the forward."""
         if self._replay is None:
             return None, None
         out, lse = next(self._replay)
-        return out.detach(), lse
+        return self.get(out), self.get(lse)
 
     def start(self, replays: bool) -> None:
-        self._replay, _Tape.running = iter(self._kept) if replays else None, self
+        self._replay, Tape.running = iter(self._kept) if replays else None, self
 
     def stop(self) -> None:
         # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
-        if _Tape.running is self:
-            _Tape.running = None
+        if Tape.running is self:
+            Tape.running = None
 
 
 class _Pass(AbstractContextManager):
-    def __init__(self, tape: _Tape, replays: bool) -> None:
+    def __init__(self, tape: Tape, replays: bool) -> None:
         self._tape, self._replays = tape, replays
 
     def __enter__(self) -> None:
@@ -240,11 +248,11 @@ class _Pass(AbstractContextManager):
         self._tape.stop()
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def checkpoint_contexts(tape: Tape | None = None) -> tuple[AbstractContextManager, AbstractContextManager]:
     """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around a decoder layer.
 
     The layer keeps what attention computed, where its context says so, and recomputes the rest. Attention is the one
     part of a layer whose cost grows with the length of the sequences, and its output is small.
     """
-    tape = _Tape()
+    tape = Tape() if tape is None else tape
     return _Pass(tape, replays=False), _Pass(tape, replays=True)

@@ -12,6 +12,7 @@ from typing import Any
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNELS
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.planning.activation_level import Level
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,12 @@ class PrefixGrouperOptions:
 
     Args:
         attention_kernel: kernel of packed mode. auto takes the fastest that is installed and fits the model.
-        activations: what gradient checkpointing keeps of a layer. inputs: its inputs alone. attention: besides, the
-            attention kernel's output and log-sum-exp, about as much memory again, so that the backward does not run
-            the kernel a second time. auto is attention.
+        activations: what decoder layers keep for their backward where gradient checkpointing is on, and where it waits.
+            all: everything, nothing is computed again. attention: their inputs, and the attention kernel's output and
+            log-sum-exp. attention_on_host: the same in pinned memory of the host. inputs: their inputs alone, so that
+            the backward runs attention a second time. inputs_on_host: the same on the host. auto takes for each
+            micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients are alike to
+            the bit.
         compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU unless
             something is known to speak against it (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
@@ -51,11 +55,6 @@ class PrefixGrouperOptions:
             raise ValueError("; ".join(f"{issue.setting} {issue.why}; set {issue.fix}" for issue in wrong))
 
     @property
-    def keeps_attention(self) -> bool:
-        """Whether checkpointed layers keep the attention kernel's output and log-sum-exp."""
-        return self.activations != "inputs"
-
-    @property
     def verify_period(self) -> int | None:
         """Micro-batches from one that is verified to the next; 0 for the first alone, None for none."""
         every = re.fullmatch(_EVERY, self.verify)
@@ -68,8 +67,8 @@ _EVERY = r"every_(n|[1-9]\d*)"
 
 GONE = {
     "keep_activations": (
-        "whole layers are kept by no option: to keep all of them, switch gradient checkpointing off",
-        "++{key}.activations=attention, or actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "activations says what layers keep, and auto chooses by the memory there is",
+        "++{key}.activations=auto, ++{key}.activations=attention for attention, ++{key}.activations=all for all",
     ),
     "recompute_attention": (
         "activations says what is kept: inputs recomputes attention, attention does not",
@@ -119,7 +118,7 @@ def _above_zero_or_none(value: Any) -> Objection | None:
 
 _OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {
     "attention_kernel": _one_of(*ATTENTION_KERNELS),
-    "activations": _one_of("auto", "attention", "inputs"),
+    "activations": _one_of("auto", *(level.value for level in Level)),
     "compile_layers": _auto_or_boolean,
     "logits_chunk_size": _count,
     "carry": _one_of("auto", "never"),

@@ -132,14 +132,6 @@ def _no_quantization(key: str) -> Issue:
     return Issue(f"{key}=True", "quantization-aware training is not verified with shared prefixes", f"{key}=False")
 
 
-def verify_with_offload(engine: Engine) -> Issue | None:
-    if not (engine.of_model("enable_activation_offload") and engine.option("verify") not in (None, "off")):
-        return None
-    key = f"{engine.model_section}.enable_activation_offload"
-    why = f"verl's activation offload counts on one forward per step, and {OPTIONS}.verify adds others"
-    return Issue(f"{key}=True", why, f"{key}=False, or ++{OPTIONS}.verify=off")
-
-
 def compiled_layers(engine: Engine) -> Issue | None:
     return _uncompiled(layers_obstacle(engine)) if engine.option("compile_layers") is True else None
 
@@ -338,7 +330,6 @@ EngineRule = Callable[[Engine], Issue | None]
 RULES: tuple[EngineRule, ...] = (
     multi_token_prediction,
     quantization_aware_training,
-    verify_with_offload,
     compiled_layers,
     compiler,
     fused_kernels,

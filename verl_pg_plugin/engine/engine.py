@@ -35,8 +35,9 @@ from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.config.engine_config import assert_in_force
 from verl_pg_plugin.engine import chunks
+from verl_pg_plugin.engine.activations import Activations, PinnedCopier, PlainCopier
 from verl_pg_plugin.engine.batch import on_device
-from verl_pg_plugin.engine.compiled_layers import compiling
+from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
 from verl_pg_plugin.engine.distillation import LOSS_OF_LOGITS, TeacherTopK, uses_top_k
 from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head, install_fused_head
 from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, packed_inputs, padded_inputs
@@ -55,6 +56,7 @@ from verl_pg_plugin.engine.ranks import gather
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
+from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.planning.memory import TokenMemory
 from verl_pg_plugin.planning.micro_batches import MICRO_BATCH_COST, CacheWeights
 
@@ -73,6 +75,7 @@ class SharedPrefixEngine(FSDPEngine):
         kernel: of attention.
         compiles: decoder layers are compiled.
         shared_model: what is known of the model, once it is built.
+        activations: of its decoder layers.
         verifier: checks live micro-batches.
         log_prob_head: computes log-probs in place of logits; None where all logits are held at once.
         micro_batch_cost: see ``plan_mini_batch``.
@@ -106,14 +109,16 @@ class SharedPrefixEngine(FSDPEngine):
             module,
             self.modality,
             compiles=self.compiles,
-            keeps_attention=self.options.keeps_attention,
             sp_size=self.ulysses_sequence_parallel_size,
         )
+        layers = [layer for layer in decoder_layers(module) if getattr(layer, "_gradient_checkpointing_func", None)]
+        self.activations = Activations(layers, PlainCopier() if get_device_name() == "cpu" else PinnedCopier())
         return module
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         check_no_dropout(module)
-        module = super()._build_fsdp_module(module)
+        with upstream.activation_offload_left_out():
+            module = super()._build_fsdp_module(module)
         if self.compiles:
             upstream.let_flat_parameters_compile(module)
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
@@ -181,7 +186,16 @@ class SharedPrefixEngine(FSDPEngine):
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
             micro_batch_cost=self.micro_batch_cost,
+            level=self._level,
         )
+
+    @property
+    def _level(self) -> Level:
+        if not self.model_config.enable_gradient_checkpointing:
+            return Level.ALL
+        if self.options.activations == "auto":
+            return Level.ATTENTION_ON_HOST if self.model_config.enable_activation_offload else Level.ATTENTION
+        return Level(self.options.activations)
 
     def _run(
         self,
@@ -203,9 +217,8 @@ class SharedPrefixEngine(FSDPEngine):
         check = self._compute_alone(planned, plan, device) if self.verifier.is_due(planned, kind) else None
 
         access = chunks.chunk_access(cache, planned.layout, consumed, forward_only)
-        inputs = self._inputs(
-            planned.layout, host, device, plan.runs_encoder, cache=access, keep=planned.keeps_attention
-        )
+        inputs = self._inputs(planned.layout, host, device, plan.runs_encoder, cache=access)
+        self.activations.begin(planned.level)
         with self._autocast():
             outputs = self.compute(inputs, micro_batch)
             loss, metrics = self._loss(loss_function, outputs, micro_batch)
@@ -287,12 +300,10 @@ class SharedPrefixEngine(FSDPEngine):
         device: torch.device,
         runs_encoder: bool,
         cache: CacheAccess | None = None,
-        keep: bool = True,
         perturb: Perturb | None = None,
     ) -> ModelInputs:
-        keep = keep and self.options.keeps_attention
         if isinstance(layout, PaddedLayout):
-            return padded_inputs(layout, self.kernel, device, keep, perturb)
+            return padded_inputs(layout, self.kernel, device, perturb)
         return packed_inputs(
             layout,
             micro_batch,
@@ -303,7 +314,6 @@ class SharedPrefixEngine(FSDPEngine):
             token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
             sp_group=self.ulysses_parallel_group,
             cache=cache,
-            keep=keep,
             perturb=perturb,
         )
 
@@ -315,8 +325,7 @@ class SharedPrefixEngine(FSDPEngine):
             self.model_config.hf_config.get_text_config(),
             self._autocast_dtype.itemsize,
             checkpointing=self.model_config.enable_gradient_checkpointing,
-            # Offloaded activations keep nothing here; what is cached then has the room of layer inputs.
-            keeps_attention=self.options.keeps_attention and not self.model_config.enable_activation_offload,
+            keeps_attention=self._level.keeps_attention,
         )
         return memory.weights(forward_only)
 

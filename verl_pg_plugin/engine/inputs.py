@@ -156,7 +156,6 @@ def packed_inputs(
     token_multiple: int = 1,
     sp_group: dist.ProcessGroup | None = None,
     cache: CacheAccess | None = None,
-    keep: bool = True,
     perturb: Perturb | None = None,
 ) -> ModelInputs:
     """What this rank needs of a packed forward, sent to ``device`` without waiting for it.
@@ -168,13 +167,13 @@ def packed_inputs(
         runs_encoder: the vision encoder runs even if no token here shows an image.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
         sp_group: Ulysses group whose ranks share the tokens.
-        cache, keep, perturb: see ``AttentionContext`` and ``CacheAccess``.
+        cache, perturb: see ``CacheAccess`` and ``AttentionContext``.
     """
     num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
     for multiple in (token_multiple, 1 if sp_group is None else dist.get_world_size(sp_group)):
         num_tokens = -(-num_tokens // multiple) * multiple
     shard = TokenShard(num_tokens, sp_group)
-    context: AttentionContext = PackedAttention(layout, kernel, device, cache, keep=keep, perturb=perturb)
+    context: AttentionContext = PackedAttention(layout, kernel, device, cache, perturb=perturb)
     if sp_group is not None:
         context = UlyssesAttention(context, num_tokens, sp_group)
 
@@ -209,7 +208,7 @@ def packed_inputs(
 
 
 def padded_inputs(
-    layout: PaddedLayout, kernel: Kernel, device: torch.device, keep: bool = True, perturb: Perturb | None = None
+    layout: PaddedLayout, kernel: Kernel, device: torch.device, perturb: Perturb | None = None
 ) -> ModelInputs:
     """The same of padded groups, with PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
@@ -218,7 +217,7 @@ def padded_inputs(
     head_columns, place = np.unique(column, return_inverse=True)
     grouper = PrefixGrouper(layout.group_info, device=device)
     return ModelInputs(
-        context=PaddedGroupsAttention(grouper, kernel, layout, keep=keep, perturb=perturb),
+        context=PaddedGroupsAttention(grouper, kernel, layout, perturb=perturb),
         input_ids=_sent(layout.input_ids, device),
         position_ids=_sent(layout.position_ids, device),
         head_columns=_sent(head_columns, device),

@@ -16,6 +16,7 @@ from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch
 from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.layout import Layout, PackedLayout, PrefixOrder
 from verl_pg_plugin.modalities import BatchError, Modality
+from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
@@ -37,14 +38,14 @@ class PlannedMicroBatch:
         layout: their tokens.
         prefill: tokens to compute without gradient in front of it; where other ranks prefill and this one need not, a
             forward of the shortest kind, since FSDP gathers weights on all ranks or on none.
-        keeps_attention: whether there is room to keep what attention computed for the backward.
+        level: what its layers keep for the backward.
         shares_tokens, reads_ancestors: of the layout, or that of any rank that runs beside it.
     """
 
     sequences: list[int]
     layout: Layout
     prefill: PackedLayout | None
-    keeps_attention: bool
+    level: Level
     shares_tokens: bool
     reads_ancestors: bool
 
@@ -127,6 +128,7 @@ def plan_mini_batch(
     sp_size: int = 1,
     dp_rank: int = 0,
     micro_batch_cost: float = MICRO_BATCH_COST,
+    level: Level = Level.ATTENTION,
 ) -> Plan:
     """Plan the mini-batches of all ranks; a collective of the host.
 
@@ -141,6 +143,7 @@ def plan_mini_batch(
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
         micro_batch_cost: fixed cost of a micro-batch, in tokens; decides how short a prefix is worth carrying.
+        level: what layers keep for the backward.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -166,7 +169,7 @@ def plan_mini_batch(
     return Plan(
         data=data,
         sequences=sequences,
-        micro_batches=_in_order(draft, orders[dp_rank], np.any(flags, axis=0), sequences, forward_only),
+        micro_batches=_in_order(draft, orders[dp_rank], np.any(flags, axis=0), sequences, forward_only, level),
         groups=draft.groups,
         runs_encoder=any(rank.needs_encoder for rank in told),
     )
@@ -207,7 +210,7 @@ def _draft(
 
 
 def _in_order(
-    draft: _Draft, running: list[int], flags: np.ndarray, sequences: Sequences, forward_only: bool
+    draft: _Draft, running: list[int], flags: np.ndarray, sequences: Sequences, forward_only: bool, level: Level
 ) -> list[PlannedMicroBatch]:
     """The micro-batches of this rank as they run, with what ranks do together (N, 3)."""
     planned: list[PlannedMicroBatch] = []
@@ -218,6 +221,5 @@ def _in_order(
             prefill = layout.prefill
             if prefills and prefill is None:
                 prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
-            keeps = not micro_batch.recompute_attention
-            planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, keeps, shares, reads))
+            planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     return planned

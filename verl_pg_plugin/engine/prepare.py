@@ -6,13 +6,11 @@ import logging
 import platform
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForTokenClassification,
@@ -24,10 +22,9 @@ from verl.utils.device import get_device_name
 from verl_pg_plugin.architectures import class_issues, config_issues
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
-from verl_pg_plugin.attention.op import checkpoint_contexts
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiles_layers
 from verl_pg_plugin.config.rules import check_engine
-from verl_pg_plugin.engine.compiled_layers import compile_layers, decoder_layers
+from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
@@ -134,16 +131,13 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
         config._attn_implementation = {"": config._attn_implementation, **kept}
 
 
-def prepare_model(
-    module: Any, modality: Modality, *, compiles: bool, keeps_attention: bool, sp_size: int
-) -> SharedModel:
-    """Let the mixers take over, compile and checkpoint as asked.
+def prepare_model(module: Any, modality: Modality, *, compiles: bool, sp_size: int) -> SharedModel:
+    """Let the mixers take over, and compile as asked.
 
     Args:
         module: an unwrapped transformers model, built from a config that went through ``prepare_config``.
         modality: what it reads.
         compiles: compile its decoder layers.
-        keeps_attention: where layers are checkpointed, they keep what attention computed.
         sp_size: ranks that share the tokens.
 
     Raises:
@@ -161,12 +155,6 @@ def prepare_model(
     modality.install(module)
     if compiles:
         compile_layers(module, recomputed=module.is_gradient_checkpointing)
-    if module.is_gradient_checkpointing and keeps_attention:
-        for layer in decoder_layers(module):
-            if getattr(layer, "_gradient_checkpointing_func", None) is not None:
-                layer._gradient_checkpointing_func = partial(
-                    checkpoint, use_reentrant=False, context_fn=checkpoint_contexts
-                )
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module))
 
 

@@ -301,7 +301,7 @@ def _shared(
             of_pairs = flops.without_head(layout) - flops.per_token * layout.num_tokens
             tokens, pairs = tokens + layout.num_tokens, pairs + of_pairs
             heads += flops.per_label * len(layout.head_index)
-            again += 0.0 if settings.keeps_attention and not micro_batch.recompute_attention else of_pairs
+            again += 0.0 if settings.keeps_attention else of_pairs
             prefills += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
     return _Work(tokens, pairs, again, heads, prefills, sum(map(len, groups)))
 

@@ -57,8 +57,8 @@ class CacheWeights:
     Attributes:
         cached: keys and values of a token that is read, and in training the sums of their gradients.
         published: what later chunks read of a token, or its pending gradients.
-        recomputing: a computed token where attention is run again for the backward: less than 1 where it is kept
-            otherwise. A chunk of a single sequence, which cannot be cut, may run so.
+        recomputing: a computed token at the smallest activation level. A chunk of a single sequence, which cannot be
+            cut, may run so.
     """
 
     cached: float = 0.0
@@ -74,14 +74,11 @@ class MicroBatch:
         sequences: indices into the mini-batch: the chunk's in sorted order, then the others.
         num_tokens: packed tokens that it computes, its prefill not counted.
         chunk: place in the split group; None in an ordinary micro-batch.
-        recompute_attention: it is a single sequence and within the budget only if attention is not kept for its
-            backward.
     """
 
     sequences: list[int]
     num_tokens: int
     chunk: Chunk | None = None
-    recompute_attention: bool = False
 
 
 def cut_micro_batches(
@@ -399,7 +396,6 @@ class _Planner:
                     sequences=self.order.sequences[np.append(np.arange(span.first, span.stop), others)].tolist(),
                     num_tokens=self.tokens(span) + num_tokens(self.order, others),
                     chunk=chunk,
-                    recompute_attention=self.taken(span, read_next) > self.max_tokens,
                 )
             )
         return planned

@@ -1,0 +1,142 @@
+"""Activation levels on a GPU in bf16: the same bits, the memory they promise, and a host that never waits."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.engine.carried_cases import carry_always, carrying
+from tests.engine.test_activations import StopError, recording, same_bits, update
+from tests.engine.test_gpu import BF16, SIZES
+from tests.support import clone, group, make_engine, save_tiny_model
+from verl_pg_plugin.attention.kernels import kernel_obstacle
+from verl_pg_plugin.engine import activations
+from verl_pg_plugin.planning.activation_level import Level
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("process_group"),
+]
+
+LAYERS = 8
+NO_FOUR = kernel_obstacle("flash_attn_4", "cuda")
+KERNELS = [  # flash-attn 4 compiles for a minute or more
+    "flash_attn_2",
+    pytest.param("flash_attn_4", marks=[pytest.mark.slow, pytest.mark.skipif(bool(NO_FOUR), reason=NO_FOUR)]),
+]
+ON_HOST = [Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {**SIZES, "num_hidden_layers": LAYERS}
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **sizes)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    monkeypatch.setattr(activations, "SMALLEST", 1)
+
+
+def two_groups(budget: int) -> TensorDict:
+    samples = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2)]
+    return make_batch(samples, max_token_len_per_gpu=budget)
+
+
+def engine_of(path: str, kernel: str = "flash_attn_2", **options: Any) -> Any:
+    return make_engine(path, packed=True, engine={**BF16, "attention_kernel": kernel, **options})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("options", [{}, {"compile_layers": True}], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize("budget", [4096, 480], ids=["whole groups", "split groups"])
+def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, kernel: str, options: dict, budget: int) -> None:
+    """Twice, so that memory which copies have used is used again."""
+    engine = engine_of(qwen3, kernel, **options)
+    if budget < 4096:
+        carry_always(engine)
+        with carrying(engine):
+            update(engine, two_groups(budget), Level.ATTENTION)
+    assert same_bits([update(engine, two_groups(budget), level) for level in (*Level, *Level)])
+
+
+def test_fsdp1_and_slabs_that_neighbours_share_change_no_bit(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SLAB", 100_000)
+    engine = make_engine(qwen3, packed=True, strategy="fsdp", engine=BF16)
+    assert same_bits([update(engine, two_groups(4096), level) for level in (*Level, *ON_HOST)])
+
+
+def test_what_waits_on_the_host_frees_all_layers_but_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the peak, in the backward of the last layer: the layer that runs and the one below it are on the device."""
+    monkeypatch.setattr(activations, "SMALLEST", 1 << 20)
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    path = save_tiny_model(
+        tmp_path, num_hidden_layers=LAYERS, intermediate_size=1024, max_position_embeddings=65536, **sizes
+    )
+    engine, peaks = engine_of(path), {}
+    # Two micro-batches alike: in the second all gradients are there from the start.
+    batch = make_batch([*group(28672, [1024] * 4, 1), *group(28672, [1024] * 4, 2)], max_token_len_per_gpu=33000)
+    tokens = 28672 - 1 + 4 * 1024
+    assert [p.layout.num_tokens for p in engine.plan(clone(batch), forward_only=False).micro_batches] == [tokens] * 2
+    for level in (Level.ATTENTION, *ON_HOST, Level.ATTENTION, Level.ATTENTION_ON_HOST):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        update(engine, batch, level)
+        peaks[level] = torch.cuda.max_memory_allocated()
+    inputs, attention = 2 * 512, 8 * (2 * 64 + 4)
+    saved = peaks[Level.ATTENTION] - peaks[Level.ATTENTION_ON_HOST]
+    assert saved == pytest.approx((LAYERS - 2) * tokens * (inputs + attention), rel=0.05)
+    assert peaks[Level.INPUTS_ON_HOST] <= peaks[Level.ATTENTION_ON_HOST]
+
+
+@pytest.mark.parametrize("level", [Level.ATTENTION, *ON_HOST])
+def test_the_host_waits_for_nothing_between_layers(qwen3: str, level: Level) -> None:
+    engine, calls = engine_of(qwen3), Counter()
+    update(engine, two_groups(4096), level)  # compiles kernels and pins memory
+
+    def watch(name: str) -> None:
+        """From the first attention call to the last, of the forward and of the backward."""
+        calls[name] += 1
+        mode = {1: "error", LAYERS: "default"}.get(calls[name])
+        if mode is not None and (name == "backward" or calls["backward"] == 0):
+            torch.cuda.set_sync_debug_mode(mode)
+
+    recording(engine, watch)
+    try:
+        update(engine, make_batch(group(300, [60], 1)), level)  # one sequence: a layer calls the kernel once
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert calls["backward"] == LAYERS
+
+
+@pytest.mark.parametrize("level", [Level.ATTENTION, *ON_HOST])
+def test_an_update_behind_a_forward_that_failed_in_a_layer_is_exact(qwen3: str, level: Level) -> None:
+    """A backward that fails leaves gradients in FSDP2; tests/engine/test_activations.py fails one outside of it."""
+    engine, batch, calls = engine_of(qwen3), two_groups(4096), Counter()
+    expected, kernel = update(engine, batch, Level.ATTENTION), engine.kernel
+
+    def fail(name: str) -> None:
+        calls[name] += 1
+        if calls["forward"] == 5:
+            raise StopError
+
+    recording(engine, fail)
+    with pytest.raises(StopError):
+        update(engine, batch, level)
+    engine.kernel = kernel
+    assert same_bits([expected, *(update(engine, batch, level) for _ in range(2))])
+
+
+def test_memory_of_an_update_is_given_back(qwen3: str) -> None:
+    engine, allocated = engine_of(qwen3), []
+    for _ in range(3):
+        update(engine, two_groups(4096), Level.ATTENTION_ON_HOST)
+        engine.optimizer_zero_grad()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[1] == allocated[2]

@@ -1,0 +1,181 @@
+"""What decoder layers keep for their backward, and where that waits: one level for each micro-batch.
+
+Gradient checkpointing keeps a layer's inputs and, in the levels of attention, what the attention kernel computed; the
+rest of the layer runs once more in its backward. Levels ``on_host`` copy what is kept to pinned memory behind the layer
+and bring it back while the layer behind it runs backwards, so that at most two layers are on the device. Each call of a
+layer knows the one in front of it, weakly, and nothing is counted: a graph that dies takes its copies along.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from verl_pg_plugin.attention.op import Tape, checkpoint_contexts
+from verl_pg_plugin.planning.activation_level import Level
+
+SMALLEST = 1 << 20
+"""Bytes below which a tensor stays on the device: its copy would cost more than it frees."""
+SLAB = 64 << 20
+"""Bytes of a block of pinned memory: torch rounds blocks up to powers of two, and pins anew what fits none it has."""
+
+
+class Copier(Protocol):
+    """Copies tensors to the host and back; ``event`` is what ``wait`` takes."""
+
+    def out(self, x: Tensor) -> tuple[Any, Any]:
+        """Start a copy; what holds it on the host, and its event."""
+
+    def back(self, host: Any, like: Tensor) -> tuple[Tensor, Any]:
+        """Start a copy to a tensor of the sizes and strides of ``like``; that tensor, and its event."""
+
+    def wait(self, event: Any) -> None:
+        """What is launched from now on comes behind the copy."""
+
+
+class Activations:
+    """Stands in for the checkpoint around each decoder layer.
+
+    Attributes:
+        level: of forwards from here on, see ``begin``; a backward follows what its forward was asked.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], copier: Copier) -> None:
+        """Take over the checkpoints of ``layers`` of a transformers model that has gradient checkpointing on."""
+        self.level, self._copier = Level.ATTENTION, copier
+        self._last: Callable[[], _LayerCall | None] = lambda: None
+        for layer in layers:
+            layer._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
+
+    def begin(self, level: Level) -> None:
+        """To be called in front of the forward of a micro-batch."""
+        self.level, self._last = level, lambda: None
+
+    def _checkpoint(self, call: Callable[..., Any], *args: Any) -> Any:
+        if self.level is Level.ALL or not torch.is_grad_enabled():
+            return call(*args)
+        layer, before = _LayerCall(self._copier, self.level.on_host, self._last), self._last()
+        self._last = weakref.ref(layer)
+        contexts = layer.contexts if self.level.keeps_attention else noop_context_fn
+        # torch saves the inputs of a checkpoint for autograd. A hook around it sees those and nothing from inside.
+        hooks = saved_tensors_hooks(layer.put, layer.get) if self.level.on_host else nullcontext()
+        with hooks:
+            out = checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
+        if before is not None:
+            before.leave_device()
+        return out
+
+
+class _Copy:
+    """A tensor on the host, and on the device (``x``) until it has left and from when it is on its way back."""
+
+    def __init__(self, x: Tensor, like: Tensor, host: Any, event: Any) -> None:
+        self.x: Tensor | None = x
+        self.like, self.host, self.event, self.taken = like, host, event, False
+
+
+class _LayerCall(Tape):
+    """One call of a layer and what it keeps; autograd's graph is what holds it."""
+
+    def __init__(self, copier: Copier, on_host: bool, before: Callable[[], _LayerCall | None]) -> None:
+        super().__init__()
+        self._copier, self._on_host, self._before = copier, on_host, before
+        self._copies: list[_Copy] = []
+
+    def contexts(self) -> tuple[Any, Any]:
+        return checkpoint_contexts(self)
+
+    def put(self, x: Tensor) -> Any:
+        x = x.detach()  # what requires grad would hold the graph that holds this call: a cycle that no collector sees
+        like = torch.empty_like(x, device="meta")
+        if not self._on_host or x.nbytes < SMALLEST or like.stride() != x.stride():
+            return x
+        self._copies.append(_Copy(x, like, *self._copier.out(x)))
+        return self._copies[-1]
+
+    def get(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept.detach()
+        kept.taken = False  # a second backward takes it again
+        self._fetch()
+        if (before := self._before()) is not None:
+            before._fetch()
+        self._copier.wait(kept.event)
+        x, kept.x, kept.taken = kept.x, None, True
+        return x
+
+    def _fetch(self) -> None:
+        for copy in self._copies:
+            if copy.x is None and not copy.taken:
+                copy.x, copy.event = self._copier.back(copy.host, copy.like)
+
+    def leave_device(self) -> None:
+        """Free the memory of what has been copied, behind the copies."""
+        for copy in self._copies:
+            self._copier.wait(copy.event)
+            copy.x = None
+
+
+class PlainCopier:
+    """Copies on a CPU."""
+
+    def out(self, x: Tensor) -> tuple[Tensor, None]:
+        return x.clone(), None
+
+    def back(self, host: Tensor, like: Tensor) -> tuple[Tensor, None]:
+        return host.clone(), None
+
+    def wait(self, event: None) -> None:
+        pass
+
+
+def _flat(x: Tensor) -> Tensor:
+    """All bytes of a tensor without gaps, in the order in which they lie."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+class PinnedCopier:
+    """Copies between a GPU and pinned memory on a stream of their own, each behind whatever has been launched.
+
+    Memory of the device belongs to the stream that computes and is freed once that has waited for the copy. No block
+    changes streams, so none needs ``record_stream``, which would keep it until the host next looks: the host runs ahead.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def out(self, x: Tensor) -> tuple[list[Tensor], torch.cuda.Event]:
+        pieces = list(self._pieces(x.nbytes))
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for piece, part in zip(pieces, _flat(x).split(list(map(len, pieces))), strict=True):
+                piece.copy_(part, non_blocking=True)
+            return pieces, self._stream.record_event()
+
+    def back(self, host: list[Tensor], like: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        x = torch.empty_like(like, device=self._stream.device)
+        self._stream.wait_stream(torch.cuda.current_stream())  # what had this memory before may still be running
+        with torch.cuda.stream(self._stream):
+            for piece, part in zip(host, _flat(x).split(list(map(len, host))), strict=True):
+                part.copy_(piece, non_blocking=True)
+            return x, self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+    def _pieces(self, nbytes: int) -> Iterator[Tensor]:
+        """Pinned memory of so many bytes, out of slabs that neighbours share."""
+        while nbytes:
+            if self._used == len(self._slab):
+                self._slab, self._used = torch.empty(SLAB, dtype=torch.uint8, pin_memory=True), 0
+            piece = self._slab[self._used : self._used + nbytes]
+            self._used, nbytes = self._used + len(piece), nbytes - len(piece)
+            yield piece
