@@ -297,7 +297,7 @@ def _shared(
 ) -> _Work:
     tokens = pairs = again = heads = prefills = 0.0
     for group in groups:
-        for micro_batch, layout in zip(group, lay_out(batch, group, forward_only), strict=True):
+        for _, layout in zip(group, lay_out(batch, group, forward_only), strict=True):
             of_pairs = flops.without_head(layout) - flops.per_token * layout.num_tokens
             tokens, pairs = tokens + layout.num_tokens, pairs + of_pairs
             heads += flops.per_label * len(layout.head_index)
