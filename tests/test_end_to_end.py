@@ -75,6 +75,8 @@ def test_mixture_of_experts_trains_in_packed_mode(tmp_path: Path) -> None:
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout visits the experts that the engine visits"
 
 
+# Daily, the V0 run of tests/trainer has two workers and verl's entry point, and tests/trainer/test_v1.py whole groups.
+@pytest.mark.slow
 def test_verls_own_entry_point_keeps_groups_whole_with_two_workers_and_asynchronous_rollouts(tmp_path: Path) -> None:
     entry_point = "verl.trainer.main_ppo"  # the other tests run ours
     overrides = ("trainer.v1.trainer_mode=colocate_async", "+prefix_grouper.logits_chunk_size=64")
