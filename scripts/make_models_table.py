@@ -55,8 +55,8 @@ NOTES = """
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
   and is slow on a GPU. Capped scores (Gemma 2) are written out by sdpa, on a CPU and on a GPU; other kernels are tried
   on them when an engine is built, and refused if a score or a gradient is wrong: a flash-attn 2 built without caps
-  multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run on a CPU only. On a GPU 33 types were run compiled, in bf16, as
-  close to float32 as stock rmpad ([record](data/gpu_tests_one_h200.csv)).
+  multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run on a CPU only. On
+  a GPU 33 types were run compiled, in bf16, as close to float32 as stock rmpad ([record](data/gpu_tests_one_h200.csv)).
 - **Ministral 3, Persimmon and Fuyu** in stock rmpad on flash-attn: attention keeps positions to itself, so tokens see
   those packed in front of them (a tiny Ministral 3 on an H200: log-probs off by 0.6% with windows of 64, by 10% without
   windows, log). Engine and doctor say so; packed mode does not go that way (0.2%, which is bf16).

@@ -75,6 +75,22 @@ def _check_parameters(function: Callable[..., Any], name: str, *parameters: str)
         raise _changed(f"{name} now takes {inspect.signature(function)}")
 
 
+def _call_first(owner: Any, name: str, action: Callable[[Any], None], *parameters: str) -> None:
+    """Let the function ``name`` of ``owner``, whose first parameter is a config, call ``action`` with that first."""
+    function = getattr(owner, name)
+    if getattr(function, "calls_before", False):
+        return
+    _check_parameters(function, f"{owner.__name__}.{name}", *parameters)
+
+    @functools.wraps(function)
+    def act_then_run(config: Any, *args: Any, **kwargs: Any) -> Any:
+        action(config)
+        return function(config, *args, **kwargs)
+
+    act_then_run.calls_before = True  # type: ignore[attr-defined]
+    setattr(owner, name, act_then_run)
+
+
 def call_before_validation(action: Callable[[Any], None]) -> None:
     """Show ``action`` the composed config of a run of verl's entry points before they validate it.
 
@@ -93,18 +109,7 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     with _names_of_verl():
         import verl.utils.config as patched
 
-        validate = patched.validate_config
-    if getattr(validate, "calls_before", False):
-        return
-    _check_parameters(validate, "verl.utils.config.validate_config", "config", "use_reference_policy", "use_critic")
-
-    @functools.wraps(validate)
-    def act_then_validate(config: Any, *args: Any, **kwargs: Any) -> Any:
-        action(config)
-        return validate(config, *args, **kwargs)
-
-    act_then_validate.calls_before = True  # type: ignore[attr-defined]
-    patched.validate_config = act_then_validate
+        _call_first(patched, "validate_config", action, "config", "use_reference_policy", "use_critic")
 
 
 def call_before_run(action: Callable[[Any], None]) -> None:
@@ -123,18 +128,7 @@ def call_before_run(action: Callable[[Any], None]) -> None:
     with _names_of_verl():
         import verl.trainer.main_ppo as patched
 
-        run_ppo = patched.run_ppo
-    if getattr(run_ppo, "calls_before", False):
-        return
-    _check_parameters(run_ppo, "verl.trainer.main_ppo.run_ppo", "config", "task_runner_class")
-
-    @functools.wraps(run_ppo)
-    def act_then_run(config: Any, *args: Any, **kwargs: Any) -> None:
-        action(config)
-        run_ppo(config, *args, **kwargs)
-
-    act_then_run.calls_before = True  # type: ignore[attr-defined]
-    patched.run_ppo = act_then_run
+        _call_first(patched, "run_ppo", action, "config", "task_runner_class")
 
 
 def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:

@@ -19,7 +19,7 @@ from tests.modalities.tiny_vision import (
 )
 from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
 from verl_pg_plugin.engine.verify import MismatchError
-from verl_pg_plugin.modalities.image_keys import _Contents
+from verl_pg_plugin.modalities import image_keys
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -81,6 +81,6 @@ def test_images_of_a_chain_are_computed_by_the_part_that_owns_them(
 def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
     engine = make_engine(path, packed=True, engine={"verify": "first"})
     batch = image_batch(load(path), TWO_GROUPS)
-    same = patch.object(_Contents, "number", lambda *args: 0)
+    same = patch.object(image_keys, "_content", lambda *args: 0)
     with same, engine.eval_mode(), pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
         engine.infer_batch(batch)

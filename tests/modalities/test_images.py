@@ -14,8 +14,7 @@ from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, expected, image_batch, load, save_vision_model
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.modalities import Images
-from verl_pg_plugin.modalities.image_keys import _Contents
+from verl_pg_plugin.modalities import Images, image_keys
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -86,7 +85,7 @@ def test_images_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
     """The control of this file: where placeholders alone are compared, it must fail."""
     batch = image_batch(load(path), TWO_GROUPS)
     want = expected(path, TWO_GROUPS)
-    with patch.object(_Contents, "number", lambda *args: 0):
+    with patch.object(image_keys, "_content", lambda *args: 0):
         wrong = run_engine(packed, batch, actor_loss())
     with pytest.raises(AssertionError, match="off by"):
         assert_same(wrong, want)

@@ -79,7 +79,7 @@ class Request:
     @property
     def prompt(self) -> tuple[tuple[int, ...], bytes | None]:
         """What tells prompts apart."""
-        return self.prompt_ids, self.images and self.images.digest
+        return self.prompt_ids, self.images.digest if self.images else None
 
 
 @dataclass

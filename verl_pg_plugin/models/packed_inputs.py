@@ -53,8 +53,7 @@ class ModelInputs:
     """Inputs of a decoder and how its output returns to the caller's positions.
 
     Attributes:
-        input_ids: (1, L) packed tokens, or what the caller passed where nothing is packed.
-        position_ids: the same shape.
+        input_ids, position_ids: (1, L) packed tokens, or what the caller passed where nothing is packed.
         attention_mask: for the decoder; ``NO_MASK`` where ``prefix_grouper`` takes its place.
         prefix_grouper: for the attention layers; None runs transformers' own attention.
         padded_index: (T,) places of the tokens in the caller's flattened (B, S); None if they were packed already.
@@ -93,13 +92,10 @@ def pack_padded(
     attention_mask: torch.Tensor,
     position_ids: torch.Tensor | None,
 ) -> ModelInputs:
-    """Drop the padding: every sequence becomes one segment of packed tokens, prefixes are not shared.
+    """Drop the padding of (B, S): every sequence becomes one segment of packed tokens, prefixes are not shared.
 
-    Args:
-        config: of the model; its attention implementation selects the kernel.
-        input_ids: (B, S) padded on the left, the right or both sides.
-        attention_mask: (B, S), 1 at valid tokens. A sequence without any gives zeros and no gradient.
-        position_ids: (B, S) or (1, S); None counts the valid tokens of each sequence from 0.
+    Valid tokens are 1 in ``attention_mask``; a sequence without any gives zeros and no gradient. ``position_ids`` are
+    (B, S) or (1, S); None counts the valid tokens of each sequence from 0.
 
     Raises:
         ValueError: shapes differ, valid tokens of a sequence are not consecutive, or there are none at all.
@@ -109,7 +105,7 @@ def pack_padded(
     mask = attention_mask.bool()
     if (F.pad(mask.int(), (1, 0)).diff(dim=1) > 0).sum(dim=1).max() > 1:
         raise ValueError(
-            "attention_mask has holes: valid tokens of a row must be consecutive; pad on the left or the right only"
+            "attention_mask has holes: valid tokens of a sequence are consecutive; pad on the left or the right only"
         )
     if not mask.any():
         raise ValueError("attention_mask masks every token of the batch: there is nothing to compute")
