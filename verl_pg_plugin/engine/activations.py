@@ -52,7 +52,7 @@ class Activations:
         self.level, self._copier = Level.ATTENTION, copier
         self._last: Callable[[], _LayerCall | None] = lambda: None
         for layer in layers:
-            layer._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = self._checkpoint
 
     def begin(self, level: Level) -> None:
         """To be called in front of the forward of a micro-batch."""
@@ -145,7 +145,7 @@ class PinnedCopier:
     """Copies between a GPU and pinned memory on a stream of their own, each behind whatever has been launched.
 
     Memory of the device belongs to the stream that computes and is freed once that has waited for the copy. No block
-    changes streams, so none needs ``record_stream``, which would keep it until the host next looks: the host runs ahead.
+    changes streams, so none needs XX
     """
 
     def __init__(self) -> None:
