@@ -297,7 +297,7 @@ def activation_offload_left_out() -> Iterator[None]:
     What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put
     back at the end of the block.
     Why: ``engine/activations.py`` takes what layers keep to the host. verl's handler wraps each layer into a reentrant
-    checkpoint of its own, which recomputes attention, and raises KeyError behind an error or a forward without backward.
+    checkpoint of its own, which recomputes attention, and fails behind an error or a forward without backward.
     Versions: verl 0.9.0 and 0.9.1.
     Remove when: the engine asks a method for it that can be overridden.
 

@@ -1,8 +1,22 @@
-"""Which activation level a micro-batch takes."""
+"""Which activation level a micro-batch takes: bytes from sizes, and what is free on the device that has least.
+
+No layer is measured and nothing starts over. Levels change no bit, so what is free may differ from run to run; ranks
+that share tokens have the same numbers.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.planning.memory import TokenBytes
+
+OVER_STOCK = 1.1
+"""Of the memory that stock verl takes for a mini-batch's tokens, the most that is used: torch keeps what an update has
+taken, and other processes of the device count on what stock verl leaves."""
 
 
 class Level(Enum):
@@ -25,3 +39,113 @@ class Level(Enum):
     @property
     def keeps_attention(self) -> bool:
         return not self.value.startswith("inputs")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that activations may take: on the device, and in memory of the host."""
+
+    device: float
+    host: float
+
+
+@dataclass(frozen=True)
+class WholeGroups:
+    """Groups above the token budget that stay one micro-batch all the same.
+
+    Attributes:
+        levels: of each level (fits, held, pending): tokens that fit on the device, tokens that the host holds, and what
+            a token takes whose gradients later chunks add to, relative to a computed one.
+    """
+
+    levels: tuple[tuple[float, float, float], ...]
+
+    def keeps(self, tokens: float, shared: float) -> bool:
+        """Whether a group stays whole: it fits, or the chunk that computes its prompt would take more than all of it.
+
+        Args:
+            tokens: of the group.
+            shared: of them, that all its sequences begin with.
+        """
+        return any(tokens <= min(held, max(fits, (1 + pending) * shared)) for fits, held, pending in self.levels)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """How micro-batches of a mini-batch get their level.
+
+    Attributes:
+        asked: the level of all of them; None to choose.
+        sizes: bytes of a token; None where they are unknown.
+        room: None where nothing limits it, as on a CPU.
+        host_alone: levels on the host alone are chosen (verl's ``enable_activation_offload``).
+        logits_at_once: the LM head holds the logits of all tokens with a label.
+        ranks: that share the tokens.
+    """
+
+    asked: Level | None = None
+    sizes: TokenBytes | None = None
+    room: Room | None = None
+    host_alone: bool = False
+    logits_at_once: bool = False
+    ranks: int = 1
+
+    @property
+    def ladder(self) -> tuple[Level, ...]:
+        """From fast to small."""
+        on_host = (Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST)
+        return (self.asked,) if self.asked else on_host if self.host_alone else (Level.ATTENTION, *on_host)
+
+    @property
+    def why(self) -> str:
+        """For the log."""
+        if self.asked or self.sizes is None or self.room is None:
+            return "as asked" if self.asked else "nothing limits it here"
+        device, host = self.room.device / 2**30, self.room.host / 2**30
+        return (
+            f"prefix_grouper.activations=auto: {device:.1f} GiB for activations, the least that a device has and no "
+            f"more than {OVER_STOCK} times what stock verl takes; {host:.1f} GiB of the host for each rank"
+        )
+
+    def within_stock(self, tokens: int, fused_kernels: bool = False) -> Levels:
+        """With no more room than stock verl takes for micro-batches of so many tokens, and a tenth of it."""
+        if self.sizes is None or self.room is None:
+            return self
+        most = OVER_STOCK * tokens / self.ranks * self.sizes.stock(fused_kernels)
+        return replace(self, room=replace(self.room, device=min(self.room.device, most)))
+
+    def with_free(self, device: float) -> Levels:
+        """With so many bytes on the device."""
+        return self if self.room is None else replace(self, room=replace(self.room, device=device))
+
+    def choose(self, tokens: int, labels: int = 0, cached: int = 0, pending: int = 0) -> Level:
+        """The fastest level that fits; where none does the smallest, since the micro-batch must run.
+
+        Args:
+            tokens: that are computed, on all ranks that share them.
+            labels: of them, that run the LM head.
+            cached: tokens that a chunk reads.
+            pending: computed tokens whose gradients later chunks have added to.
+        """
+        if self.asked or self.sizes is None or self.room is None:
+            return self.ladder[0]
+        beside = self.sizes.beside(cached, pending) + (labels * self.sizes.logits if self.logits_at_once else 0)
+        host = self.room.host * self.ranks
+        found = [level for level in self.ladder if not level.on_host or tokens * self.sizes.held(level) <= host]
+        for level in found:
+            if tokens * self.sizes.on_device(level) + beside <= self.room.device * self.ranks:
+                return level
+        return found[-1] if found and found[-1].on_host else Level.INPUTS
+
+    def whole_groups(self) -> WholeGroups | None:
+        """Which groups stay whole; None where every group above the budget is split."""
+        if self.sizes is None or self.room is None:
+            return None
+        device, host, sizes = self.room.device * self.ranks / OVER_STOCK, self.room.host * self.ranks, self.sizes
+        found = []
+        for level in (*self.ladder, *(() if self.asked else (Level.INPUTS,))):
+            computed = sizes.on_device(level)
+            fits = device / (computed + (sizes.logits if self.logits_at_once else 0))
+            held = host / sizes.held(level) if level.on_host else math.inf
+            found.append((fits, held, sizes.layers * sizes.sums / computed))
+        return WholeGroups(tuple(found))
