@@ -27,8 +27,8 @@
 #   DEVICE                               cpu                     gpu; cpu takes MODEL_PATH and the files as well
 #   PYTHON                               .venv                   .venv if there is one, else python3
 #   WORK_DIR                             outputs/run_qwen3_pg    the same; each run gets a folder in it
-#   USE_PREFIX_GROUPER                   True                    True; False selects rmpad, and
-#   USE_REMOVE_PADDING                   True                    True; False beside it selects padded
+#   USE_PREFIX_GROUPER                   True                    True: the one flag of packed mode; False selects rmpad
+#   USE_REMOVE_PADDING                   -                       - : verl's own True; False pads, with sharing or without
 #   NGPUS_PER_NODE, NNODES               1, 1 (processes)        8, 1
 #   ROLLOUT, ROLLOUT_N, ROLLOUT_TP       hf, 8, 1                vllm, 8, 1
 #   GPU_MEMORY_UTILIZATION               -                       0.6: what vLLM takes of a GPU
@@ -37,8 +37,13 @@
 #   MAX_PROMPT_LENGTH                    256 (tokens)            4096
 #   MAX_RESPONSE_LENGTH                  8                       2048
 #   MAX_TOKEN_LEN                        8192                    20480: budget of a micro-batch, per GPU
+#   REF_MAX_TOKEN_LEN                    4 x MAX_TOKEN_LEN       the same: that of the reference policy, whose weights come
+#                                                                from the host for every micro-batch; without sharing 1 x
 #   LR                                   3e-4                    1e-6
 #   TOTAL_STEPS, TOTAL_EPOCHS            40, 100                 null, 15
+#   SAVE_FREQ, TEST_FREQ                 -1, -1 (never)          20, 5: steps between two checkpoints, two validations
+#   RESUME_MODE                          disable                 auto: goes on from the last checkpoint in
+#   CHECKPOINT_DIR                       of the run's folder     checkpoints in WORK_DIR, the same in each run
 #   VERL_FILE_LOGGER_PATH                metrics.jsonl in the folder of the run, for the summary
 #   TENSORBOARD_DIR                      tensorboard in the folder of the run, with trainer.logger=[...,tensorboard]
 # Overrides come last and win.
@@ -60,7 +65,6 @@ WORK_DIR=$(cd "$WORK_DIR" && pwd)
 RUN_DIR=$(mktemp -d "$WORK_DIR/$(date +%Y%m%d-%H%M%S)-XXXX")
 
 USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
-USE_REMOVE_PADDING=${USE_REMOVE_PADDING:-True}
 
 ################################ model and data ################################
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
@@ -130,6 +134,8 @@ if [ "$DEVICE" = cpu ]; then
     MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-256} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-8}
     MAX_TOKEN_LEN=${MAX_TOKEN_LEN:-8192}
     LR=${LR:-3e-4} TOTAL_STEPS=${TOTAL_STEPS:-40} TOTAL_EPOCHS=${TOTAL_EPOCHS:-100}
+    SAVE_FREQ=${SAVE_FREQ:--1} TEST_FREQ=${TEST_FREQ:--1} RESUME_MODE=${RESUME_MODE:-disable}
+    CHECKPOINT_DIR=${CHECKPOINT_DIR:-$RUN_DIR/checkpoints}
 else
     NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
     NNODES=${NNODES:-1}
@@ -145,7 +151,13 @@ else
     MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-4096} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-2048}
     MAX_TOKEN_LEN=${MAX_TOKEN_LEN:-20480}
     LR=${LR:-1e-6} TOTAL_STEPS=${TOTAL_STEPS:-null} TOTAL_EPOCHS=${TOTAL_EPOCHS:-15}
+    # As in verl's examples.
+    SAVE_FREQ=${SAVE_FREQ:-20} TEST_FREQ=${TEST_FREQ:-5} RESUME_MODE=${RESUME_MODE:-auto}
+    CHECKPOINT_DIR=${CHECKPOINT_DIR:-$WORK_DIR/checkpoints}
 fi
+
+REF_TIMES=$([ "$USE_PREFIX_GROUPER" = True ] && echo 4 || echo 1)
+REF_MAX_TOKEN_LEN=${REF_MAX_TOKEN_LEN:-$((REF_TIMES * MAX_TOKEN_LEN))}
 
 ################################ training ################################
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$RUN_DIR/metrics.jsonl}
@@ -163,13 +175,14 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
     data.filter_overlong_prompts=True \
     data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding="$USE_REMOVE_PADDING" \
     actor_rollout_ref.actor.use_prefix_grouper="$USE_PREFIX_GROUPER" \
+    ${USE_REMOVE_PADDING:+actor_rollout_ref.model.use_remove_padding="$USE_REMOVE_PADDING"} \
     actor_rollout_ref.actor.strategy=fsdp2 \
     actor_rollout_ref.actor.optim.lr="$LR" \
     actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE" \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$MAX_TOKEN_LEN" \
+    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu="$REF_MAX_TOKEN_LEN" \
     actor_rollout_ref.actor.use_kl_loss=True \
     actor_rollout_ref.actor.kl_loss_coef=0.001 \
     actor_rollout_ref.actor.kl_loss_type=low_var_kl \
@@ -185,10 +198,10 @@ export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$RUN_DIR/tensorboard}
     trainer.project_name=verl_pg_plugin \
     trainer.experiment_name=run_qwen3_pg \
     trainer.val_before_train=False \
-    trainer.test_freq=-1 \
-    trainer.save_freq=-1 \
-    trainer.default_local_dir="$RUN_DIR/checkpoints" \
-    trainer.resume_mode=disable \
+    trainer.test_freq="$TEST_FREQ" \
+    trainer.save_freq="$SAVE_FREQ" \
+    trainer.default_local_dir="$CHECKPOINT_DIR" \
+    trainer.resume_mode="$RESUME_MODE" \
     "${DEVICE_ARGS[@]}" \
     "$@"
 

@@ -7,7 +7,7 @@
 # actor's checkpoint with a new value head; CRITIC_PATH names another one, of a token classifier with one label.
 set -euo pipefail
 
-export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=True
+export USE_PREFIX_GROUPER=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_ppo_pg}
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     DEVICE=cpu
@@ -28,7 +28,6 @@ exec bash "$(dirname "${BASH_SOURCE[0]}")/run_qwen3_pg.sh" \
     trainer.experiment_name=run_qwen3_ppo_pg \
     algorithm.adv_estimator=gae \
     critic.model.path="${CRITIC_PATH:-\${actor_rollout_ref.model.path\}}" \
-    critic.model.use_remove_padding=True \
     critic.strategy=fsdp2 \
     critic.optim.lr="${CRITIC_LR:-1e-5}" \
     +critic.ppo_infer_max_token_len_per_gpu="${MAX_TOKEN_LEN:-20480}" \

@@ -7,7 +7,7 @@
 # dense mask of all packed tokens, which is slow.
 set -euo pipefail
 
-export USE_PREFIX_GROUPER=False USE_REMOVE_PADDING=True
+export USE_PREFIX_GROUPER=False
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_rmpad}
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     export TOTAL_STEPS=${TOTAL_STEPS:-3} TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-4}

@@ -13,7 +13,7 @@
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=True
+export USE_PREFIX_GROUPER=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_vl_pg}
 case " $* " in *" --help "* | *" -h "*) exec bash "$repository/examples/run_qwen3_pg.sh" --help ;; esac
 overrides=(trainer.experiment_name=run_qwen3_vl_pg data.image_key=images)

@@ -8,11 +8,11 @@ responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may
 turn). P may be ``512+4x1024``: 512 tokens of text and four images of 1,024 each, for a model that reads them.
 ``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with a sample per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search
 trees with one per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all begin with the same examples. Ours runs
-first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad
-in the same run; the bound is the ratio of floating point operations, vision encoder included, the head counted on every
-token for stock verl (it runs there) and on response tokens for ours. Memory is the peak of the forward and
-backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile`` runs each phase once more
-under torch's profiler and says which kernels took the time (a GPU's alone).
+first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad of
+the same strategy in the same run; the bound is the ratio of floating point operations, vision encoder included, the
+head counted on every token for stock verl (it runs there) and on response tokens for ours. Memory is the peak of the
+forward and backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile`` runs each
+phase once more under torch's profiler and says which kernels took the time (a GPU's alone).
 """
 
 import argparse
@@ -232,7 +232,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             of_prompt = case.images.number * case.images.patches(config) if case.images else 0
             patches[name] = len(whole.samples) * of_prompt
             actor = FSDPActorConfig(
-                strategy="fsdp2",
+                strategy=path.strategy,
                 rollout_n=1,
                 ppo_micro_batch_size_per_gpu=1,
                 entropy_coeff=0.01 if args.entropy else 0.0,
@@ -252,7 +252,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         get_torch_device().empty_cache()
     rows = []
     for (path, case_name, phase), numbers in measured.items():
-        base, work = measured.get((EnginePath("rmpad"), case_name, phase)), works[path, case_name]
+        base = measured.get((EnginePath("rmpad", strategy=path.strategy), case_name, phase))
+        work = works[path, case_name]
         done = work.alone if path.stock else work.packed
         rows.append(
             Row(
@@ -293,7 +294,7 @@ def report(rows: list[Row], path: Path | None) -> None:
         *("case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "TFLOP/s", "slow"),
         *(["patches"] if any(row.logical_patches for row in rows) else []),
     )
-    for row in sorted(rows, key=lambda row: (row.case, row.phase, row.path != "rmpad")):
+    for row in sorted(rows, key=lambda row: (row.case, row.phase, not row.path.startswith("rmpad"))):
         table.add_row(
             row.case,
             row.path if row.kernel == "stock" else f"{row.path} {row.kernel}{', compiled' * row.layers_compiled}",

@@ -8,7 +8,7 @@
 A checkpoint of the shape is drawn at random (full-size vocabulary), prompts are random words of exactly P tokens, and
 responses have exactly R tokens (``ignore_eos``): nothing is learned here, everything is computed. Rollout is vLLM on
 GPUs and the plugin's own on a CPU. GRPO with a reference policy, AdamW, FSDP2, gradient checkpointing (on GPUs), one
-optimizer step for each training step. Every mode runs in a process tree of its own and gets the same token budget.
+optimizer step for each training step. Every mode runs in a process tree of its own and gets the same token budgets.
 
 In ``--output-dir``: ``bench_step.csv`` (rewritten after every run), and for each run its log and its metrics file.
 A run that fails or outlives ``--timeout`` keeps the steps it finished; the exit code is then 1.
@@ -84,6 +84,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="training steps of a run, the first of which warms up")
     parser.add_argument("--ngpus", type=int, default=1)
     parser.add_argument("--max-token-len", type=int, default=20480, help="token budget of a micro-batch, per GPU")
+    parser.add_argument("--ref-max-token-len", type=int, help="that of the reference policy, default the same")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="share of the GPU that vLLM takes")
     parser.add_argument("--cuda-graphs", action="store_true", help="vLLM captures CUDA graphs: start-up is longer")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run, start-up included")
@@ -138,6 +139,7 @@ def run_of(
         "MAX_PROMPT_LENGTH": case.prompt,
         "MAX_RESPONSE_LENGTH": case.response,
         "MAX_TOKEN_LEN": args.max_token_len,
+        "REF_MAX_TOKEN_LEN": args.ref_max_token_len or args.max_token_len,
         "GPU_MEMORY_UTILIZATION": args.gpu_memory_utilization,
         "TOTAL_STEPS": args.steps,
         "TOTAL_EPOCHS": 1,

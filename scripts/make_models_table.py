@@ -53,9 +53,9 @@ NOTES = """
   transformers {newest}; experts as one product of matrices). So are Qwen2.5-VL and Qwen3-VL (`tests/modalities`).
   Apertus is refused compiled; where "no" stands otherwise nobody has tried, and `True` tries.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
-  and is slow on a GPU. Capped scores (Gemma 2) need a flash-attn that was built with them, which is looked at when an
-  engine is built: a flash-attn 2 built without multiplies scores by the cap, in stock verl too, and says nothing. On a
-  CPU they are tested with attention written out, on a GPU not yet. On a GPU 33 types were run compiled, in bf16, as
+  and is slow on a GPU. Capped scores (Gemma 2) are written out by sdpa, on a CPU and on a GPU; other kernels are tried
+  on them when an engine is built, and refused if a score or a gradient is wrong: a flash-attn 2 built without caps
+  multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run on a CPU only. On a GPU 33 types were run compiled, in bf16, as
   close to float32 as stock rmpad ([record](data/gpu_tests_one_h200.csv)).
 - **Ministral 3, Persimmon and Fuyu** in stock rmpad on flash-attn: attention keeps positions to itself, so tokens see
   those packed in front of them (a tiny Ministral 3 on an H200: log-probs off by 0.6% with windows of 64, by 10% without

@@ -5,9 +5,9 @@
 CONFIG.yaml is the config that Hydra saved for the run; ``mode`` comes from its two flags.
 ``reward_first`` and ``reward_last`` are means over the first and last fifth of the steps (at least one, at most
 five), times are medians in seconds over all steps, ``dedup_ratio`` is the mean of logical over physical tokens, and
-``rows_saved`` is how many of a step's tokens the model never computed (mean). What a run does not log is ``null``.
-Lines before the summary say the same for people. A run whose ``trainer.logger`` has no ``file`` gets a line that says
-so instead.
+``rows_saved`` is how many of a mini-batch's tokens the model never computed (mean). What a run does not log is
+``null``. Lines before the summary say the same for people. A run whose ``trainer.logger`` has no ``file`` gets a line
+that says so instead.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def describe(summary: dict[str, Any]) -> list[str]:
     ]
     if summary["rows_saved"] is not None:
         lines.append(
-            f"shared prefixes: {summary['rows_saved']:,} tokens a step never computed "
+            f"shared prefixes: {summary['rows_saved']:,} tokens a mini-batch never computed "
             f"({summary['rows_saved_share']:.0%}), each token computed stands for {summary['dedup_ratio']:.2f} tokens"
         )
     times = [(name, summary[f"time_{name}"]) for name in PHASES if summary[f"time_{name}"] is not None]

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from peft import PeftModel
 from tensordict import TensorDict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -137,6 +138,8 @@ def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tenso
 
 def full_gradients(module: Any) -> dict[str, torch.Tensor]:
     """Gradients by the names that parameters have outside FSDP, gathered from all ranks."""
+    if isinstance(module, FullyShardedDataParallel) and not module._use_orig_params:
+        return flat_gradients(module)
     # FSDP1 keeps whole parameters (use_orig_params) for the time of this block, under names with its own in between.
     whole = (
         FullyShardedDataParallel.summon_full_params(module, with_grads=True)
@@ -151,6 +154,28 @@ def full_gradients(module: Any) -> dict[str, torch.Tensor]:
             for name, p in module.named_parameters()
             if p.grad is not None
         }
+
+
+def flat_gradients(module: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
+    """The same where FSDP1 holds the gradient of many parameters in one, which torch hands out to nobody."""
+    gradients = {}
+    for name, unit in module.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        if handle is None or handle.flat_param.grad is None:
+            continue
+        gradient, prefix = handle.flat_param.grad, f"{name}.".lstrip(".").replace("_fsdp_wrapped_module.", "")
+        if handle.uses_sharded_strategy:
+            shards = [torch.empty_like(gradient) for _ in range(handle.world_size)]
+            dist.all_gather(shards, gradient, group=handle.process_group)
+            gradient = torch.cat(shards)[: handle.flat_param._unpadded_unsharded_size.numel()]
+        for fqn, view in zip(handle.flat_param._fqns, handle._get_unflat_views(gradient), strict=True):
+            gradients[prefix + fqn.replace("_fsdp_wrapped_module.", "")] = view.detach().clone()
+    return gradients
+
+
+def fsdp1_takes_models_on_a_cpu() -> None:
+    """FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same."""
+    _init_utils._check_module_states_for_sync_module_states = lambda states: None
 
 
 def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:

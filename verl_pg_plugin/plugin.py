@@ -69,7 +69,7 @@ def _reach_v0() -> None:
     from verl_pg_plugin import upstream
 
     def regroup(*args: Any) -> None:
-        from verl_pg_plugin.trainer.v0 import regroup
+        from verl_pg_plugin.trainer.mixins import regroup
 
         regroup(*args)
 

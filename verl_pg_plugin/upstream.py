@@ -24,7 +24,9 @@ __all__ = [
     "activation_offload_left_out",
     "call_before_run",
     "call_before_validation",
+    "flat_parameters_obstacle",
     "forwards_left_alone",
+    "let_flat_parameters_compile",
     "look_up_group_trainers",
     "regroup_after_v0_balance",
     "use_single_gloo_backend",
@@ -314,6 +316,39 @@ def activation_offload_left_out() -> Iterator[None]:
         yield
     finally:
         transformer_impl.enable_activation_offloading = patched
+
+
+MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
+
+
+def let_flat_parameters_compile(module: Any) -> None:
+    """Let torch compile the layers of a model that FSDP1 has wrapped, whose parameters are views of flat ones.
+
+    What: ``_fsdp_use_orig_params`` of the modules that FSDP manages (``_is_fsdp_managed_module``) becomes True. FSDP
+    writes it and never reads it.
+    Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
+    behind FSDP's hooks, when the views are there; they go into its graphs as inputs, as whole parameters do.
+    ``use_orig_params=True`` itself would change the optimizer's state, so that no run could be resumed with the mode
+    toggled.
+    Versions: torch 2.11 to 2.13.
+    Remove when: torch compiles flat parameters, or verl has no FSDP1.
+
+    Args:
+        module: the wrapped model, before its first forward.
+    """
+    for part in module.modules():
+        if getattr(part, MANAGED, False):
+            setattr(part, WHOLE, True)
+
+
+def flat_parameters_obstacle() -> str:
+    """Why ``let_flat_parameters_compile`` does nothing with the installed torch; empty if it does what it says."""
+    from torch._dynamo.variables import builder
+
+    source = inspect.getsource(builder)
+    if MANAGED in source and WHOLE in source:
+        return ""
+    return f"this torch does not ask {WHOLE} of the layers of FSDP1 (strategy=fsdp); those of strategy=fsdp2 compile"
 
 
 def use_single_gloo_backend() -> None:

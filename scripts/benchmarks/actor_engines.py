@@ -26,29 +26,35 @@ from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOption
 
 @dataclass(frozen=True)
 class EnginePath:
-    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:static_rows=True``.
+    """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:activations=inputs``.
 
-    ``@12288`` at the end is the path's own budget of a micro-batch.
+    ``packed/fsdp`` runs it under that strategy in place of fsdp2. ``@12288`` at the end is the path's own budget of a
+    micro-batch.
     """
 
     mode: str
     options: str = ""
     budget: int | None = None
+    strategy: str = "fsdp2"
 
     MODES = ("padded", "rmpad", "prefix_grouper", "packed")
 
     @classmethod
     def parse(cls, text: str) -> "EnginePath":
         name, _, budget = text.partition("@")
-        mode, _, options = name.partition(":")
-        path = cls(mode, options, int(budget) if budget else None)
-        if mode not in cls.MODES or (path.stock and options):
-            raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(cls.MODES)}; only ours take :KEY=VALUE,...")
+        name, _, options = name.partition(":")
+        mode, _, strategy = name.partition("/")
+        path = cls(mode, options, int(budget) if budget else None, strategy or "fsdp2")
+        if mode not in cls.MODES or path.strategy not in ("fsdp", "fsdp2") or (path.stock and options):
+            raise argparse.ArgumentTypeError(
+                f"{text}: choose {', '.join(cls.MODES)}, with /fsdp or without; only ours take :KEY=VALUE,..."
+            )
         return path
 
     def __str__(self) -> str:
+        strategy = "" if self.strategy == "fsdp2" else f"/{self.strategy}"
         options = f":{self.options}" if self.options else ""
-        return f"{self.mode}{options}" + (f"@{self.budget}" if self.budget else "")
+        return f"{self.mode}{strategy}{options}" + (f"@{self.budget}" if self.budget else "")
 
     @property
     def stock(self) -> bool:
@@ -118,7 +124,7 @@ def remember(model: torch.nn.Module) -> None:
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
     """verl's own class for the stock paths, ours for the others; same options."""
     on_gpu = get_device_name() == "cuda"
-    engine_cls = FSDPEngineWithLMHead if path.stock else EngineRegistry.get_engine_cls("language_model", "fsdp2")
+    engine_cls = FSDPEngineWithLMHead if path.stock else EngineRegistry.get_engine_cls("language_model", path.strategy)
     engine = engine_cls(
         model_config=HFModelConfig(
             path=model_path,
@@ -128,7 +134,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
         ),
         engine_config=PrefixGrouperEngineConfig(
-            strategy="fsdp2",
+            strategy=path.strategy,
             use_prefix_grouper=not path.stock,
             prefix_grouper=path.sharing,
             model_dtype=args.dtype,

@@ -17,7 +17,6 @@ TIMING = "timing_s/"
 PEAK_GIB = "actor/perf/max_memory_allocated_gb"
 TOKENS_PER_S = "perf/throughput"
 MFU = "perf/mfu/actor"
-MFU_PHYSICAL = "actor/prefix_grouper/mfu_physical"
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 
@@ -29,8 +28,8 @@ class StepRow:
     ``speedup`` is the median of ``rmpad`` over this one, of the same case. ``peak_gib`` is the largest allocation of
     the training worker since it started; the rollout engine is another process and not counted.
     ``tokens_per_s_per_gpu`` counts prompt and response tokens over a whole step; ``mfu`` is verl's figure for the
-    update, which counts a shared prompt once for each response, ``mfu_physical`` counts it once. What a mode does not
-    log is empty. ``outcome`` is ``ok``, or why the run ended early.
+    update, which counts a shared prompt once for each response. What a mode does not log is empty. ``outcome`` is
+    ``ok``, or why the run ended early.
     """
 
     model: str
@@ -48,7 +47,6 @@ class StepRow:
     prompt_tokens: float
     response_tokens: float
     mfu: float
-    mfu_physical: float | None
     dedup_ratio: float | None
     attention_kernel: str | None
     outcome: str
@@ -107,7 +105,6 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
         "prompt_tokens": middle("prompt_length/mean"),
         "response_tokens": middle("response_length/mean"),
         "mfu": middle(MFU),
-        "mfu_physical": middle(MFU_PHYSICAL),
         "dedup_ratio": middle(DEDUP_RATIO),
         "attention_kernel": ",".join(sorted(kernels)) or None,
     }

@@ -31,9 +31,10 @@ class ScriptRun:
     def of_example(
         cls, script: str, overrides: list[str], environment: dict[str, str], metrics: Path, log: Path
     ) -> ScriptRun:
-        """A script of ``examples/`` with overrides of verl and the variables that it reads."""
+        """A script of ``examples/`` with overrides of verl and variables; saves nothing unless asked."""
         command = ["bash", str(REPOSITORY / "examples" / script), *overrides]
-        return cls(command, {**environment, "VERL_FILE_LOGGER_PATH": str(metrics)}, metrics, log)
+        unsaved = {"SAVE_FREQ": "-1", "TEST_FREQ": "-1", "RESUME_MODE": "disable"}
+        return cls(command, {**unsaved, **environment, "VERL_FILE_LOGGER_PATH": str(metrics)}, metrics, log)
 
     def last_lines(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

@@ -1,8 +1,8 @@
-"""Write docs/options.md from the dataclass of the options, each with its default and the values it takes.
+"""Write docs/options.md and the options in the Hydra file from their dataclass: defaults, values, what they do.
 
     python scripts/upkeep/make_options_page.py [--check]
 
-With ``--check`` nothing is written; exit code 1 if the page is stale.
+With ``--check`` nothing is written; exit code 1 if one of the two is stale.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
 from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "options.md"
+HYDRA = REPOSITORY / "verl_pg_plugin" / "config" / "hydra" / "prefix_grouper" / "dp.yaml"
+VALUES = {None: "null", "off": '"off"'}
+"""How YAML writes a default: a bare off is False."""
 HEAD = """\
 # Options
 
@@ -54,16 +59,33 @@ def page() -> str:
     return HEAD + "".join(rows)
 
 
+def hydra_file(text: str) -> str:
+    """The Hydra file with what the dataclass says of each option above it."""
+    said, lines = descriptions(), []
+    for option in fields(PrefixGrouperOptions):
+        about = f"{said[option.name].replace('``', '')} Values: {taken_by(option.name)}."
+        lines += ["", *textwrap.wrap(about, 120, initial_indent="  # ", subsequent_indent="  # ")]
+        lines.append(f"  {option.name}: {VALUES.get(option.default, option.default)}")
+    head, _, rest = text.partition("PrefixGrouperOptions\n")
+    return (
+        f"{head}PrefixGrouperOptions\n"
+        + "\n".join(lines)
+        + "\n\nactor_rollout_ref:"
+        + rest.partition("\nactor_rollout_ref:")[2]
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        stale = not PAGE.is_file() or PAGE.read_text() != page()
-        if stale:
-            sys.stderr.write(f"{PAGE} is stale; run scripts/upkeep/make_options_page.py\n")
-        return int(stale)
-    PAGE.write_text(page())
-    return 0
+    check, code = parser.parse_args().check, 0
+    for file, text in ((PAGE, page()), (HYDRA, hydra_file(HYDRA.read_text()))):
+        if check and not (file.is_file() and file.read_text() == text):
+            sys.stderr.write(f"{file} is stale; run scripts/upkeep/make_options_page.py\n")
+            code = 1
+        if not check:
+            file.write_text(text)
+    return code
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import resource
 import subprocess
 import sys
@@ -16,19 +16,19 @@ import torch
 from omegaconf import DictConfig
 
 from tests.config import config_support
+from tests.fresh import run_fresh
 from tests.support import save_tiny_model
 from verl_pg_plugin import compat
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.cli import CommandError, doctor
-from verl_pg_plugin.cli.doctor import FAIL, OK, WARN, Line, compose_config, run_lines, sharing_lines
+from verl_pg_plugin.attention.kernels import KernelSpec
+from verl_pg_plugin.cli import FAIL, OK, WARN, CommandError, Line, doctor, overrides, show
+from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
+from verl_pg_plugin.config import compile, rules
 from verl_pg_plugin.config.checkpoints import read_hf_config
-from verl_pg_plugin.layout import build_prefix_order
-from verl_pg_plugin.planning.forecast import Batch
-from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 PROCESS = {
     "engines": [],
@@ -58,7 +58,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "+ray_kwargs.ray_init.address=local",
         f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"actor_rollout_ref.model.path={path}",
-        "actor_rollout_ref.model.use_remove_padding=True",
         f"{ACTOR}.use_prefix_grouper=True",
         f"{ACTOR}.strategy=fsdp2",
         f"{ACTOR}.use_dynamic_bsz=True",
@@ -80,17 +79,8 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         module = "verl.trainer.config" if name == "ppo_trainer" else "verl_pg_plugin.config.hydra"
         return config_support.compose_config(*overrides, module=module, name=name)
 
-    monkeypatch.setattr("hydra.initialize_config_module", lambda *args, **kwargs: nullcontext())
-    monkeypatch.setattr("hydra.compose", compose)
-
-
-def broken_plugin(folder: Path, code: str) -> None:
-    """An installed plugin of verl's whose module runs ``code`` when it is loaded."""
-    metadata = folder / "broken_plugin-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[verl.plugins]\nbroken_plugin = broken_plugin\n")
-    (folder / "broken_plugin.py").write_text(code)
+    monkeypatch.setattr(overrides, "initialize_config_module", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(overrides, "compose", compose)
 
 
 def bad(lines: list[Line]) -> list[Line]:
@@ -111,7 +101,7 @@ def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(c
     assert any(line.startswith(f"OK torch {torch.__version__} (supported: ") for line in lines)
     assert "OK plugin verl_pg_plugin loads" in lines
     assert "OK language_model fsdp2 PrefixGrouperFSDPEngineWithLMHead (device cpu, vendor cpu)" in lines
-    assert "OK auto takes sdpa (prefix_grouper.attention_kernel=auto on device cpu)" in lines
+    assert "OK attention kernel sdpa (prefix_grouper.attention_kernel=auto on device cpu)" in lines
     assert "With these overrides" not in lines
 
 
@@ -128,9 +118,9 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
 
 
 def test_a_warning_leaves_the_exit_code_0_and_no_line_is_wrapped(capsys) -> None:
-    assert doctor.show([("Title", [Line(OK, "a", "b"), Line(WARN, "c", "slow", "faster")])]) == 0
+    assert show([("Title", [Line(OK, "a", "b"), Line(WARN, "c", "slow", "faster")])]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "WARN: 0 failing, 1 to look at"
-    assert doctor.show([("Title", [Line(FAIL, "c", "x" * 300, "y" * 300)])]) == 1
+    assert show([("Title", [Line(FAIL, "c", "x" * 300, "y" * 300)])]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith("x" * 300)
     assert lines[2] == "        fix: " + "y" * 300
@@ -180,18 +170,28 @@ def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypa
     assert line.fix.startswith("pip install 'transformers")
 
 
-def test_a_machine_without_gpu_or_kernel_fails_with_and_without_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpu_fails_with_and_without_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     (line,) = bad(doctor.installed_lines())
-    assert (line.state, line.what) == (FAIL, "GPU")
-    (full,) = bad(doctor.plugin_lines({**PROCESS, "platform": "PlatformCUDA", "device": "cuda", "available": False}))
-    assert (full.state, full.fix) == (FAIL, line.fix)
+    (full,) = bad(doctor.process_lines({**PROCESS, "platform": "PlatformCUDA", "device": "cuda", "available": False}))
+    assert (line.state, line.what, line.fix) == (full.state, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
+    assert overrides.taken_kernel("cuda") == [], "said once"
     monkeypatch.setattr(doctor, "gpus", lambda: ["NVIDIA H200, 570.1, 9.0, 143771 MiB"])
-    (line,) = bad(doctor.installed_lines())
-    (full,) = bad(doctor.kernel_lines("cuda", available=True))
-    assert line.fix == full.fix == "pip install --no-build-isolation flash-attn"
-    assert bad(doctor.kernel_lines("cuda", available=False)) == []
+    assert bad(doctor.installed_lines()) == []
+
+
+def test_kernels_that_are_missing_fail_only_where_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a kernel of its own: a GPU without flash-attn is no failure, with or without ``--full``."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(KernelSpec, "installed", property(lambda spec: spec.package is None))
+    assert bad(doctor.kernel_lines()) == []
+    (line,) = overrides.taken_kernel("cuda")
+    assert (line.state, line.text.split()[0]) == (OK, "torch_varlen")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    (line,) = overrides.taken_kernel("cuda")
+    assert (line.state, line.fix) == (FAIL, "pip install --no-build-isolation flash-attn")
 
 
 def test_a_name_of_another_package_that_is_gone_fails_with_the_version_to_install(monkeypatch) -> None:
@@ -203,12 +203,12 @@ def test_a_name_of_another_package_that_is_gone_fails_with_the_version_to_instal
 def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other")
     excluded = {**PROCESS, "plugins": [{**PROCESS["plugins"][0], "allowed": False}]}  # type: ignore[index]
-    for lines in (doctor.installed_lines(), doctor.plugin_lines(excluded)):
+    for lines in (doctor.installed_lines(), doctor.process_lines(excluded)):
         (line,) = bad(lines)
         assert line.fix == "unset VERL_USE_EXTERNAL_PLUGINS, or name verl_pg_plugin in it"
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
     assert bad(doctor.installed_lines()) == []
-    (line,) = bad(doctor.plugin_lines({**PROCESS, "plugins": []}))
+    (line,) = bad(doctor.process_lines({**PROCESS, "plugins": []}))
     assert "pip install <folder of this repository>" in line.fix
 
 
@@ -234,30 +234,50 @@ def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, tmp
     (tmp_path / "script.py").write_text(script)
     monkeypatch.setattr(doctor, "SCRIPT", tmp_path / "script.py")
     monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
-    (line,) = bad(doctor.plugin_lines(doctor.fresh_process()))
+    (line,) = bad(doctor.process_lines(doctor.fresh_process()))
     assert error in line.text
 
 
 def test_a_platform_that_verl_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_PLATFORM", "no_such")
-    (line,) = bad(doctor.plugin_lines({"error": "ValueError: Unknown platform 'no_such'"}))
+    (line,) = bad(doctor.process_lines({"error": "ValueError: Unknown platform 'no_such'"}))
     assert line.fix.startswith("unset VERL_PLATFORM")
 
 
-def test_what_keeps_plugins_from_loading_is_reported_by_the_command(tmp_path: Path) -> None:
-    """verl says so at DEBUG only; Python runs ``sitecustomize`` when it starts, so ours fails as if half removed."""
-    broken_plugin(tmp_path, "import no_such_package\n")
-    gone = "import sys; sys.modules['verl_pg_plugin.engine.engine'] = None\n"
-    (tmp_path / "sitecustomize.py").write_text(gone)
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-W", "ignore", "-m", "verl_pg_plugin", "doctor", f"{ROLLOUT}.n=4"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    failing = [line for line in done.stdout.splitlines() if line.startswith("  FAIL")]
-    assert any("import of verl_pg_plugin.engine.engine halted" in line for line in failing)
-    (other,) = (line for line in done.stdout.splitlines() if line.startswith("  WARN"))
-    assert "No module named 'no_such_package'" in other
+HOLDS_OUR_KEY = """
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+@EngineRegistry.register("language_model", "fsdp2", device="cuda", vendor="nvidia")
+class Theirs(BaseEngine): ...
+"""
+
+
+def test_plugins_that_do_not_load_or_hold_our_place_are_reported(tmp_path: Path) -> None:
+    """verl says so at DEBUG only, and trains without sharing."""
+    script, cases = doctor.SCRIPT.read_text(), []
+    for name, platform, code in (("broken", "cpu", "import no_such_package\n"), ("rival", "nvidia", HOLDS_OUR_KEY)):
+        metadata = tmp_path / name / f"{name}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {name}_plugin\n")
+        (tmp_path / name / f"{name}_plugin.py").write_text(code)
+        halted = "sys.modules['verl_pg_plugin.engine.engine'] = None" if name == "broken" else ""
+        cases.append(
+            (
+                f"import sys\nsys.path.insert(0, {str(tmp_path / name)!r})\n{halted}\n{script}",
+                {"VERL_PLATFORM": platform},
+            )
+        )
+    broken, rival = (json.loads(ended.stdout.splitlines()[-1]) for ended in run_fresh(cases))
+    other, ours = sorted(bad(doctor.process_lines(broken)), key=lambda line: line.what)
+    assert (other.state, other.what) == (WARN, "plugin broken")
+    assert "No module named 'no_such_package'" in other.text
+    assert (ours.state, ours.fix) == (FAIL, doctor.REGISTER_FIX)
+    assert "import of verl_pg_plugin.engine.engine halted" in ours.text
+    (ours,) = (line for line in bad(doctor.process_lines(rival)) if line.what == "plugin verl_pg_plugin")
+    assert ours.state == FAIL
+    assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in ours.text
+    assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in ours.text
 
 
 # Overrides
@@ -281,12 +301,14 @@ def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed
     assert not text_of(stock, "attention kernel") + text_of(stock, "compiled layers")
 
 
-def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str]) -> None:
-    config = compose_config([*packed, f"{ACTOR}.strategy=fsdp"])
-    line = doctor._compiled_line(config, read_hf_config(config), "cuda")
+def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
+    config = compose_config([*packed, f"{ACTOR}.strategy=fsdp", f"{MODEL}.lora_rank=8"])
+    line = overrides._compiled_line(config, read_hf_config(config))
     assert (line.state, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
-    config.actor_rollout_ref.actor.strategy = "fsdp2"
-    assert doctor._compiled_line(config, read_hf_config(config), "cuda").state == OK
+    config.actor_rollout_ref.model.lora_rank = 0
+    assert overrides._compiled_line(config, read_hf_config(config)).state == OK
 
 
 def test_what_verl_itself_rejects_fails(packed: list[str]) -> None:
@@ -294,52 +316,30 @@ def test_what_verl_itself_rejects_fails(packed: list[str]) -> None:
     assert "no-such-mode" in line.text
 
 
-def test_sharing_is_told_for_the_longest_group_and_every_phase(packed: list[str]) -> None:
-    lines = sharing_lines(compose_config([*packed, f"{ACTOR}.use_kl_loss=True"]))
+def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:
+    lines = group_lines(compose_config([*packed, f"{ACTOR}.use_kl_loss=True"]))
     assert bad(lines) == []
-    assert text_of(lines, "its tokens") == "2047 instead of 5120, 2.50x fewer"
-    assert "x fewer" in text_of(lines, "its FLOPs")
-    assert text_of(lines, "update") == f"{BUDGET}=8192 holds a whole group"
+    assert text_of(lines, "tokens").endswith("4 responses of 256 tokens to a prompt of 1024: 2047 tokens, alone 5120")
+    assert text_of(lines, "update") == f"{BUDGET}=8192 holds it whole"
     assert text_of(lines, "ref")
-    assert not text_of(sharing_lines(compose_config(packed)), "ref")
+    assert not text_of(group_lines(compose_config(packed)), "ref")
+    assert group_lines(compose_config([*packed, f"{ROLLOUT}.n=four"])) == []
 
 
 @pytest.mark.parametrize(
-    ("overrides", "state", "said"),
+    ("asked", "state", "said"),
     [
         ([f"{BUDGET}=1600"], OK, "chunks, which read the prefix KV cache"),
         ([f"{BUDGET}=1600", "prefix_grouper.carry=never"], WARN, "2 chunks that each compute the prompt again"),
         ([f"{BUDGET}=1200"], WARN, "does not hold the longest sequence"),
-        ([f"{BUDGET}=1200", f"{ACTOR}.ulysses_sequence_parallel_size=2"], OK, "holds a whole group"),
+        ([f"{BUDGET}=1200", f"{ACTOR}.ulysses_sequence_parallel_size=2"], OK, "holds it whole"),
         ([f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"], OK, "which read the prefix KV"),
     ],
     ids=["split", "never", "too small", "two GPUs share a sequence", "fixed"],
 )
 def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(
-    packed: list[str], overrides: list[str], state: str, said: str
+    packed: list[str], asked: list[str], state: str, said: str
 ) -> None:
-    (line,) = (line for line in sharing_lines(compose_config([*packed, *overrides])) if line.what == "update")
+    (line,) = (line for line in group_lines(compose_config([*packed, *asked])) if line.what == "update")
     assert line.state == state
     assert said in line.text
-
-
-@pytest.mark.parametrize("override", [f"{ROLLOUT}.n=four", f"{ROLLOUT}.n=0", f"{BUDGET}=8k"])
-def test_a_count_that_is_none_leaves_no_estimate_and_no_traceback(packed: list[str], override: str) -> None:
-    (line,) = sharing_lines(compose_config([*packed, override]))
-    assert line.what == "estimate"
-
-
-def test_the_chunks_that_are_told_are_those_of_the_planner(packed: list[str]) -> None:
-    batch = Batch.of_lengths([1024], [[256] * 4])
-    order = build_prefix_order(batch.tokens, batch.offsets)
-    for budget in (1300, 1600, 2047):
-        lines = sharing_lines(compose_config([*packed, f"{BUDGET}={budget}", "prefix_grouper.carry=never"]))
-        parts = len(cut_micro_batches(order, MicroBatchLimits(max_tokens=budget)))
-        assert (f"into {parts} chunks" if parts > 1 else "holds a whole group") in text_of(lines, "update")
-
-
-def test_a_head_that_is_not_cut_in_chunks_is_told(packed: list[str], tmp_path: Path) -> None:
-    cohere = f"actor_rollout_ref.model.path={save_tiny_model(tmp_path, 'cohere', pad_token_id=0)}"
-    option = "prefix_grouper.logits_chunk_size"
-    assert "(CohereForCausalLM changes" in text_of(sharing_lines(compose_config([*packed, cohere])), option)
-    assert not text_of(sharing_lines(compose_config([*packed, cohere, f"{option}=0"])), option)

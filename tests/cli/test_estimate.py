@@ -89,24 +89,6 @@ def test_rollouts_of_verl_are_read_by_their_prompts(capsys, model: str, tmp_path
 TEXT = [{"input": "a b", "output": "c d", "uid": "x_0_0", "score": 1.0}]
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (
-            ("--prompt", 4, "--response", 4, "--plot", "/no/such/x.png"),
-            "--plot /no/such/x.png: there is no folder /no/such",
-        ),
-        (("--prompt", 4, "--response", 4, "--json", "/no/such/x.json"), "there is no folder /no/such"),
-        (("--data", "/no/such.parquet", "--response", 4), "--data /no/such.parquet: no such file"),
-    ],
-    ids=["plot", "json", "data"],
-)
-def test_files_that_cannot_be_read_or_written_are_named_with_the_cause(capsys, model, asked, message) -> None:
-    code, _, err = estimate(capsys, "--model", model, *asked)
-    assert code == 2
-    assert message in err
-
-
 def test_a_line_separator_of_unicode_in_a_response_ends_no_line(capsys, model: str, tmp_path: Path) -> None:
     line = json.dumps({**TEXT[0], "output": "c\u2028d"}, ensure_ascii=False)
     (tmp_path / "9.jsonl").write_text(line + "\n\n", encoding="utf-8")
@@ -135,7 +117,14 @@ def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, t
             ("--prompt", 64, "--response", 8, "--budget", 16),
             "--budget 16 does not hold the longest sequence of 72 tokens",
         ),
-        (("--data", "no_such.parquet", "--response", 8), "--data no_such.parquet: "),
+        (("--data", "no_such.parquet", "--response", 8), "--data no_such.parquet: no such file"),
+        *(
+            (
+                ("--prompt", 4, "--response", 4, option, "/no/such/x"),
+                f"{option} /no/such/x: there is no folder /no/such",
+            )
+            for option in ("--plot", "--json")
+        ),
         (("--rollouts", "no_such_folder"), "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
     ],
 )

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from tests.fresh import run_fresh
 from tests.models.models import random_ids
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
@@ -31,13 +30,6 @@ def edit_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def run_python(script: str, folder: Path) -> None:
-    """Run ``script`` in a new process inside ``folder``, which it gets as its argument."""
-    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, cwd=folder, env=env)
-
-
 def rejected(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """Run the command, which must fail with one line and change nothing."""
     before = contents(folder) if folder.is_dir() else None
@@ -49,25 +41,43 @@ def rejected(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
     return error
 
 
-def test_a_patched_checkpoint_loads_from_outside_the_repository_in_a_new_process(folder: Path) -> None:
-    assert main(["patch-model", str(folder)]) == 0
-    script = (
-        "import sys, torch, transformers as t\n"
-        "ids = torch.arange(12).view(2, 6)\n"
-        "load = dict(trust_remote_code=True, dtype=torch.float32)\n"
-        "model = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], **load)\n"
-        "value = t.AutoModelForTokenClassification.from_pretrained(sys.argv[1], **load)\n"
-        "assert type(model).__name__ == 'Qwen3ForCausalLM' and 'transformers_modules' in type(model).__module__\n"
-        "assert type(value).__name__ == 'Qwen3ForValue'\n"
-        "stock = t.Qwen3ForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)\n"
-        "mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])\n"
-        "got, want = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (model, stock))\n"
-        "torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)\n"
-        "model.save_pretrained(sys.argv[1] + '/saved')\n"
-        "again = t.AutoModelForCausalLM.from_pretrained(sys.argv[1] + '/saved', **load)\n"
-        "assert torch.equal(again(ids).logits, model(ids).logits)\n"
-    )
-    run_python(script, folder)
+PATCHED = """
+import torch, transformers as t
+ids = torch.arange(12).view(2, 6)
+load = dict(trust_remote_code=True, dtype=torch.float32)
+model = t.AutoModelForCausalLM.from_pretrained(folder, **load)
+value = t.AutoModelForTokenClassification.from_pretrained(folder, **load)
+assert type(model).__name__ == "Qwen3ForCausalLM" and "transformers_modules" in type(model).__module__
+assert type(value).__name__ == "Qwen3ForValue"
+stock = t.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+got, want = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (model, stock))
+torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+model.save_pretrained(folder + "/saved")
+again = t.AutoModelForCausalLM.from_pretrained(folder + "/saved", **load)
+assert torch.equal(again(ids).logits, model(ids).logits)
+"""
+REGISTERED = """
+import transformers as t
+import verl_pg_plugin.models.register_on_import
+verl_pg_plugin.models.register()
+causal = t.AutoModelForCausalLM.from_pretrained(folder)
+value = t.AutoModelForTokenClassification.from_pretrained(folder)
+assert type(causal).__module__ == "verl_pg_plugin.models.qwen3.modeling_qwen3", type(causal)
+assert type(value).__name__ == "Qwen3ForValue", type(value)
+"""
+
+
+def test_a_patched_checkpoint_loads_in_a_new_process_and_a_registered_class_copies_no_file(tmp_path: Path) -> None:
+    folders = [tmp_path / "patched", tmp_path / "registered"]
+    for folder in folders:
+        save_tiny_model(folder, "qwen3")
+    before = contents(folders[1])
+    assert main(["patch-model", str(folders[0])]) == 0
+    codes = zip(folders, (PATCHED, REGISTERED), strict=True)
+    for ended in run_fresh([(f"folder = {str(folder)!r}\n{code}", {}) for folder, code in codes]):
+        assert ended.returncode == 0, ended.stderr
+    assert contents(folders[1]) == before
 
 
 def test_patching_twice_changes_nothing_and_undo_restores_byte_for_byte(folder: Path) -> None:
@@ -107,13 +117,12 @@ def test_a_config_linked_from_a_download_cache_is_not_written_through(folder: Pa
     assert (folder / "config.json").read_bytes() == original
 
 
-def test_other_auto_map_entries_are_kept(folder: Path) -> None:
+def test_other_auto_map_entries_are_kept_and_one_that_points_elsewhere_is_left_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_config(folder, auto_map={"AutoTokenizer": ["mine.Tokenizer", None]})
     assert main(["patch-model", str(folder)]) == 0
     assert json.loads((folder / "config.json").read_text())["auto_map"]["AutoTokenizer"] == ["mine.Tokenizer", None]
-
-
-def test_an_auto_map_that_points_elsewhere_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_config(folder, auto_map={"AutoModelForCausalLM": "mine.Model"})
     assert "already points to mine.Model" in rejected(folder, capsys)
 
@@ -123,16 +132,13 @@ def test_a_modeling_file_of_the_users_own_is_left_alone(folder: Path, capsys: py
     assert "was not put there by patch-model" in rejected(folder, capsys)
 
 
-def test_another_architecture_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_model(tmp_path, "llama")
-    assert "model_type is 'llama'" in rejected(tmp_path, capsys)
-
-
-def test_a_folder_that_is_no_checkpoint_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_qwen3_checkpoint_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not exist" in rejected(tmp_path, capsys)
     assert "does not exist" in rejected(tmp_path / "nowhere", capsys)
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in rejected(tmp_path, capsys)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "model_type is 'llama'" in rejected(tmp_path, capsys)
 
 
 def test_undo_refuses_what_it_could_not_restore(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,21 +166,6 @@ def test_a_read_only_folder_is_rejected(folder: Path, option: list[str]) -> None
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 2
     assert contents(folder) == before
     folder.chmod(0o755)
-
-
-def test_register_builds_the_classes_without_copying_a_file(folder: Path) -> None:
-    script = (
-        "import sys, transformers as t\n"
-        "import verl_pg_plugin.models.register_on_import\n"
-        "verl_pg_plugin.models.register()\n"
-        "causal = t.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "value = t.AutoModelForTokenClassification.from_pretrained(sys.argv[1])\n"
-        "assert type(causal).__module__ == 'verl_pg_plugin.models.qwen3.modeling_qwen3', type(causal)\n"
-        "assert type(value).__name__ == 'Qwen3ForValue', type(value)\n"
-    )
-    before = contents(folder)
-    run_python(script, folder)
-    assert contents(folder) == before
 
 
 def test_tied_embeddings_load_with_both_heads(tmp_path: Path) -> None:

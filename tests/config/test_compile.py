@@ -11,10 +11,12 @@ from torch._dynamo import config
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import InvalidCxxCompiler
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.config import compile as under_test
 from verl_pg_plugin.config.compile import compiler_obstacle, decide, layer_compilation
 from verl_pg_plugin.config.mode import Engine
+from verl_pg_plugin.config.rules import compiler
 
 
 def engine(**changed: Any) -> Engine:
@@ -36,11 +38,12 @@ def engine(**changed: Any) -> Engine:
 @pytest.fixture(autouse=True)
 def compiler_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "machine" not in request.node.name:
-        monkeypatch.setattr(under_test, "compiler_obstacle", lambda device: "")
+        monkeypatch.setattr(under_test, "compiler_obstacle", lambda *asked: "")
 
 
-def test_auto_compiles_a_type_that_nothing_is_known_against() -> None:
-    assert layer_compilation(engine()) == (
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_auto_compiles_a_type_that_nothing_is_known_against(strategy: str) -> None:
+    assert layer_compilation(engine(config__strategy=strategy)) == (
         True,
         "prefix_grouper.compile_layers=auto: nothing is known against it for qwen3 on cuda",
     )
@@ -51,9 +54,9 @@ OWN = {"AutoModelForCausalLM": "modeling.Own"}
 LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     # what is changed, part of the reason, whether True would compile
     ({"model__use_remove_padding": False}, "padded groups", False),
-    ({"config__strategy": "fsdp"}, "flat parameters", False),
+    ({"config__strategy": "fsdp", "model__lora_rank": 8}, "each adapter of LoRA a unit", False),
     ({"hf__model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
-    ({"config__strategy": "fsdp", "config__use_orig_params": True}, "strategy=fsdp", True),
+    ({"config__strategy": "fsdp", "config__use_orig_params": True, "model__lora_rank": 8}, "with LoRA", True),
     ({"device": "cpu"}, "this device is cpu", True),
     ({"hf__auto_map": OWN, "model__trust_remote_code": True}, "a model class of its own", True),
     ({"model__use_liger": True}, "Liger", True),
@@ -92,6 +95,22 @@ def test_every_type_of_the_lists_has_a_reason_and_a_version() -> None:
 def test_machine_whose_torch_compiles_nothing_or_hides_failures_is_told(setting, value, why) -> None:
     with config.patch(setting, value):
         assert why in compiler_obstacle("cpu")
+
+
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_them(asked, monkeypatch) -> None:
+    """A flag that torch does not read would leave layers uncompiled without a word."""
+    fsdp1 = engine(config__strategy="fsdp", config__prefix_grouper={"compile_layers": asked}, device="cpu")
+    assert compiler_obstacle("cpu", flat_parameters=True) == ""
+    assert compiler(fsdp1) is None
+    monkeypatch.setattr(upstream, "WHOLE", "_no_such_flag")
+    assert "does not ask _no_such_flag of the layers of FSDP1" in compiler_obstacle("cpu", flat_parameters=True)
+    if asked == "auto":
+        compiles, why = layer_compilation(fsdp1)
+        assert not compiles
+        assert "prefix_grouper.compile_layers=auto: this torch does not ask" in why
+    else:
+        assert compiler(fsdp1).fix == "++prefix_grouper.compile_layers=False"
 
 
 @pytest.mark.parametrize("named", ["no-such-compiler", f"{sys.executable} -O"])

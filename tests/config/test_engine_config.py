@@ -6,10 +6,9 @@ import pytest
 from config_support import FLAGS, compose_config, compose_stock
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from test_rules import engine_configs
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -22,32 +21,18 @@ REF = "actor_rollout_ref.ref"
 TARGET = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 
-def engine_config_of(config: DictConfig, role: str) -> FSDPEngineConfig:
-    """Engine config as verl's ActorRolloutRefWorker builds it."""
-    return engine_configs(config, {"actor": ACTOR, "ref": REF}[role])[0]
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("role", ["actor", "ref"])
-def test_both_roles_follow_the_actor_flag(runnable_overrides, mode, role, strategy):
-    use_prefix_grouper, use_remove_padding = FLAGS[mode]
-    config = compose_config(
-        *runnable_overrides,
-        f"{ACTOR}.use_prefix_grouper={use_prefix_grouper}",
-        f"actor_rollout_ref.model.use_remove_padding={use_remove_padding}",
-        f"{ACTOR}.strategy={strategy}",
-        "prefix_grouper.attention_kernel=sdpa",
-        "prefix_grouper.logits_chunk_size=7",
-    )
-    engine_config = engine_config_of(config, role)
+def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
+    settings = {"prefix_grouper.attention_kernel": "sdpa", "prefix_grouper.logits_chunk_size": 7}
+    config = make_config(mode, {f"{ACTOR}.strategy": strategy, **settings})
     assert mode_of(config) is mode
-    assert isinstance(engine_config, PrefixGrouperEngineConfig)
-    assert engine_config.use_prefix_grouper is use_prefix_grouper
-    assert engine_config.prefix_grouper.attention_kernel == "sdpa"
-    assert engine_config.prefix_grouper.logits_chunk_size == 7
-    assert engine_config.strategy == strategy
-    assert engine_config.forward_only is (role == "ref")
+    for role in (ACTOR, REF):
+        engine_config = engine_configs(config, role)[0]
+        assert isinstance(engine_config, PrefixGrouperEngineConfig)
+        assert engine_config.use_prefix_grouper is FLAGS[mode][0]
+        assert engine_config.prefix_grouper == PrefixGrouperOptions(attention_kernel="sdpa", logits_chunk_size=7)
+        assert (engine_config.strategy, engine_config.forward_only) == (strategy, role == REF)
 
 
 def test_the_default_run_is_stock_rmpad():
@@ -94,8 +79,8 @@ def test_verls_entry_point_takes_the_documented_overrides(runnable_overrides, ov
     overrides = [f"+{item}" if item.endswith("fsdp_config.use_prefix_grouper=True") else item for item in overrides]
     config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True", *overrides)
     assert sharing_issues(config) == []
-    for role in ("actor", "ref"):
-        engine_config = engine_config_of(config, role)
+    for role in (ACTOR, REF):
+        engine_config = engine_configs(config, role)[0]
         assert isinstance(engine_config, PrefixGrouperEngineConfig)
         assert engine_config.use_prefix_grouper
 
@@ -104,14 +89,6 @@ def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_o
     config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True")
     fixes = [issue.fix for issue in sharing_issues(config)]
     assert fixes == [f"++{role}.fsdp_config._target_={TARGET}" for role in (ACTOR, REF)]
-
-
-def test_flags_cannot_change_after_construction():
-    config = PrefixGrouperEngineConfig(use_prefix_grouper=True)
-    with pytest.raises(AttributeError):
-        config.use_prefix_grouper = False
-    with pytest.raises(AttributeError):
-        config.prefix_grouper.carry = "never"
 
 
 def test_options_are_a_dataclass_for_verl_too():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
+from verl.trainer import main_ppo as verls_main_ppo
+from verl.trainer.main_ppo_v0 import TaskRunner
 
 from verl_pg_plugin import main_ppo
 from verl_pg_plugin.config import Mode
@@ -13,25 +15,33 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("entry_point", "overrides", "said"),
     [
         (
-            ("actor_rollout_ref.actor.qat.enable=True", "actor_rollout_ref.model.mtp.enable=True"),
+            main_ppo,
+            (f"{ACTOR}.qat.enable=True", "actor_rollout_ref.model.mtp.enable=True"),
             ["2 problems in the configuration, nothing was started:", "fix: actor_rollout_ref.model.mtp.enable=False"],
         ),
-        (("actor_rollout_ref.actor.loss_agg_mode=no-such-mode",), ["no-such-mode"]),
+        (main_ppo, (f"{ACTOR}.loss_agg_mode=no-such-mode",), ["no-such-mode"]),
+        (
+            main_ppo,
+            (f"{ACTOR}.fsdp_config._target_=no.such.Class",),
+            [f"1. {ACTOR}.fsdp_config._target_=no.such.Class"],
+        ),
+        (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
+        (verls_main_ppo, (f"{ACTOR}.qat.enable=True", "trainer.use_v1=False"), [f"fix: {ACTOR}.qat.enable=False"]),
     ],
-    ids=["ours", "verl's own"],
+    ids=["ours", "ours, as verl objects", "ours, unknown class", "verl's, unknown class", "verl's V0"],
 )
 def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
-    overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
+    entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
 ):
     """In this process: ``run_ppo``, which starts Ray, must not be reached."""
-    monkeypatch.setattr(main_ppo, "run_ppo", None)
+    monkeypatch.setattr(entry_point, "run_ppo", None)
     flags = (f"{ACTOR}.use_prefix_grouper=True", f"hydra.run.dir={tmp_path}")
     monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, *flags, *overrides])
     with pytest.raises(SystemExit) as raised:
-        main_ppo.main()
+        entry_point.main()
     assert raised.value.code == 2
     printed = capsys.readouterr().err
     assert all(text in printed for text in said)
@@ -54,16 +64,11 @@ def test_every_kind_of_user_error_is_caught(make_config, settings, message):
 
 
 @pytest.mark.parametrize("mode", [Mode.PADDED, Mode.RMPAD])
-def test_stock_modes_run_verls_own_task_runner(make_config, mode):
+def test_stock_modes_run_verls_own_task_runners(make_config, mode):
     config = make_config(mode)
     assert main_ppo.prepare(config) is main_ppo.TaskRunnerV1
     assert config.trainer.v1.trainer_mode == "sync"
-
-
-def test_stock_modes_may_run_the_legacy_trainer(make_config):
-    from verl.trainer.main_ppo_v0 import TaskRunner
-
-    assert main_ppo.prepare(make_config(Mode.RMPAD, {"trainer.use_v1": False})) is TaskRunner
+    assert main_ppo.prepare(make_config(mode, {"trainer.use_v1": False})) is TaskRunner
 
 
 @pytest.mark.parametrize("trainer_mode", ["sync", "colocate_async", "separate_async"])
@@ -84,18 +89,7 @@ def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode
     assert issubclass(runner.__ray_actor_class__, main_ppo.TaskRunnerV1.__ray_actor_class__)
 
 
-def test_packed_mode_selects_a_trainer_that_somebody_else_registered(make_config, monkeypatch):
-    from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
-
-    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", {"theirs": type("Theirs", (PPOTrainerSync,), {})})
-    config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": "theirs"})
-    main_ppo.prepare(config)
-    assert config.trainer.v1.trainer_mode == "pg_theirs"
-
-
 def test_packed_mode_runs_under_the_v0_trainer(make_config):
-    from verl.trainer.main_ppo_v0 import TaskRunner
-
     runner = main_ppo.prepare(make_config(Mode.PACKED, {"trainer.use_v1": False}))
     assert issubclass(runner.__ray_actor_class__, TaskRunner.__ray_actor_class__)
 

@@ -75,6 +75,8 @@ WORKING: dict[str, str] = {
     "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
     "mtp_of_the_reference_policy_alone": f"{REF}.use_kl_loss=True",
     "compiled": f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2",
+    "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
     "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
 }
@@ -132,7 +134,7 @@ def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, mo
     monkeypatch.setattr(machine, "version", lambda package: "1.0")
     # verl's own validation would load the user's losses and vLLM; it speaks for itself.
     monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
-    monkeypatch.setattr(rules, "compiler_obstacle", lambda device: "")
+    monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "")
     assert errors(config_of(FSDP_EXAMPLE + WORKING[name])) == []
     assert len(WORKING) >= 30
 
@@ -144,8 +146,20 @@ REFUSED: list[tuple[str, str, str, str]] = [
         f"data.train_batch_size=6 {ACTOR}.ppo_mini_batch_size=6 {ROLLOUT}.n=5",
         f"{ACTOR}.ppo_mini_batch_size",
         "do not divide into 8 data-parallel ranks",
-        f"{ACTOR}.ppo_mini_batch_size=8",
+        f"{ACTOR}.ppo_mini_batch_size=8, or {ROLLOUT}.n=8",
     ),
+    (f"{MODEL}.lora_rank=abc", f"{MODEL}.lora_rank", "is no rank of at least 0", f"{MODEL}.lora_rank="),
+    *(
+        (
+            f"{section}_micro_batch_size_per_gpu={value}",
+            f"{section}_micro_batch_size_per_gpu",
+            "number of sequences",
+            "",
+        )
+        for section, value in ((f"{ACTOR}.ppo", 0), (f"{REF}.log_prob", -1), (f"{ROLLOUT}.log_prob", "four"))
+    ),
+    (f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=8k", f"{ACTOR}.ppo_max_token_len_per_gpu", "number of tokens", ""),
+    *((f"{ROLLOUT}.name={name}", f"{ROLLOUT}.name", "names no rollout engine", "=vllm") for name in ("null", "None")),
     (
         f"trainer.n_gpus_per_node=3 ray_kwargs.ray_init.num_gpus=3 "
         f"data.train_batch_size=6 {ACTOR}.ulysses_sequence_parallel_size=2",

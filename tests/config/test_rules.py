@@ -13,7 +13,7 @@ from verl.workers.config.model import MtpConfig
 
 from verl_pg_plugin.config import Mode, rules
 from verl_pg_plugin.config.preflight import sharing_issues
-from verl_pg_plugin.config.rules import check_engine, engine_issues, engine_of, roles_of, sp_size_of
+from verl_pg_plugin.config.rules import check_engine, engine_issues, engine_of, roles_of
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
@@ -27,7 +27,13 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PACKED, f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True", "multi-token", f"{MODEL}.mtp.enable=False"),
     (PADDED, f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True", "multi-token", f"{MODEL}.mtp.enable=False"),
     (PACKED, f"{REF}.fsdp_config.qat.enable=True", f"{REF}.fsdp_config.qat.enable=True", "quantization", "=False"),
-    (PACKED, "prefix_grouper.compile_layers=True", "prefix_grouper.compile_layers=True", "flat parameters", "=False"),
+    (
+        PACKED,
+        f"prefix_grouper.compile_layers=True {MODEL}.lora_rank=8",
+        "prefix_grouper.compile_layers=True",
+        "each adapter of LoRA a unit",
+        "=False",
+    ),
     (PADDED, "prefix_grouper.compile_layers=True", "prefix_grouper.compile_layers=True", "padded groups", "=False"),
     (
         PACKED,
@@ -213,9 +219,9 @@ OWN, DEPRECATED = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACTO
     [("", 1), (f"{OWN}=2", 2), (f"{DEPRECATED}=2", 2), (f"{DEPRECATED}=1 {OWN}=4", 4), (f"{DEPRECATED}=2 {OWN}=4", 2)],
 )
 def test_verls_deprecated_size_wins_where_it_is_above_one(config_of, settings: str, size: int) -> None:
-    assert sp_size_of(config_of(PACKED, settings), ACTOR) == size
+    assert engine_of(config_of(PACKED, settings), ACTOR).sp_size == size
 
 
 def test_a_critics_engine_reads_its_own_section_alone(config_of) -> None:
     config = config_of(PACKED, "critic.fsdp.ulysses_sequence_parallel_size=2 critic.ulysses_sequence_parallel_size=4")
-    assert sp_size_of(config, "critic") == 2
+    assert engine_of(config, "critic").sp_size == 2

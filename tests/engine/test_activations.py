@@ -331,7 +331,7 @@ def test_an_update_behind_a_forward_that_failed_in_a_layer_is_exact(qwen3: str, 
             raise StopError
 
     recording(engine, fail)
-    with pytest.raises(StopError) as held:  # torch leaves a layer that has failed no sooner than the exception is forgotten
+    with pytest.raises(StopError) as held:  # torch leaves a failed layer no sooner than the exception is forgotten
         update(engine, batch, level)
     engine.kernel = kernel
     assert same_bits([expected, update(engine, batch, level)])

@@ -85,7 +85,7 @@ BAD = {
     ),
     "other_sequence": (
         with_field("responses", lambda field: jagged(row[1:] for row in field.unbind())),
-        r"row 0: input_ids has 8 tokens, prompts and responses together 7",
+        r"sequence 0: input_ids has 8 tokens, prompts and responses together 7",
     ),
     "negative_token": (
         with_field("input_ids", lambda field: jagged_like(field, -field.values() - 1)),
@@ -147,7 +147,7 @@ def test_ranks_with_one_and_nine_sequences_both_say_what_cannot_be_met(tmp_path:
 
 @pytest.mark.parametrize(
     ("sample", "message"),
-    [(Sample([1, 2], []), "row 2 has an empty response"), (Sample([], [3, 4]), "row 2 has an empty prompt")],
+    [(Sample([1, 2], []), "sequence 2 has an empty response"), (Sample([], [3, 4]), "sequence 2 has an empty prompt")],
 )
 def test_empty_prompt_or_response(packed: Any, sample: Sample, message: str) -> None:
     batch = make_batch([*SAMPLES, sample])

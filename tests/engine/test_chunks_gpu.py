@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engine.carried_cases import carrying, carrying_engine
+from tests.engine.carried_cases import carrying_engine
 from tests.engine.test_gpu import BF16, SIZES
 from tests.precision import SMOOTH_LOSS, errors, pooled
 from tests.support import actor_loss, full_gradients, group, make_engine, run_engine, run_reference, save_tiny_model

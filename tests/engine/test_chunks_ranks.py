@@ -3,12 +3,21 @@
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp import _init_utils
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying, carrying_engine, trie
 from tests.engine.ranks import on_ranks
-from tests.support import Result, actor_loss, assert_same, clone, group, run_engine, run_reference, save_tiny_model
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    clone,
+    fsdp1_takes_models_on_a_cpu,
+    group,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
 from verl_pg_plugin.synthetic import make_batch
 
 TRIE, SECOND = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
@@ -42,11 +51,10 @@ def used(split: str) -> list[int]:
 
 def run_splits(rank: int, path: str) -> dict[tuple[str, str], Result]:
     """Results of every split."""
-    # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
-    _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    fsdp1_takes_models_on_a_cpu()
     engines = {
         "fsdp2": carrying_engine(path),
-        "fsdp": carrying_engine(path, strategy="fsdp", engine={"use_orig_params": True}),
+        "fsdp": carrying_engine(path, strategy="fsdp"),
     }
     results = {}
     for strategy, split in RUNS:

@@ -41,5 +41,5 @@ def test_a_response_longer_than_its_place_in_input_ids_is_refused() -> None:
     batch["responses"] = torch.nested.as_nested_tensor(
         [torch.cat([row, row[:1]]) for row in batch["responses"].unbind()], layout=torch.jagged
     )
-    with pytest.raises(BatchError, match="row 0: input_ids has 8 tokens, prompts and responses together 9"):
+    with pytest.raises(BatchError, match="sequence 0: input_ids has 8 tokens, prompts and responses together 9"):
         read_sequences(batch)

@@ -169,7 +169,7 @@ def test_a_rank_that_cannot_compile_as_it_is_told_stops_both(failures: list) -> 
 
 def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list) -> None:
     (first, _), (second, _) = failures
-    expected = ("row 7 has an empty response", "no responses", "ppo_max_token_len_per_gpu")
+    expected = ("sequence 7 has an empty response", "no responses", "ppo_max_token_len_per_gpu")
     assert len(first) == len(second) == len(expected)
     for told, raised, cause in zip(first, second, expected, strict=True):
         assert cause in raised

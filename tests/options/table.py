@@ -159,7 +159,7 @@ HOW_LAYERS_RUN = (
     ),
     Option(
         "compiled layers",
-        f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2",
+        "prefix_grouper.compile_layers=True",
         {LAYERS, TOKENS},
         compiles=True,
         proofs=("tests/engine/test_compiled_layers.py", f"{CHUNKS}.py::test_carried_groups_stay_exact_with[compiled"),
@@ -206,11 +206,11 @@ HOW_WEIGHTS_ARE_KEPT = (
     Option(
         "FSDP1",
         f"{ACTOR}.strategy=fsdp",
-        {WEIGHTS},
-        engine={"strategy": "fsdp", "use_orig_params": True},
+        set(Place),  # it has flat parameters, which compiled layers read
+        engine={"strategy": "fsdp"},
         needs_gpu=True,
         proofs=(
-            "tests/engine/test_gpu.py::test_flat_parameters",
+            "tests/options/test_compiled_fsdp1.py",
             f"{CHUNKS}_ranks.py::test_ranks_with_unequal_numbers_of_oversized_groups_are_exact[fsdp-",
         ),
         note="FSDP1 refuses models on a CPU; there two processes with that check taken out",

@@ -7,7 +7,7 @@ from tests.engine.ranks import on_ranks
 from tests.options.gpu import assert_as_close_as_stock, make_engines, needs_own_process, parameters, save_checkpoint
 from tests.options.harness import Checkpoint, Engines
 from tests.options.option import Case, alone, pairs
-from tests.options.table import DEFAULT, OPTIONS
+from tests.options.table import DEFAULT, OPTIONS, case_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +16,11 @@ pytestmark = [
 ]
 
 ON_ONE_GPU = [option for option in OPTIONS if option.num_ranks == 1]
-IN_OWN_PROCESS = [case for case in alone(ON_ONE_GPU) if needs_own_process(case)]
+(FSDP1,) = case_of("FSDP1").options
+PAIRS = pairs(ON_ONE_GPU)
+QUICK = [*alone(ON_ONE_GPU), *(pair for pair in PAIRS if FSDP1 in pair.options)]
+"""Every option under FSDP2, and under FSDP1."""
+IN_OWN_PROCESS = [case for case in QUICK if needs_own_process(case)]
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +33,13 @@ def engines(checkpoint: Checkpoint) -> Engines:
     return make_engines(checkpoint)
 
 
-@pytest.mark.parametrize("case", parameters(alone(ON_ONE_GPU)))
+@pytest.mark.parametrize("case", parameters(QUICK))
 def test_option_is_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
     assert_as_close_as_stock(case, engines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", parameters(pairs(ON_ONE_GPU)))
+@pytest.mark.parametrize("case", parameters([pair for pair in PAIRS if FSDP1 not in pair.options]))
 def test_two_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
     assert_as_close_as_stock(case, engines)
 

@@ -40,7 +40,6 @@ def runnable(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
         f"actor_rollout_ref.model.path={checkpoint}",
         f"critic.model.path={checkpoint}",
         "actor_rollout_ref.actor.use_prefix_grouper=True",
-        "actor_rollout_ref.model.use_remove_padding=True",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",

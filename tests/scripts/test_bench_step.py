@@ -90,12 +90,11 @@ def test_a_machine_without_memory_figures_has_no_memory_ratio() -> None:
 def test_a_mode_that_does_not_log_sharing_leaves_those_columns_empty() -> None:
     sharing = {
         "actor/prefix_grouper/dedup_ratio": 3.0,
-        "actor/prefix_grouper/mfu_physical": 0.3,
         "actor/prefix_grouper/attention_backend/flash_attn_2": 1.0,
     }
     stock, packed = rows("rmpad", 1.0, 1.0)[0], rows("packed", 1.0, 1.0, **sharing)[0]
-    assert (stock.dedup_ratio, stock.mfu_physical, stock.attention_kernel) == (None, None, None)
-    assert (packed.dedup_ratio, packed.mfu_physical, packed.attention_kernel) == (3.0, 0.3, "flash_attn_2")
+    assert (stock.dedup_ratio, stock.attention_kernel) == (None, None)
+    assert (packed.dedup_ratio, packed.attention_kernel) == (3.0, "flash_attn_2")
 
 
 def test_a_phase_that_no_step_timed_has_no_row() -> None:
@@ -168,6 +167,7 @@ def test_a_mode_with_options_becomes_overrides_of_the_plugins_section(tmp_path: 
         output_dir=tmp_path,
         ngpus=1,
         max_token_len=2048,
+        ref_max_token_len=8192,
         gpu_memory_utilization=0.3,
         steps=2,
         cuda_graphs=False,
@@ -177,6 +177,7 @@ def test_a_mode_with_options_becomes_overrides_of_the_plugins_section(tmp_path: 
     run = run_of(StepCase(64, 8, 4, 4), text, args, "cpu", tmp_path, tmp_path)
     assert run.command[-3:] == ["prefix_grouper.compile_layers=True", "prefix_grouper.carry=never", "a.b=1"]
     assert run.command[1].endswith("run_qwen3_pg.sh")
+    assert (run.environment["MAX_TOKEN_LEN"], run.environment["REF_MAX_TOKEN_LEN"]) == ("2048", "8192")
     for text in ("rmpad:compile_layers=True", "padding_free"):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             mode(text)

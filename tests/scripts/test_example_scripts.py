@@ -148,7 +148,7 @@ def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) 
     done = run_summary(Path(__file__).parent / "packed_run.jsonl", packed_config)
     assert done.returncode == 0, done.stderr
     *words, line = done.stdout.splitlines()
-    assert words[1].startswith("shared prefixes: 52,839 tokens a step never computed (98%)")
+    assert words[1].startswith("shared prefixes: 52,839 tokens a mini-batch never computed (98%)")
     assert "update_actor 8.22" in words[2]
     summary = json.loads(line.removeprefix("run summary: "))
     assert summary["steps"] == 4

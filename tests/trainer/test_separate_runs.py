@@ -25,45 +25,43 @@ RECIPE = (
 )
 
 
-def test_separate_async_trains_in_packed_mode(tmp_path: Path) -> None:
-    overrides = (
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.separate_async.parameter_sync_step=2",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    )
-    summary, steps = train(tmp_path, *SERVERS_APART, *overrides)
+SEPARATE_ASYNC = (
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=2",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+)
+FULLY_ASYNC = (
+    "data.gen_batch_size=1",
+    "rollout.n=8",
+    "rollout.total_rollout_steps=16",
+    "async_training.trigger_parameter_sync_step=2",
+)
+RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "separate_async": ((*SERVERS_APART, *SEPARATE_ASYNC), {}),
+    "one_step_off": (RECIPE, {"ENTRY_POINT": "verl.experimental.one_step_off_policy.main_ppo"}),
+    "fully_async": (
+        (*RECIPE, *FULLY_ASYNC),
+        {
+            "ENTRY_POINT": "verl.experimental.fully_async_policy.fully_async_main",
+            "TRAIN_BATCH_SIZE": "0",
+            "TOTAL_STEPS": "null",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trainers_with_servers_of_their_own_train_in_packed_mode(name: str, tmp_path: Path) -> None:
+    overrides, variables = RUNS[name]
+    summary, steps = train(tmp_path, *overrides, **variables)
     assert summary["mode"] == Mode.PACKED.value
-    for step in steps:
-        assert step["actor/prefix_grouper/dedup_ratio"] > 8
-        assert step["prefix_grouper/balance/cut_groups"] == 0
-        assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.5
-        assert step["actor/grad_norm"] > 0
-
-
-def test_one_step_off_trains_in_packed_mode(tmp_path: Path) -> None:
-    entry_point = "verl.experimental.one_step_off_policy.main_ppo"
-    summary, steps = train(tmp_path, *RECIPE, ENTRY_POINT=entry_point)
-    assert summary["mode"] == Mode.PACKED.value
-    for step in steps:
-        assert step["actor/prefix_grouper/dedup_ratio"] > 8
-        assert step["prefix_grouper/balance/cut_groups"] == 0
-        assert step["actor/grad_norm"] > 0
-
-
-def test_fully_async_trains_in_packed_mode(tmp_path: Path) -> None:
-    overrides = (
-        "data.gen_batch_size=1",
-        "rollout.n=8",
-        "rollout.total_rollout_steps=16",
-        "async_training.trigger_parameter_sync_step=2",
-    )
-    variables = {"TRAIN_BATCH_SIZE": "0", "TOTAL_STEPS": "null"}
-    entry_point = "verl.experimental.fully_async_policy.fully_async_main"
-    summary, steps = train(tmp_path, *RECIPE, *overrides, ENTRY_POINT=entry_point, **variables)
-    assert summary["mode"] == Mode.PACKED.value
-    trained = [step for step in steps if "actor/grad_norm" in step]  # weights are sent in steps of their own
-    assert trained
+    trained = [step for step in steps if "actor/grad_norm" in step]  # fully async sends weights in steps of their own
+    assert trained == steps or (trained and name == "fully_async")
     for step in trained:
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
         assert step["actor/grad_norm"] > 0
+        if name != "fully_async":
+            assert step["prefix_grouper/balance/cut_groups"] == 0
+        if name == "separate_async":
+            assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.5

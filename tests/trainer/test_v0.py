@@ -16,7 +16,7 @@ from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
 from verl_pg_plugin.trainer.gain import log_gain
-from verl_pg_plugin.trainer.v0 import regroup
+from verl_pg_plugin.trainer.mixins import regroup
 
 PROMPT, RESPONSE = 12, 40
 

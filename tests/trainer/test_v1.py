@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1 import trainer_base as verls
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
+from verl_pg_plugin.trainer.mixins import _common_tokens_v1
 
 VERLS = {"sync": PPOTrainerSync, "colocate_async": PPOTrainerColocateAsync, "separate_async": PPOTrainerSeparateAsync}
 
@@ -158,13 +159,13 @@ def test_a_system_prompt_that_all_prompts_begin_with_is_counted_once_a_rank(
     assert metrics["prefix_grouper/balance/estimated_rows"] == whole - 2 * 5, "two groups in each of two cells"
 
 
-def test_filler_rows_say_nothing_about_prompts(trainer: Any, stored_prompts: dict[str, list[int]]) -> None:
+def test_filler_rows_say_nothing_about_prompts(stored_prompts: dict[str, list[int]]) -> None:
     stored_prompts.update(a=list(range(8)), pad0=list(range(8)))
     batch = Batch(["a_0_0", "a_1_0", "pad0_0_0", "pad0_1_0"], responses=[3] * 4)
-    assert trainer._common_tokens(batch, ["a", "a", "pad0", "pad0"]) == 8
+    assert _common_tokens_v1(batch, ["a", "a", "pad0", "pad0"]) == 8
     for tag in batch.tags[2:]:
         tag["is_padding"] = True
-    assert trainer._common_tokens(batch, ["a", "a", "pad0", "pad0"]) == 0
+    assert _common_tokens_v1(batch, ["a", "a", "pad0", "pad0"]) == 0
 
 
 def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:

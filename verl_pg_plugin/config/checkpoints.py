@@ -38,16 +38,13 @@ def checkpoint_issues(config: DictConfig, section: str) -> Iterator[Issue]:
         value = f"{expanded} (verl does not expand ~)" if there else "<folder written by save_pretrained, or a hub id>"
         yield Issue(f"{section}.path={path}", "no such folder", f"{section}.path={value}")
         return
-    key, source = optional_folder(config, section, "hf_config_path", path)
-    folder = local_checkpoint(source)
+    setting, folder = _config_folder(config, section)
     if folder is None:
         return
     if not Path(folder, "config.json").is_file():
-        fix = f"{section}.path=<folder written by save_pretrained>"
-        yield Issue(f"{key}={source}", "the folder has no config.json", fix)
-        return
-    if mode_of(config).shares_prefixes:
-        yield from _architecture(config, section, f"{key}={source}", folder)
+        yield Issue(setting, "the folder has no config.json", f"{section}.path=<folder written by save_pretrained>")
+    elif mode_of(config).shares_prefixes:
+        yield from _architecture(config, section, setting, folder)
 
 
 def _architecture(config: DictConfig, section: str, setting: str, folder: str) -> Iterator[Issue]:
@@ -80,8 +77,7 @@ def read_hf_config(config: DictConfig, section: str = MODEL) -> PretrainedConfig
     Returns:
         None where there is none, or where it cannot be read so.
     """
-    _, source = optional_folder(config, section, "hf_config_path", str(OmegaConf.select(config, f"{section}.path")))
-    folder = local_checkpoint(source)
+    _, folder = _config_folder(config, section)
     if folder is None or not Path(folder, "config.json").is_file():
         return None
     try:
@@ -91,33 +87,25 @@ def read_hf_config(config: DictConfig, section: str = MODEL) -> PretrainedConfig
 
 
 def _read(config: DictConfig, section: str, folder: str) -> PretrainedConfig:
+    """With ``model.override_config`` applied as verl's HFModelConfig applies it."""
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    update_model_config(hf_config, override_config_kwargs=model_overrides(config, section))
+    entry = OmegaConf.select(config, f"{section}.override_config")
+    overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
+    update_model_config(hf_config, override_config_kwargs=overrides.get("model_config", overrides))
     return hf_config
 
 
-def model_overrides(config: DictConfig, section: str) -> dict[str, Any]:
-    """``model.override_config`` as verl's HFModelConfig reads it."""
-    entry = OmegaConf.select(config, f"{section}.override_config")
-    overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
-    return overrides.get("model_config", overrides)
-
-
-def optional_folder(config: DictConfig, section: str, name: str, path: str) -> tuple[str, str]:
-    """Key and value of an optional path that defaults to the checkpoint's."""
-    own = OmegaConf.select(config, f"{section}.{name}")
-    return (f"{section}.{name}", str(own)) if own else (f"{section}.path", path)
-
-
-def local_checkpoint(path: str) -> str | None:
-    """Folder of a checkpoint on this machine: the path itself, or that of a hub id in the cache; else None."""
-    if _is_local(path):
-        return path
+def _config_folder(config: DictConfig, section: str) -> tuple[str, str | None]:
+    """The setting that names a checkpoint's config, and its folder on this machine: a hub id's is in the cache."""
+    key = f"{section}.{'hf_config_path' if OmegaConf.select(config, f'{section}.hf_config_path') else 'path'}"
+    source = str(OmegaConf.select(config, key))
+    if _is_local(source):
+        return f"{key}={source}", source
     try:
-        config_json = try_to_load_from_cache(path, "config.json")
+        config_json = try_to_load_from_cache(source, "config.json")
     except HFValidationError:  # hdfs://, s3://
-        return None
-    return str(Path(config_json).parent) if isinstance(config_json, str) else None
+        config_json = None
+    return f"{key}={source}", str(Path(config_json).parent) if isinstance(config_json, str) else None
 
 
 def _is_local(path: str) -> bool:

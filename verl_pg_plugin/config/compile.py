@@ -16,6 +16,7 @@ from typing import Any
 from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import Engine, Mode
+from verl_pg_plugin.upstream import flat_parameters_obstacle
 
 COMPILE_LAYERS = f"{OPTIONS}.compile_layers"
 
@@ -32,29 +33,29 @@ def compiles_layers(engine_config: Any, model_config: Any) -> tuple[bool, str]:
 
 def layer_compilation(engine: Engine) -> tuple[bool, str]:
     """The same of an engine whose checkpoint's config has been read."""
-    asked, forbidden = engine.option("compile_layers"), layers_obstacle(engine) or compiler_obstacle(engine.device)
+    asked = engine.option("compile_layers")
+    forbidden = layers_obstacle(engine) or compiler_obstacle(engine.device, has_flat_parameters(engine))
     if asked != "auto" or forbidden:
         return asked is True, f"{COMPILE_LAYERS}={asked}" + (f": {forbidden}" if asked == "auto" else "")
     unsafe = ""
     if "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {}):
         unsafe = "the checkpoint may bring a model class of its own" if engine.of_model("trust_remote_code") else ""
+    if engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"):
+        unsafe = "compiled layers have not been tested with LoRA under strategy=fsdp"
     if engine.of_model("use_liger"):
         unsafe = "compiled layers have not been tested with Liger kernels (use_liger)"
     if engine.of_model("tiled_mlp.enabled"):
         unsafe = "compiled layers have not been tested with a tiled MLP (tiled_mlp)"
-    return decide(asked, engine.hf_config.model_type, engine.device, str(engine.get("strategy")), unsafe)
+    return decide(asked, engine.hf_config.model_type, engine.device, unsafe)
 
 
-def decide(
-    asked: bool | str, model_type: str, device: str, strategy: str = "fsdp2", unsafe: str = ""
-) -> tuple[bool, str]:
+def decide(asked: bool | str, model_type: str, device: str, unsafe: str = "") -> tuple[bool, str]:
     """What ``prefix_grouper.compile_layers`` comes to in packed mode where a compiler works, and why.
 
     Args:
         asked: its value: auto, True or False.
         model_type: of the checkpoint's config.
         device: type of the device, as verl names it.
-        strategy: "fsdp" or "fsdp2".
         unsafe: what else speaks against it, empty if nothing.
     """
     setting = f"{COMPILE_LAYERS}={asked}"
@@ -66,8 +67,6 @@ def decide(
         unsafe = f"compiling pays on a GPU, and this device is {device}"
     elif model_type in UNCOMPILED:
         unsafe = f"layers of {model_type} {UNCOMPILED[model_type]}"
-    elif strategy != "fsdp2":
-        unsafe = f"compiled layers have not been tested with strategy={strategy}"
     if unsafe:
         return False, f"{setting}: {unsafe}; ++{COMPILE_LAYERS}=True compiles them all the same"
     return True, f"{setting}: nothing is known against it for {model_type} on {device}"
@@ -78,12 +77,17 @@ def layers_obstacle(engine: Engine) -> str:
     model_type = getattr(engine.hf_config, "model_type", "")
     if engine.mode is not Mode.PACKED:
         return "compiled layers have not been verified with padded groups"
-    if engine.get("strategy") == "fsdp" and not engine.get("use_orig_params"):
-        return "torch compiles no layer of flat parameters (FSDP1); strategy=fsdp2 has none"
+    if has_flat_parameters(engine) and engine.of_model("lora_rank"):
+        return "strategy=fsdp makes each adapter of LoRA a unit of its own inside a layer, and strategy=fsdp2 does not"
     return f"compiled layers of {model_type} {WRONG_COMPILED[model_type]}" if model_type in WRONG_COMPILED else ""
 
 
-def compiler_obstacle(device: str) -> str:
+def has_flat_parameters(engine: Engine) -> bool:
+    """Whether FSDP1 keeps the parameters of a layer as views of one flat parameter."""
+    return engine.get("strategy") == "fsdp" and not engine.get("use_orig_params")
+
+
+def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
     """Why torch compiles nothing here; empty if nothing is in the way. Compiles nothing to find out."""
     from torch._dynamo import config  # seconds, which a run that does not ask is spared
 
@@ -91,6 +95,8 @@ def compiler_obstacle(device: str) -> str:
         return "torch.compile is switched off; unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
     if config.suppress_errors:
         return "torch would hide failures and run layers uncompiled; unset TORCHDYNAMO_SUPPRESS_ERRORS"
+    if flat_parameters and (why := flat_parameters_obstacle()):
+        return why
     if device != "cuda":
         why = _missing("CXX", "g++")  # all that torch looks for on Linux
         return f"torch.compile needs a C++ compiler and {why}" if why else ""

@@ -73,7 +73,7 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
 
 
 def _rollout_engine(config: DictConfig) -> Iterator[Issue]:
-    key, name = f"{ROLLOUT}.name", str(OmegaConf.select(config, f"{ROLLOUT}.name"))
+    key, name = f"{ROLLOUT}.name", OmegaConf.select(config, f"{ROLLOUT}.name")
     package = PACKAGES.get(name)
     try:
         if package:

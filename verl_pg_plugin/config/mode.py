@@ -1,4 +1,4 @@
-"""The four ways to run a model, chosen by two flags that verl already has, and what one engine of a run is asked."""
+"""The four ways to run a model, chosen by flags that verl already has, and what one engine of a run is asked."""
 
 from __future__ import annotations
 

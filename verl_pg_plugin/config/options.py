@@ -27,8 +27,8 @@ class PrefixGrouperOptions:
             the backward runs attention a second time. inputs_on_host: the same on the host. auto takes for each
             micro-batch the first of attention, attention_on_host and inputs_on_host that fits. Gradients are alike to
             the bit.
-        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU under FSDP2
-            unless something is known to speak against it (``config.compile``), True wherever it can work.
+        compile_layers: ``torch.compile`` every decoder layer, around attention: auto does so on a GPU unless
+            something is known to speak against it (``config.compile``), True wherever it can work.
         logits_chunk_size: tokens whose logits the head of packed mode holds at once, or up to twice as many uncut; 0
             for all of them.
         carry: auto lets a group of packed mode that exceeds a micro-batch go on in the next, which reads what they

@@ -68,7 +68,8 @@ def preflight(config: DictConfig) -> list[Issue]:
     """
     found = sharing_issues(config)
     said = {issue.key for issue in found}
-    found = list(dict.fromkeys([*found, *(issue for issue in _divisors(config) if issue.key not in said)]))
+    numbers = (*_counts(config), *_divisors(config))
+    found = list(dict.fromkeys([*found, *(issue for issue in numbers if issue.key not in said)]))
     # A run that joins a cluster works where this machine lacks what it asks for.
     uncertain = _joins_cluster(config)
     found += [replace(issue, is_warning=uncertain) for issue in machine_issues(config)]
@@ -122,6 +123,31 @@ def _joins_cluster(config: DictConfig) -> bool:
     return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster").exists()
 
 
+def _counts(config: DictConfig) -> Iterator[Issue]:
+    """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
+    least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
+    roles, bypasses = roles_of(config), OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+    phases = [(role, "log_prob_" if role == REF else "", role == REF) for role in roles]
+    phases += [] if bypasses else [(ROLLOUT, "log_prob_", True)]
+    for section, switch, forward_only in phases:
+        kind = "log_prob" if forward_only else "ppo"
+        if OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"):
+            least[f"{section}.{kind}_max_token_len_per_gpu"] = 1, "number of tokens"
+        else:
+            least[f"{section}.{kind}_micro_batch_size_per_gpu"] = 1, "number of sequences"
+    for key, (at_least, what) in least.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and not (isinstance(value, int | float) and value >= at_least):
+            yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", f"{key}=<{what}>")
+    if OmegaConf.select(config, f"{ROLLOUT}.name") in (None, "None"):
+        why = "names no rollout engine"
+        yield Issue(
+            f"{ROLLOUT}.name={OmegaConf.select(config, f'{ROLLOUT}.name')}",
+            why,
+            f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU",
+        )
+
+
 def _divisors(config: DictConfig) -> Iterator[Issue]:
     """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
     n, per_node, nodes = f"{ROLLOUT}.n", "trainer.n_gpus_per_node", "trainer.nnodes"
@@ -138,11 +164,11 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"
             fitting = max(fitting for fitting in range(1, size) if ranks % fitting == 0)
             yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={fitting}")
-        elif role != REF and type(prompts) is int and prompts * responses % (ranks // size):
-            parts = ranks // size
+        elif role != REF and type(prompts) is int and prompts * responses % (parts := ranks // size):
             why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
             more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)
-            yield Issue(f"{key}={prompts}", why, f"{key}={more}")
+            answers = next(more for more in range(responses, responses + parts + 1) if prompts * more % parts == 0)
+            yield Issue(f"{key}={prompts}", why, f"{key}={more}, or {n}={answers}")
 
 
 def _verls_objection(config: DictConfig) -> Iterator[Issue]:

@@ -28,7 +28,7 @@ from verl_pg_plugin.architectures import (
     text_skeleton,
 )
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, candidates, model_misfit
-from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, layers_obstacle
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
@@ -114,11 +114,6 @@ def roles_of(config: DictConfig) -> list[str]:
     return [ACTOR, *([REF] if need_reference_policy(config) else []), *([CRITIC] if critic else [])]
 
 
-def sp_size_of(config: DictConfig, role: str) -> int:
-    """Ranks that share the tokens of a role's micro-batch: Ulysses sequence parallelism."""
-    return engine_of(config, role).sp_size
-
-
 # --- One engine ------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +137,9 @@ def compiled_layers(engine: Engine) -> Issue | None:
 
 
 def compiler(engine: Engine) -> Issue | None:
-    return _uncompiled(compiler_obstacle(engine.device)) if engine.option("compile_layers") is True else None
+    if engine.option("compile_layers") is not True:
+        return None
+    return _uncompiled(compiler_obstacle(engine.device, has_flat_parameters(engine)))
 
 
 def _uncompiled(why: str) -> Issue | None:

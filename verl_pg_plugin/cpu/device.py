@@ -10,21 +10,8 @@ import platform
 from typing import Any
 
 import psutil
-from torch.cpu import Event, Stream, current_stream, device_count, is_available, stream, synchronize
-from torch.random import get_rng_state, manual_seed, set_rng_state
-
-__all__ = [
-    "Event",
-    "Stream",
-    "current_stream",
-    "device_count",
-    "get_rng_state",
-    "is_available",
-    "manual_seed",
-    "set_rng_state",
-    "stream",
-    "synchronize",
-]
+from torch.cpu import Event, Stream, current_stream, device_count, is_available, stream, synchronize  # noqa: F401
+from torch.random import get_rng_state, manual_seed, set_rng_state  # noqa: F401
 
 manual_seed_all = manual_seed
 
@@ -37,11 +24,6 @@ def current_device() -> str:
 def get_device_name(device: Any = None) -> str:
     """Name of the processor; in verl's table of FLOPS it matches no GPU."""
     return platform.processor() or platform.machine()
-
-
-def get_device_capability(device: Any = None) -> tuple[None, None]:
-    """A CPU has no CUDA compute capability."""
-    return None, None
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -77,9 +77,9 @@ class Request:
     images: PromptImages | None = None
 
     @property
-    def prompt(self) -> tuple[tuple[int, ...], bytes]:
+    def prompt(self) -> tuple[tuple[int, ...], bytes | None]:
         """What tells prompts apart."""
-        return self.prompt_ids, b"" if self.images is None else self.images.digest
+        return self.prompt_ids, self.images and self.images.digest
 
 
 @dataclass
@@ -115,8 +115,7 @@ def generate(
     completions = [Completion() for _ in requests]
     if aborted():
         return completions
-    eos = frozenset(eos_token_ids)
-    stops = [frozenset(r.params.stop_token_ids) | (frozenset() if r.params.ignore_eos else eos) for r in requests]
+    stops = [{*r.params.stop_token_ids, *(() if r.params.ignore_eos else eos_token_ids)} for r in requests]
     generators = [torch.Generator().manual_seed(request.params.seed) for request in requests]
     never = torch.tensor(placeholders(model.config), dtype=torch.int64)
     mrope = reads_images(model.config)

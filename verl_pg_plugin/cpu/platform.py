@@ -7,11 +7,12 @@ Ray schedules the workers on its ``GPU`` resource, which is a bare counter when 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from verl_pg_plugin.cpu import device
@@ -37,38 +38,25 @@ class CPUPlatform(PlatformBase):
         """True only on request: auto-detection must keep finding GPUs on machines that have them."""
         return selected()
 
-    def current_device(self) -> Any:
-        return device.current_device()
-
-    def device_count(self) -> int:
-        return device.device_count()
-
-    def manual_seed(self, seed: int) -> None:
-        device.manual_seed(seed)
-
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return device.get_device_capability()
+        """A CPU has no CUDA compute capability."""
+        return None, None
 
     def communication_backend_name(self) -> str:
         return "gloo"
 
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
     def is_ipc_supported(self) -> bool:
         return False
 
-    def empty_cache(self, *args: Any) -> None:
-        """Nothing to do: one device, no cache, no streams, no allocator settings, no profiler."""
+    def _no_effect(self, *args: Any) -> None:
+        """One device, no cache, no streams, no allocator settings, no profiler."""
 
-    manual_seed_all = manual_seed
-    set_device = synchronize = set_allocator_settings = profiler_start = profiler_stop = cudart = empty_cache
+    current_device, device_count = staticmethod(device.current_device), staticmethod(device.device_count)
+    manual_seed = manual_seed_all = staticmethod(device.manual_seed)
+    nvtx_range = nullcontext  # of the range's name
+    empty_cache = set_device = synchronize = set_allocator_settings = profiler_start = profiler_stop = cudart = (
+        _no_effect
+    )
+    # Ray counts the workers as if they had GPUs.
+    visible_devices_envvar, ray_resource_name = PlatformCUDA.visible_devices_envvar, PlatformCUDA.ray_resource_name
+    ray_noset_envvars = PlatformCUDA.ray_noset_envvars

@@ -7,21 +7,15 @@ Concurrent requests are answered in one batch, and weights only move between bat
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
@@ -42,9 +36,8 @@ class HFServer:
     same responses to each prompt, whatever else they answer at the time.
 
     Args:
-        config: verl's rollout config; read are ``dtype``, ``seed``, ``max_num_seqs``, ``max_model_len``,
-            ``prompt_length``, ``response_length``, ``ignore_eos``, ``logprobs_mode`` and ``load_format``.
-        model_config: verl's model config; its own ``trust_remote_code`` decides about remote code.
+        config: verl's rollout config.
+        model_config: verl's model config.
         replica_rank: index of this server; offsets the seed.
 
     Raises:
@@ -61,23 +54,18 @@ class HFServer:
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config)
         self.model = _build_model(self.model_config, config)
         self.eos_token_ids = _eos_token_ids(self.model_config)
+        self.max_model_len = config.max_model_len or self.model.config.get_text_config().max_position_embeddings
         self.global_steps: int | None = None
         self._seed = config.seed + replica_rank
         self._asked: Counter[Any] = Counter()  # requests of this step by prompt
         # verl sends each expert's matrices by themselves: slices of the model's own, which this copies none of.
-        model_type = self.model.config.model_type
-        self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), model_type))
-        sent = {name for name, _ in unfuse_moe_params(self.model.named_parameters(), model_type)}
-        # With load_format=dummy the weights are noise until the trainer has sent its own.
-        self._missing_weights = sent if config.load_format == "dummy" else set()
+        self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), self.model.config.model_type))
         self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._unanswered = 0
         self._batching: asyncio.Task[None] | None = None
         self._model_lock = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
-        self._reject_request = False
-        self._abort = threading.Event()
+        self._rejects = False
 
     async def generate(
         self,
@@ -97,8 +85,7 @@ class HFServer:
             multi_modal: must all be ``None``.
 
         Returns:
-            ``token_ids`` with the end token if there is one, their ``log_probs``, and ``stop_reason``
-            ``completed`` or ``aborted`` (then the tokens so far).
+            Token ids and log-probs, and ``stop_reason`` ``completed`` or ``aborted`` (then the tokens so far).
 
         Raises:
             ValueError: video or audio were given, or images to a model that reads none, or the prompt leaves no room
@@ -109,18 +96,14 @@ class HFServer:
             raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
         request = self._request(tuple(prompt_ids), sampling_params, image_data)
         while not self._gate.is_set():
-            if self._reject_request:
+            if self._rejects:
                 return self._token_output(Completion())
             await self._gate.wait()
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending.append((request, answer))
         if self._batching is None or self._batching.done():
             self._batching = asyncio.create_task(self._answer_pending())
-        self._unanswered += 1
-        try:
-            return self._token_output(await answer)
-        finally:
-            self._unanswered -= 1
+        return self._token_output(await answer)
 
     async def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         """Copy a bucket of weights into the model, after the batch in flight.
@@ -141,31 +124,25 @@ class HFServer:
                     raise RuntimeError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(weight.shape)}")
                 with torch.no_grad():
                     weight.copy_(tensor)
-        self._missing_weights -= named_tensors.keys()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Tag later responses with the training step of their weights."""
         self.global_steps = global_steps
         self._asked.clear()
 
-    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Stop every response where it stands and close the gate.
 
         Args:
             reject_request: answer requests that arrive at the closed gate with an empty aborted response
                 instead of holding them until :meth:`resume_generation`.
         """
-        self._reject_request = reject_request
+        self._rejects = reject_request
         self._gate.clear()
-        self._abort.set()
-        unanswered = self._unanswered
         await self.sleep()
-        self._abort.clear()
-        return {"aborted_count": unanswered}
 
     async def resume_generation(self) -> None:
         """Open the gate that :meth:`abort_all_requests` closed."""
-        self._reject_request = False
         self._gate.set()
 
     async def sleep(self) -> None:
@@ -181,19 +158,18 @@ class HFServer:
     def _request(
         self, prompt_ids: tuple[int, ...], sampling_params: Mapping[str, Any], images: Sequence[Any] | None
     ) -> Request:
-        config = self.config
-        max_model_len = config.max_model_len or self.model.config.get_text_config().max_position_embeddings
-        room = max_model_len - len(prompt_ids)
+        room = self.max_model_len - len(prompt_ids)
         if not prompt_ids or room < 1:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {max_model_len}; a prompt needs "
-                "at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; a prompt "
+                "needs at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
         shown = None
         if images:
             if not reads_images(self.model.config):
                 raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
             shown = PromptImages.process(self.model_config.processor, images)
+        config = self.config
         sent = {"ignore_eos": config.ignore_eos, **sampling_params}
         for name in {"max_tokens", "max_new_tokens"} & sent.keys():
             sent[name] = max(1, min(sent[name], room))
@@ -201,8 +177,7 @@ class HFServer:
         prompt = prompt_ids, shown and shown.digest
         # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
         of_run = (self._seed, self.global_steps, prompt, self._asked[prompt])
-        given = sent.get("seed")
-        sent["seed"] = derived_seed(*of_run) if given is None else derived_seed(given, prompt)
+        sent["seed"] = derived_seed(*(of_run if sent.get("seed") is None else (sent["seed"], prompt)))
         params = SamplingParams.from_dict(sent, max_tokens=max(1, min(default, room)))
         self._asked[prompt] += 1
         return Request(prompt_ids, params, shown)
@@ -212,25 +187,19 @@ class HFServer:
         size = self.config.max_num_seqs
         while self._pending:
             waiting = 0
-            while waiting < len(self._pending) < size and not self._abort.is_set():
+            while waiting < len(self._pending) < size and self._gate.is_set():
                 waiting = len(self._pending)
                 await asyncio.sleep(_ARRIVAL_GAP_S)
             batch, self._pending = self._pending[:size], self._pending[size:]
             try:
                 async with self._model_lock:
-                    if self._missing_weights:
-                        raise RuntimeError(
-                            f"no weights were received for {sorted(self._missing_weights)[:4]}; generation started "
-                            "before the trainer's first update_weights (or set "
-                            "actor_rollout_ref.rollout.load_format=auto)"
-                        )
                     completions = await asyncio.to_thread(
                         generate,
                         self.model,
                         [request for request, _ in batch],
                         eos_token_ids=self.eos_token_ids,
                         logprobs_mode=self.config.logprobs_mode,
-                        aborted=self._abort.is_set,
+                        aborted=lambda: not self._gate.is_set(),
                     )
             except Exception as error:
                 # Every caller gets the error; the server stays able to answer the next request.
@@ -252,17 +221,14 @@ class HFServer:
 
 
 def _build_model(model_config: HFModelConfig, config: RolloutConfig) -> PreTrainedModel:
-    hf_config = model_config.hf_config
-    with_encoder = type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    alone = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto_class = AutoModelForImageTextToText if with_encoder and not alone else AutoModelForCausalLM
+    auto_class = get_hf_auto_model_class(model_config.hf_config)
     options = {
         "attn_implementation": "sdpa",  # whatever the trainer's is: the server has its own layout and its own cache
         "dtype": PrecisionType.to_dtype(config.dtype),
         "trust_remote_code": model_config.trust_remote_code,
     }
     if config.load_format == "dummy":
-        return auto_class.from_config(deepcopy(hf_config), **options).eval()
+        return auto_class.from_config(deepcopy(model_config.hf_config), **options).eval()
     return auto_class.from_pretrained(model_config.local_path, **options).eval()
 
 

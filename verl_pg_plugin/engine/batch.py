@@ -30,12 +30,7 @@ FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 
 
 def check_batch(data: TensorDict, packed: bool, fused_head: bool = False) -> None:
-    """Refuse what a mini-batch asks for and the engines do not hand out.
-
-    Args:
-        data: the mini-batch.
-        packed: in packed mode, else in upstream's padded groups.
-        fused_head: log-probs come from verl's fused kernels.
+    """Refuse what a mini-batch asks for and the engines do not hand out, in packed mode or upstream's padded groups.
 
     Raises:
         BatchError: distillation, no mask of what the loss counts, or settings that the mode or the head refuses.
@@ -63,16 +58,18 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``.
 
     Raises:
-        BatchError: it is not set.
+        BatchError: it is not set, or below 1.
     """
     by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
     name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     limit = tu.get_non_tensor_data(data, name, default=None)
     if limit is None:
         raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
-    return (
-        MicroBatchLimits(max_tokens=int(limit) * sp_size) if by_tokens else MicroBatchLimits(max_sequences=int(limit))
-    )
+    if limit < 1:
+        raise BatchError(f"{name}={limit} lets a micro-batch hold nothing; set at least 1")
+    if by_tokens:
+        return MicroBatchLimits(max_tokens=int(limit) * sp_size)
+    return MicroBatchLimits(max_sequences=int(limit))
 
 
 @dataclass(frozen=True)
@@ -121,24 +118,23 @@ class Sequences:
 
     def lay_out(self, packed: bool) -> Layout:
         """The tokens of one forward: packed, or in upstream's padded groups."""
-        content = self.content
         if not packed:
-            return build_padded_layout(content.tokens, content.offsets, self.prompt_lengths)
-        arrays = content.keys, content.offsets, self.prompt_lengths, self.classes, content.inside
-        return content.put_into(build_packed_layout(*arrays))
+            return build_padded_layout(self.content.tokens, self.offsets, self.prompt_lengths)
+        return self.content.put_into(build_packed_layout(*self._arrays))
 
     def lay_out_chunk(self, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
         """The tokens of one chunk of a split group, see ``build_chunk_layout``."""
-        content = self.content
-        arrays = content.keys, content.offsets, self.prompt_lengths, self.classes, content.inside
-        layout = build_chunk_layout(*arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
-        prefill = layout.prefill and content.put_into(layout.prefill)
-        return replace(content.put_into(layout), prefill=prefill)
+        layout = build_chunk_layout(*self._arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
+        prefill = layout.prefill and self.content.put_into(layout.prefill)
+        return replace(self.content.put_into(layout), prefill=prefill)
 
     def lay_out_idle_prefill(self) -> PackedLayout:
         """The shortest forward there is, see ``idle_prefill``."""
-        content = self.content
-        return content.put_into(idle_prefill(content.keys, content.offsets, content.inside))
+        return self.content.put_into(idle_prefill(self.content.keys, self.offsets, self.content.inside))
+
+    @property
+    def _arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray | None, IntArray | None]:
+        return self.content.keys, self.offsets, self.prompt_lengths, self.classes, self.content.inside
 
 
 def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
@@ -164,18 +160,16 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
         if (lengths < 1).any():
-            fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the row"
-            raise BatchError(f"row {int(np.argmax(lengths < 1))} has an empty {name}; {fix} before training")
+            fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the sequence"
+            raise BatchError(f"sequence {int(np.argmax(lengths < 1))} has an empty {name}; {fix} before training")
     lengths, both = np.diff(content.offsets), prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
-        row = int(np.argmax(wrong))
+        at = int(np.argmax(wrong))
         raise BatchError(
-            f"row {row}: input_ids has {int(lengths[row])} tokens, prompts and responses together {int(both[row])}; "
-            "they must be the same sequence"
+            f"sequence {at}: input_ids has {lengths[at]} tokens, prompts and responses together {both[at]}; they must "
+            "be the same sequence"
         )
-    # Not get(), which hands a tensor out in the wrapper of what is no field.
-    temperature = data["temperature"] if "temperature" in data.keys() else None  # noqa: SIM118
-    classes = None
+    temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
     return Sequences(content=content, prompt_lengths=prompt_lengths, classes=classes)
@@ -272,39 +266,27 @@ def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
 
 
 def regular(data: TensorDict) -> TensorDict:
-    """The same batch, stored as verl's losses and everything here read it; itself where it already is."""
-    return _without_gaps(_with_ragged_tokens(data))
+    """The same batch, stored as verl's losses and everything here read it; itself where it already is.
 
-
-def _without_gaps(data: TensorDict) -> TensorDict:
-    """No jagged field skips some of its values, as those of ``torch.nested.narrow`` do."""
-    narrowed = {
-        name: torch.nested.as_nested_tensor(list(field.unbind()), layout=torch.jagged)
-        for name, field in data.items()
-        if isinstance(field, torch.Tensor) and field.layout == torch.jagged and field.lengths() is not None
-    }
-    if not narrowed:
-        return data
-    compact = data.copy()
-    for name, field in narrowed.items():
-        compact[name] = field
-    return compact
-
-
-def _with_ragged_tokens(data: TensorDict) -> TensorDict:
-    """``position_ids`` of several dimensions are stored as (dimensions, tokens of all sequences).
-
-    Where all B sequences have one length L, torch takes the dimensions for the ragged axis when verl's transfer queue
-    puts the sequences together, and stores (B * dimensions, L). ``maybe_fix_3d_position_ids`` of verl 0.9.1 then calls
-    the last axis ragged without moving a number, and nothing can unbind the sequences any more.
+    No jagged field skips some of its values, as those of ``torch.nested.narrow`` do, and ``position_ids`` of several
+    dimensions are stored as (dimensions, tokens of all sequences). Where all B sequences have one length L, torch takes
+    the dimensions for the ragged axis when verl's transfer queue puts the sequences together, and stores
+    (B * dimensions, L). ``maybe_fix_3d_position_ids`` of verl 0.9.1 then calls the last axis ragged without moving a
+    number, and nothing can unbind the sequences any more.
     """
+    changed = {}
     position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)
-    if position_ids is None or not (position_ids.is_nested and position_ids.dim() == 3 and input_ids.is_nested):
+    if position_ids is not None and position_ids.is_nested and position_ids.dim() == 3 and input_ids.is_nested:
+        values, lengths = position_ids.values(), set(input_ids.offsets().diff().tolist())
+        if lengths == {values.shape[-1]} and len(data) > 1:
+            of_sequences = list(values.unflatten(0, (len(data), -1)).unbind())
+            changed["position_ids"] = tu.nested_tensor_from_tensor_list(of_sequences, ragged_idx=2)
+    for name, field in data.items():
+        if isinstance(field, torch.Tensor) and field.layout == torch.jagged and field.lengths() is not None:
+            changed[name] = torch.nested.as_nested_tensor(list(field.unbind()), layout=torch.jagged)
+    if not changed:
         return data
-    values, lengths = position_ids.values(), set(input_ids.offsets().diff().tolist())
-    if lengths != {values.shape[-1]} or len(data) == 1:
-        return data
-    repaired = data.copy()
-    of_sequences = list(values.unflatten(0, (len(data), -1)).unbind())
-    repaired["position_ids"] = tu.nested_tensor_from_tensor_list(of_sequences, ragged_idx=2)
-    return repaired
+    copy = data.copy()
+    for name, field in changed.items():
+        copy[name] = field
+    return copy

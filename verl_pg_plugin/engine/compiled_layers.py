@@ -79,9 +79,6 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
     layers = decoder_layers(module)
     if not layers:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
-    # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
-    # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
-    torch._C._dynamo.eval_frame._set_lru_cache(False)
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
             leave_out(product)
@@ -134,9 +131,13 @@ def _settings() -> Iterator[None]:
     """
     settings = ((config, DYNAMO_SETTINGS), (functorch_config, AUTOGRAD_SETTINGS))
     undo = [torchs._make_closure_patcher(**ours)() for torchs, ours in settings]
+    # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
+    # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
+    torch._C._dynamo.eval_frame._set_lru_cache(False)
     try:
         yield
     finally:
+        torch._C._dynamo.eval_frame._set_lru_cache(True)
         for back in undo:
             back()
 

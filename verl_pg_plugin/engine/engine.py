@@ -41,7 +41,7 @@ from verl_pg_plugin.engine.batch import on_device
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
 from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head, install_fused_head
 from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, packed_inputs, padded_inputs
-from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
+from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
@@ -54,7 +54,7 @@ from verl_pg_plugin.engine.prepare import (
 )
 from verl_pg_plugin.engine.ranks import gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
-from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounded_otherwise
+from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
@@ -122,6 +122,8 @@ class SharedPrefixEngine(FSDPEngine):
         check_no_dropout(module)
         with upstream.activation_offload_left_out():
             module = super()._build_fsdp_module(module)
+        if self.compiles:
+            upstream.let_flat_parameters_compile(module)
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
         self.verifier = Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
         return module
@@ -166,6 +168,7 @@ class SharedPrefixEngine(FSDPEngine):
         costs.peak_cached_bytes = cache.peak_bytes
         for result in results:
             result["loss"] = result["loss"].item()
+        weigh_means([result["metrics"] for result in results], self._loss_weights(plan))
         output = _in_order(results, plan)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
         output["metrics"].update(mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name))
@@ -316,7 +319,7 @@ class SharedPrefixEngine(FSDPEngine):
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
 
         alone = responses()
-        perturbed = alone if self.options.verify_tolerance is not None else responses(rounded_otherwise)
+        perturbed = alone if self.options.verify_tolerance is not None else responses(rounding_noise())
         return samples, alone, self.verifier.tolerances(alone, perturbed)
 
     # ------------------------------------------------------------------------------------ what it is given
@@ -366,6 +369,13 @@ class SharedPrefixEngine(FSDPEngine):
             dp_size=self.get_data_parallel_size(),
             batch_num_tokens=num_tokens.item(),
         )
+
+    def _loss_weights(self, plan: Plan) -> list[float]:
+        """Loss tokens of each micro-batch, over their mean in those of all ranks; ranks have as many."""
+        tokens = [mask.sum().item() for mask in plan.data["loss_mask"].unbind()]
+        of_all = tu.get_non_tensor_data(plan.data, "batch_num_tokens", default=None)
+        mean = of_all / self.get_data_parallel_size() / len(plan.micro_batches)
+        return [sum(tokens[i] for i in planned.sequences) / mean if mean else 1.0 for planned in plan.micro_batches]
 
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):

@@ -49,14 +49,13 @@ class TokenShard:
         """The first of them."""
         return self.num_tokens * dist.get_rank(self.group) if self.group else 0
 
-    def take(self, values_T: IntArray) -> IntArray:
-        """(..., L) this rank's part of a value per token; zero at padding."""
-        part = values_T[..., self.start : self.start + self.num_tokens]
-        return np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, self.num_tokens - part.shape[-1])])
-
     def pad(self, values: IntArray) -> IntArray:
         """(..., padded tokens) a value (..., tokens) per token of all ranks; zero at padding."""
         return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, self.num_padded - values.shape[-1])])
+
+    def take(self, values: IntArray) -> IntArray:
+        """(..., L) this rank's part of the same."""
+        return self.pad(values)[..., self.start : self.start + self.num_tokens]
 
     def own(self, tokens: IntArray) -> IntArray:
         """Indices into ``tokens``, which ascend, of those that are this rank's."""
@@ -73,27 +72,25 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """A layout on the device, ready for the model.
+    """A layout on the device, ready for the model; integers are int64.
 
     Shape legend: G lines of S tokens (packed: one line), N labels of this rank, W columns that hold them, A labels of
     all ranks that share the tokens, M response tokens.
 
     Attributes:
         context: what the layers that mix tokens are handed as ``prefix_grouper``.
-        input_ids, position_ids: (G, S) int64; positions of P dimensions are (P, G, S). Of all ranks' tokens where the
-            model takes its own part itself, see ``content``.
-        head_columns: (W,) int64 columns that the LM head runs on.
-        head_place: (N,) int64 place of each label's token in those columns of all lines; None if they are one and the
-            same.
-        labels: (N,) int64.
-        label_sequence: (N,) int64 a sequence that contains the label.
+        input_ids, position_ids: (G, S); positions of P dimensions are (P, G, S).
+        head_columns: (W,) columns that the LM head runs on.
+        head_place: (N,) place of each label's token in those columns of all lines; None if they are one and the same.
+        labels, label_sequence: (N,) and a sequence that contains each.
         shard: this rank's part of packed tokens.
-        all_labels: (A,) int64 tokens with a label of all ranks; None where this rank has them all.
-        response_index, response_label: (M,) int64, ``response_index`` and ``response_head`` of the layout.
+        all_labels: (A,) tokens with a label of all ranks; None where this rank has them all.
+        response_index, response_label: (M,) ``response_index`` and ``response_head`` of the layout.
         num_logical_tokens: length of verl's jagged values.
         num_padding: tokens of all ranks that are not the layout's.
         cache: what a chunk of a split group reads and publishes; None for a forward that stands alone.
-        content: what the model reads beside tokens, by keyword; with any, the model slices tokens of ranks itself.
+        content: what the model reads beside tokens, by keyword. With any, ``input_ids`` and ``position_ids`` are those
+            of all ranks, and the model takes its own part behind its vision encoder.
     """
 
     context: AttentionContext
@@ -137,14 +134,9 @@ class ModelInputs:
         return x_NC if self.cache is None else self.cache.join_outputs(x_NC)
 
     def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Spread values of labels over the sequences, as verl reads them.
+        """Jagged (B, length) with one value per label of all ranks where verl reads it, and zero elsewhere.
 
-        Args:
-            values_A: (A,) one value per label of all ranks.
-            offsets: (B+1,) of verl's jagged ``input_ids``.
-
-        Returns:
-            Jagged (B, length); positions that verl never reads hold zero.
+        ``offsets`` (B+1,) are those of verl's jagged ``input_ids``.
         """
         flat = values_A.new_zeros(self.num_logical_tokens)
         flat = flat.index_copy(0, self.response_index, values_A.index_select(0, self.response_label))
@@ -169,14 +161,11 @@ def packed_inputs(
     Args:
         layout: of the tokens.
         micro_batch: its sequences, on the host; images are read from it.
-        kernel: of attention.
-        modality: what the model reads.
-        device: of this process.
+        kernel, modality, device: of attention, of the model, of this process.
         runs_encoder: the vision encoder runs even if no token here shows an image.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
         sp_group: Ulysses group whose ranks share the tokens.
-        cache: of a chunk.
-        perturb: see ``AttentionContext``.
+        cache, perturb: see ``AttentionContext`` and ``CacheAccess``.
     """
     num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
     for multiple in (token_multiple, 1 if sp_group is None else dist.get_world_size(sp_group)):
@@ -187,9 +176,9 @@ def packed_inputs(
         context = UlyssesAttention(context, num_tokens, sp_group)
 
     own = shard.own(layout.head_index)
-    # A head never runs on nothing: a rank without labels computes its first token, which nobody reads.
-    columns = layout.head_index[own] - shard.start if len(own) else np.zeros(1, dtype=np.int64)
-    label_sequence = layout.head_sequence[own] if len(own) else np.zeros(1, dtype=np.int64)
+    columns, label_sequence = layout.head_index[own] - shard.start, layout.head_sequence[own]
+    if not len(own):  # a head never runs on nothing: it computes the first token, which nobody reads
+        columns = label_sequence = np.zeros(1, dtype=np.int64)
     input_ids, position_ids, tensors = layout.input_ids, layout.position_ids, {}
     content = modality.inputs(layout, micro_batch, runs_encoder)
     if content is None:

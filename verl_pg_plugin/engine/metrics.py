@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from verl.utils.metric import AggregationType, Metric
 
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.layout import IntArray
@@ -23,6 +25,9 @@ TOTALS = (
     "patches",  # where the model has a vision encoder, as the next
     "logical_patches",
 )
+
+MEANS_OF_THE_CRITIC = ("critic/vf_clipfrac", "critic/vpred_mean")
+"""Means over loss tokens that verl's value loss returns as plain numbers."""
 
 
 @dataclass
@@ -104,3 +109,22 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
     if total.get("verified_rows"):
         metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}
+
+
+def weigh_means(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
+    """Weigh, in place, what a loss has averaged over its tokens (``actor/ppo_kl``, ``actor/pg_clipfrac``).
+
+    verl takes the mean of such a metric over micro-batches and ranks, where one of few tokens counts as much as one of
+    many: the figure depends on how a mini-batch is cut. Of weighted values that same mean is the one over all tokens.
+
+    Args:
+        micro_batches: metrics that the loss has returned of each.
+        weights: loss tokens of each, over their mean in the micro-batches of all ranks.
+    """
+    for metrics, weight in zip(micro_batches, weights, strict=True):
+        for name, metric in metrics.items():
+            if isinstance(metric, Metric):
+                if metric.aggregation is AggregationType.MEAN:
+                    metric.values = [value * weight for value in metric.values]
+            elif name in MEANS_OF_THE_CRITIC:
+                metrics[name] = metric * weight

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from verl_pg_plugin.planning.activation_level import Room
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Room
 
-DEVICE_RESERVE = 0.08
-"""Of a device, left free: gaps between blocks, and what sizes do not say."""
 HOST_RESERVE = 0.2
 """Of a host's memory, left free: what other processes of the run will still ask for."""
 

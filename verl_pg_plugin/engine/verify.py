@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeAlias
 
 import numpy as np
@@ -46,12 +47,7 @@ Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on errors relative to the larger of 1 and the expected magnitude.
-
-    Attributes:
-        per_token: on the largest error.
-        mean: on the mean error of a long response.
-    """
+    """Bounds on the largest error of a token, and on the mean error of a long response; see ``relative_errors``."""
 
     per_token: float
     mean: float
@@ -61,8 +57,8 @@ class Tolerance:
         """See the module.
 
         Args:
-            noise: relative errors of each sample that come from rounding, see ``relative_errors``.
-                Tokens whose noise is not finite tell nothing: a tolerance without bound could not fail.
+            noise: relative errors of each sample that come from rounding. Tokens whose noise is not finite tell
+                nothing: a tolerance without bound could not fail.
             dtype: the model computes in. A few eps are always let pass: noise of few tokens may be small by chance.
         """
         pooled, least = torch.cat(noise), _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
@@ -77,50 +73,17 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Excess:
-    """A sample with an error beyond the tolerance.
+    """The worst response token of a sample with an error beyond the tolerance, and ``text`` that says how it is off."""
 
-    Attributes:
-        output: name.
-        sample: which of the compared samples.
-        token, num_tokens: the worst response token, of how many.
-        got, expected: its values.
-        error, mean_error: of that token, and of the response; relative as in ``Tolerance``.
-        tolerance, mean_tolerance: their bounds.
-    """
-
-    output: str
     sample: int
     token: int
     num_tokens: int
-    got: float
-    expected: float
-    error: float
-    mean_error: float
-    tolerance: float
-    mean_tolerance: float
-
-    @property
-    def factor(self) -> float:
-        """How many times the tolerance."""
-        return max(self.error / self.tolerance, self.mean_error / self.mean_tolerance)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.output} of response token {self.token} of {self.num_tokens} is {self.got:.6g}, and alone "
-            f"{self.expected:.6g} (error {self.error:.3g}, tolerance {self.tolerance:.3g}; mean over the response "
-            f"{self.mean_error:.3g}, tolerance {self.mean_tolerance:.3g})"
-        )
+    text: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of ``compare``.
-
-    Attributes:
-        num_samples: compared samples.
-        max_error: largest error of any output of any token, relative as in ``Tolerance``.
-        worst: the sample furthest beyond the tolerance; None if there is none.
-    """
+    """How many samples were compared, their largest error, and the one furthest beyond the tolerance if any is."""
 
     num_samples: int
     max_error: float
@@ -129,57 +92,44 @@ class Comparison:
 
 def compare(got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance]) -> Comparison:
     """Hold every token of every sample against the tolerance of its output."""
-    found = []
-    for name, errors in relative_errors(got, expected).items():
+    max_error, factor, worst, errors = 0.0, 1.0, None, relative_errors(got, expected)
+    for name, of_samples in errors.items():
         tolerance = tolerances[name]
-        for sample, error in enumerate(errors):
-            token = int(error.argmax())
-            found.append(
-                Excess(
-                    output=name,
-                    sample=sample,
-                    token=token,
-                    num_tokens=len(error),
-                    got=float(got[name][sample][token]),
-                    expected=float(expected[name][sample][token]),
-                    error=float(error[token]),
-                    mean_error=float(error.mean()),
-                    tolerance=tolerance.per_token,
-                    mean_tolerance=tolerance.of_mean(len(error)),
+        for sample, error_R in enumerate(of_samples):
+            token, num_tokens = int(error_R.argmax()), len(error_R)
+            error, mean, mean_tolerance = error_R[token].item(), error_R.mean().item(), tolerance.of_mean(num_tokens)
+            max_error = max(max_error, error)
+            if (times := max(error / tolerance.per_token, mean / mean_tolerance)) > factor:
+                factor = times
+                text = (
+                    f"{name} of response token {token} of {num_tokens} is {got[name][sample][token]:.6g}, and alone "
+                    f"{expected[name][sample][token]:.6g} (error {error:.3g}, tolerance {tolerance.per_token:.3g}; "
+                    f"mean over the response {mean:.3g}, tolerance {mean_tolerance:.3g})"
                 )
-            )
-    worst = max(found, key=lambda excess: excess.factor)
-    return Comparison(
-        num_samples=len(expected[worst.output]),
-        max_error=max(excess.error for excess in found),
-        worst=worst if worst.factor > 1 else None,
-    )
+                worst = Excess(sample, token, num_tokens, text)
+    return Comparison(max(map(len, errors.values())), max_error, worst)
 
 
 def relative_errors(got: Responses, expected: Responses) -> dict[str, list[torch.Tensor]]:
-    """(R,) error of each token of each sample; infinite where one of the two is not a number."""
-    return {
-        name: [_relative_error(a, b) for a, b in zip(got[name], wanted, strict=True)]
-        for name, wanted in expected.items()
-    }
+    """(R,) error of each token of each sample, relative to the larger of 1 and the expected magnitude.
 
+    Infinite where one of the two is not a number; equal infinities, and what is not a number in both, are no error.
+    """
 
-def _relative_error(got_R: torch.Tensor, expected_R: torch.Tensor) -> torch.Tensor:
-    # Equal infinities, and what is not a number in both, are nobody's error.
-    same = (got_R == expected_R) | (got_R.isnan() & expected_R.isnan())
-    error = (got_R - expected_R).abs() / expected_R.abs().clamp(min=1.0)
-    return error.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+    def error(got_R: torch.Tensor, expected_R: torch.Tensor) -> torch.Tensor:
+        same = (got_R == expected_R) | (got_R.isnan() & expected_R.isnan())
+        error_R = (got_R - expected_R).abs() / expected_R.abs().clamp(min=1.0)
+        return error_R.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+
+    return {name: list(map(error, got[name], wanted)) for name, wanted in expected.items()}
 
 
 def read_responses(
     outputs: Mapping[str, torch.Tensor], samples: list[int], prompt_lengths: IntArray
 ) -> dict[str, list[torch.Tensor]]:
-    """The values that verl reads: those of the tokens in front of each response token.
+    """The values that verl reads of some samples: those of the tokens in front of each response token.
 
-    Args:
-        outputs: jagged (B, length) outputs of an engine.
-        samples: which to read.
-        prompt_lengths: (B,).
+    ``outputs`` are jagged (B, length), ``prompt_lengths`` (B,).
     """
     responses: dict[str, list[torch.Tensor]] = {}
     for name, jagged in outputs.items():
@@ -189,12 +139,21 @@ def read_responses(
     return responses
 
 
-def rounded_otherwise(out: torch.Tensor) -> torch.Tensor:
-    """Every element of (T, ...) moved up or down by a rounding step, the same way in each process."""
-    generator = torch.Generator(out.device).manual_seed(len(out))
-    signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
-    step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
-    return (out.double() * (1 + step * signs)).to(out.dtype)
+def rounding_noise() -> Callable[[torch.Tensor], torch.Tensor]:
+    """For one forward: moves every element of each layer's (T, ...) up or down by a rounding step.
+
+    Each layer has signs of its own, as another order of adding would, or their errors would add up or cancel; they are
+    the same in each process.
+    """
+    layers = count()
+
+    def move(out: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator(out.device).manual_seed(next(layers))
+        signs = torch.randint(0, 2, out.shape, generator=generator, device=out.device) * 2 - 1
+        step = _ROUNDING_STEP[out.dtype] * torch.finfo(out.dtype).eps
+        return (out.double() * (1 + step * signs)).to(out.dtype)
+
+    return move
 
 
 class MismatchError(RuntimeError):
@@ -204,27 +163,18 @@ class MismatchError(RuntimeError):
 class Verifier:
     """Says which micro-batches are verified, and compares; ranks decide alike, as they have planned together.
 
-    Attributes:
-        options: when to verify, and the tolerance if it is given.
-        model: what runs, for messages.
-        dtype: that the model computes in.
-        comparisons: those since the metrics were last taken.
+    ``model`` says what runs, for messages, and ``dtype`` what the model computes in.
     """
 
     def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype) -> None:
         self.options, self.model, self.dtype = options, model, dtype
-        self.comparisons: list[Comparison] = []
+        self._comparisons: list[tuple[int, float]] = []
         self._seen: Counter[str] = Counter()
         self._verified: dict[str, bool] = {}  # kinds, and whether ancestors were read in any that was verified
         self._turn = 0
 
     def is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
-        """Whether to verify this micro-batch, to be asked once of each.
-
-        Args:
-            planned: the micro-batch.
-            kind: "update" or "forward-only".
-        """
+        """Whether to verify this micro-batch, to be asked once of each; ``kind`` is "update" or "forward-only"."""
         index, period = self._seen[kind], self.options.verify_period
         self._seen[kind] += 1
         if period is None:
@@ -249,12 +199,7 @@ class Verifier:
         return chosen.tolist()
 
     def tolerances(self, alone: Responses, perturbed: Responses) -> dict[str, Tolerance]:
-        """How exactly the samples can be told, by output.
-
-        Args:
-            alone: the samples, computed alone.
-            perturbed: the same through ``rounded_otherwise``; not looked at where the tolerance is given.
-        """
+        """How exactly the samples can be told, by output: from the samples alone and with ``rounding_noise``."""
         if (given := self.options.verify_tolerance) is not None:
             return dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         noise = relative_errors(perturbed, alone)
@@ -276,7 +221,7 @@ class Verifier:
             MismatchError: they differ by more than the tolerances; on this rank alone.
         """
         comparison = compare(got, alone, tolerances)
-        self.comparisons.append(comparison)
+        self._comparisons.append((comparison.num_samples, comparison.max_error))
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self._verified else logging.WARNING
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
@@ -288,14 +233,12 @@ class Verifier:
         uid = "" if uids is None else f" (uid {uids[sample]})"
         raise MismatchError(
             f"sample {sample}{uid} of the {len(micro_batch)} in {kind} micro-batch {self._seen[kind] - 1}: with shared "
-            f"prefixes {worst}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False and "
-            "report the message; another kernel (prefix_grouper.attention_kernel) tells whether it is to blame. If "
+            f"prefixes {worst.text}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False "
+            "and report the message; another kernel (prefix_grouper.attention_kernel) tells whether it is to blame. If "
             "stock verl with other micro-batches differs from itself as much, set prefix_grouper.verify_tolerance"
         )
 
     def take(self) -> list[tuple[int, float]] | None:
         """Samples and largest error of each comparison since the last call; None where verify mode is off."""
-        comparisons, self.comparisons = self.comparisons, []
-        if self.options.verify_period is None:
-            return None
-        return [(comparison.num_samples, comparison.max_error) for comparison in comparisons]
+        taken, self._comparisons = self._comparisons, []
+        return None if self.options.verify_period is None else taken

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl_pg_plugin.planning.memory import TokenBytes
 
+DEVICE_RESERVE = 0.08
+"""Of a device, left free: gaps between blocks, and what sizes do not say."""
 OVER_STOCK = 1.1
 """Of the memory that stock verl takes for a mini-batch's tokens, the most that is used: torch keeps what an update has
 taken, and other processes of the device count on what stock verl leaves."""

@@ -275,10 +275,14 @@ def _shared(
             again += 0.0 if level.keeps_attention else of_pairs
             prefills += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
             if levels.sizes is not None:
-                kept = layout.num_tokens * levels.sizes.waiting(level) + levels.sizes.beside(*chunk[1:])
-                on_device = kept + layout.num_tokens * levels.sizes.working(level)
-                on_host = max(memory[2], layout.num_tokens * levels.sizes.held(level) if level.on_host else 0)
-                memory = (*((on_device, kept) if on_device >= memory[0] else memory[:2]), on_host, level)
+                own = layout.num_tokens / levels.ranks
+                kept = own * levels.sizes.waiting(level) + levels.sizes.beside(*chunk[1:]) / levels.ranks
+                on_device = kept + own * levels.sizes.working(level)
+                on_host = max(memory[2], own * levels.sizes.held(level) if level.on_host else 0.0)
+                most = (
+                    (on_device, kept, on_host, level) if on_device >= memory[0] else (*memory[:2], on_host, memory[3])
+                )
+                memory = most
     return _Work(tokens, pairs, again, heads, prefills, sum(map(len, groups)), memory)
 
 

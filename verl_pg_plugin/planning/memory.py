@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
 from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 
@@ -165,3 +165,12 @@ class WeightBytes:
     def fixed(self) -> float:
         """What stands beside tokens, whatever runs, but for the LM head."""
         return self.weights + self.gradients + self.optimizer + self.gathered
+
+    def room(self, device: float, host: float) -> Room:
+        """What a device of so many bytes has for activations.
+
+        Args:
+            device: its memory.
+            host: of the host, for this device.
+        """
+        return Room((1 - DEVICE_RESERVE) * device - self.fixed - self.head, host)

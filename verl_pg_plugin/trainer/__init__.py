@@ -18,19 +18,18 @@ import functools
 import sys
 from typing import Any, TypeVar
 
-from verl_pg_plugin.trainer.groups import KeepsGroups, NumMiniBatches, mini_batches_of_config
-from verl_pg_plugin.trainer.v0 import KeepsGroupsV0
-from verl_pg_plugin.trainer.v1 import KeepsGroupsV1
+from verl_pg_plugin.trainer.groups import NumMiniBatches, mini_batches_of_config
+from verl_pg_plugin.trainer.mixins import KeepsGroups, KeepsGroupsV0, KeepsGroupsV1
 
 __all__ = ["keep_groups"]
 
 TrainerT = TypeVar("TrainerT")
 
-KINDS: tuple[tuple[str, str, type[KeepsGroups]], ...] = (
-    ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", KeepsGroupsV1),
-    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", KeepsGroupsV0),
-)
-"""Module and name of verl's two base classes, and what goes in front of a class derived from them."""
+KINDS: dict[str, type[KeepsGroups]] = {
+    "verl.trainer.ppo.v1.trainer_base.PPOTrainer": KeepsGroupsV1,
+    "verl.trainer.ppo.ray_trainer.RayPPOTrainer": KeepsGroupsV0,
+}
+"""verl's two base classes, and what goes in front of a class derived from them."""
 
 
 def keep_groups(
@@ -57,15 +56,12 @@ def keep_groups(
 
 @functools.cache
 def _wrapped(trainer_cls: Any, num_mini_batches: NumMiniBatches) -> Any:
-    for module, name, mixin in KINDS:
+    for base, mixin in KINDS.items():
+        module, _, name = base.rpartition(".")
         # Whoever derives from a class has imported it; a version of verl need not have both.
-        base = getattr(sys.modules.get(module), name, None)
-        if base is not None and issubclass(trainer_cls, base):
-            members = {
-                "__doc__": trainer_cls.__doc__,
-                "__module__": trainer_cls.__module__,
-                "num_mini_batches": staticmethod(num_mini_batches),
-            }
+        if issubclass(trainer_cls, getattr(sys.modules.get(module), name, ())):
+            about = {name: getattr(trainer_cls, name) for name in ("__doc__", "__module__")}
+            members = {**about, "num_mini_batches": staticmethod(num_mini_batches)}
             return type(trainer_cls)(f"Group{trainer_cls.__name__}", (mixin, trainer_cls), members)
-    bases = " nor ".join(f"{module}.{name}" for module, name, _ in KINDS)
-    raise TypeError(f"{trainer_cls.__module__}.{trainer_cls.__qualname__} is derived from neither {bases}")
+    place = f"{trainer_cls.__module__}.{trainer_cls.__qualname__}"
+    raise TypeError(f"{place} is derived from neither {' nor '.join(KINDS)}")
