@@ -70,7 +70,12 @@ class Plan:
     micro_batches: list[PlannedMicroBatch]
     groups: list[list[MicroBatch]]
     runs_encoder: bool
-    levels: Levels
+    levels: Levels = Levels()  # noqa: RUF009
+
+    @property
+    def host_bytes(self) -> float:
+        """Most that layers of a micro-batch keep on the host of this rank."""
+        return max(self.levels.host_bytes(p.level, p.layout.num_tokens) for p in self.micro_batches)
 
     @cached_property
     def selector(self) -> SequenceSelector:

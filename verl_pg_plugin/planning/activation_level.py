@@ -139,6 +139,10 @@ class Levels:
                 return level
         return found[-1] if found and found[-1].on_host else Level.INPUTS
 
+    def host_bytes(self, level: Level, tokens: int) -> float:
+        """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
+        return tokens * self.sizes.held(level) / self.ranks if self.sizes and level.on_host else 0.0
+
     def whole_groups(self) -> WholeGroups | None:
         """Which groups stay whole; None where every group above the budget is split."""
         if self.sizes is None or self.room is None:

@@ -278,7 +278,7 @@ def _shared(
                 own = layout.num_tokens / levels.ranks
                 kept = own * levels.sizes.waiting(level) + levels.sizes.beside(*chunk[1:]) / levels.ranks
                 on_device = kept + own * levels.sizes.working(level)
-                on_host = max(memory[2], own * levels.sizes.held(level) if level.on_host else 0.0)
+                on_host = max(memory[2], levels.host_bytes(level, layout.num_tokens))
                 most = (
                     (on_device, kept, on_host, level) if on_device >= memory[0] else (*memory[:2], on_host, memory[3])
                 )
