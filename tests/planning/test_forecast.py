@@ -85,12 +85,18 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
 
 
 def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_stock_memory() -> None:
-    tight, roomy = replace(WHOLE, budget=P + 2 * R), Room(device=1e12, host=1e12)
-    on_host = predict(settings=replace(tight, levels=replace(LEVELS, room=roomy)))
-    split = predict(settings=replace(tight, levels=replace(LEVELS, room=replace(roomy, host=0.0))))
+    sizes = TokenBytes.of(MODELS["qwen3-4b"])
+    levels = Levels(sizes=sizes, room=Room(device=1e12, host=1e12))
+    batch = Batch.of_lengths([P] * G, [[R] * N] * G)
+
+    def predicted(levels: Levels) -> Forecast:
+        return forecast(batch, FLOPS, Settings(P + 2 * R, levels=levels))
+
+    on_host, split = predicted(levels), predicted(replace(levels, asked=Level.ATTENTION))
     assert (on_host.micro_batches, on_host.level) == (G, Level.ATTENTION_ON_HOST)
+    assert split.micro_batches > G
     assert on_host.update > split.update
-    assert on_host.host_gib == pytest.approx((P - 1 + N * R) * LEVELS.sizes.held(Level.ATTENTION) / 2**30)
+    assert on_host.host_gib == pytest.approx((P - 1 + N * R) * sizes.held(Level.ATTENTION) / 2**30)
     assert split.host_gib == 0
 
 

@@ -176,18 +176,19 @@ class SharedPrefixEngine(FSDPEngine):
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
         """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
+        levels = self._levels(forward_only)
         plan = plan_mini_batch(
             data,
             self.modality,
             self.shared_model.flops,
             packed=self.packed,
-            weights=self._cache_weights(forward_only),
+            weights=self._cache_weights(levels, forward_only),
             forward_only=forward_only,
-            fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
+            fused_head=levels.fused_kernels,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
             micro_batch_cost=self.micro_batch_cost,
-            levels=self._levels(forward_only),
+            levels=levels,
         )
         if not (forward_only or self._told_level) and self.rank == 0:
             self._told_level = True
@@ -206,6 +207,7 @@ class SharedPrefixEngine(FSDPEngine):
             sizes=self._token_bytes,
             host_alone=self.model_config.enable_activation_offload,
             logits_at_once=self.model_config.model_type == "language_model" and self.log_prob_head is None,
+            fused_kernels=self.log_prob_head is not None and self.log_prob_head.fused is not None,
             ranks=self.ulysses_sequence_parallel_size,
         )
         if forward_only or get_device_name() != "cuda":
@@ -348,11 +350,11 @@ class SharedPrefixEngine(FSDPEngine):
             perturb=perturb,
         )
 
-    def _cache_weights(self, forward_only: bool) -> CacheWeights | None:
+    def _cache_weights(self, levels: Levels, forward_only: bool) -> CacheWeights | None:
         """What cached tokens take of the budget; None where no group is carried from one micro-batch to the next."""
         if self.options.carry == "never" or not (self.packed and self.shared_model.prefix_cache):
             return None
-        return cache_weights(self._levels(forward_only=True), forward_only)
+        return cache_weights(levels, forward_only)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype == torch.float32:

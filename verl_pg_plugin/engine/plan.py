@@ -166,7 +166,7 @@ def plan_mini_batch(
         check_batch(data, packed, fused_head)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, stock = sequences.order(), tokens_of_stock(np.diff(sequences.offsets), limits)
-        whole = None if forward_only else levels.within_stock(stock, fused_head).whole_groups()
+        whole = None if forward_only else levels.within_stock(stock).whole_groups()
 
         def drafted(at_least: int) -> _Draft:
             return _draft(sequences, order, limits, weights, at_least, packed, forward_only, micro_batch_cost, whole)
@@ -182,7 +182,7 @@ def plan_mini_batch(
 
     told = ranks.told[::sp_size]
     orders = align([rank.costs for rank in told])
-    levels = levels.with_free(min(rank.free for rank in ranks.told)).within_stock(stock, fused_head)
+    levels = levels.with_free(min(rank.free for rank in ranks.told)).within_stock(stock)
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(told, orders, strict=True)]
     return Plan(
         data=data,

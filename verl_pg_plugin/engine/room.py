@@ -38,7 +38,7 @@ def host_bytes(root: Path = Path("/")) -> float:
     """
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     machine = {fields[0]: 1024 * int(fields[1]) for fields in lines if len(fields) == 3}
-    free = machine.get("MemAvailable:", machine["MemFree:"]) - HOST_RESERVE * machine["MemTotal:"]
+    free = machine["MemAvailable:"] - HOST_RESERVE * machine["MemTotal:"]
     for limit, used in _limits(root):
         free = min(free, limit * (1 - HOST_RESERVE) - used)
     return max(free, 0.0) / int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RAY_LOCAL_WORLD_SIZE") or 1)

@@ -56,20 +56,24 @@ class WholeGroups:
     """Groups above the token budget that stay one micro-batch all the same.
 
     Attributes:
-        levels: of each level (fits, held, pending): tokens that fit on the device, tokens that the host holds, and what
-            a token takes whose gradients later chunks add to, relative to a computed one.
+        levels: of each level (stock, fits, held, pending): tokens that take as much as stock verl, tokens that fit on
+            the device, tokens that the host holds, and what a token takes whose gradients later chunks add to, relative
+            to a computed one.
     """
 
-    levels: tuple[tuple[float, float, float], ...]
+    levels: tuple[tuple[float, float, float, float], ...]
 
     def keeps(self, tokens: float, shared: float) -> bool:
-        """Whether a group stays whole: it fits, or the chunk that computes its prompt would take more than all of it.
+        """Whether a group stays whole: within stock verl's memory, or it fits where its split would take more.
 
         Args:
             tokens: of the group.
-            shared: of them, that all its sequences begin with.
+            shared: of them, that all its sequences begin with; the chunk that computes them holds sums beside them.
         """
-        return any(tokens <= min(held, max(fits, (1 + pending) * shared)) for fits, held, pending in self.levels)
+        return any(
+            tokens <= min(held, max(stock, min(fits, (1 + pending) * shared)))
+            for stock, fits, held, pending in self.levels
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,9 @@ class Levels:
         room: None where nothing limits it, as on a CPU.
         host_alone: levels on the host alone are chosen (verl's ``enable_activation_offload``).
         logits_at_once: the LM head holds the logits of all tokens with a label.
+        fused_kernels: verl's, which hold none, in stock verl too.
         ranks: that share the tokens.
+        stock: bytes that stock verl takes of a rank for the mini-batch.
     """
 
     asked: Level | None = None
@@ -90,7 +96,9 @@ class Levels:
     room: Room | None = None
     host_alone: bool = False
     logits_at_once: bool = False
+    fused_kernels: bool = False
     ranks: int = 1
+    stock: float = math.inf
 
     @property
     def ladder(self) -> tuple[Level, ...]:
@@ -103,18 +111,17 @@ class Levels:
         """For the log."""
         if self.asked or self.sizes is None or self.room is None:
             return "as asked" if self.asked else "nothing limits it here"
-        device, host = self.room.device / 2**30, self.room.host / 2**30
+        device, host, stock = self.room.device / 2**30, self.room.host / 2**30, self.stock / 2**30
         return (
-            f"prefix_grouper.activations=auto: {device:.1f} GiB for activations, the least that a device has and no "
-            f"more than {OVER_STOCK} times what stock verl takes; {host:.1f} GiB of the host for each rank"
+            f"prefix_grouper.activations=auto: {device:.1f} GiB for activations on the device that has least, of which "
+            f"stock verl takes {stock:.1f}; {host:.1f} GiB of the host for each rank"
         )
 
-    def within_stock(self, tokens: int, fused_kernels: bool = False) -> Levels:
-        """With no more room than stock verl takes for micro-batches of so many tokens, and a tenth of it."""
+    def within_stock(self, tokens: int) -> Levels:
+        """Of a mini-batch of which stock verl's largest micro-batch has so many tokens."""
         if self.sizes is None or self.room is None:
             return self
-        most = OVER_STOCK * tokens / self.ranks * self.sizes.stock(fused_kernels)
-        return replace(self, room=replace(self.room, device=min(self.room.device, most)))
+        return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
 
     def with_free(self, device: float) -> Levels:
         """With so many bytes on the device."""
@@ -132,10 +139,11 @@ class Levels:
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
         beside = self.sizes.beside(cached, pending) + (labels * self.sizes.logits if self.logits_at_once else 0)
+        device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
         host = self.room.host * self.ranks
         found = [level for level in self.ladder if not level.on_host or tokens * self.sizes.held(level) <= host]
         for level in found:
-            if tokens * self.sizes.on_device(level) + beside <= self.room.device * self.ranks:
+            if tokens * self.sizes.on_device(level) + beside <= device:
                 return level
         return found[-1] if found and found[-1].on_host else Level.INPUTS
 
@@ -147,11 +155,11 @@ class Levels:
         """Which groups stay whole; None where every group above the budget is split."""
         if self.sizes is None or self.room is None:
             return None
-        device, host, sizes = self.room.device * self.ranks / OVER_STOCK, self.room.host * self.ranks, self.sizes
-        found = []
+        found, sizes = [], self.sizes
         for level in (*self.ladder, *(() if self.asked else (Level.INPUTS,))):
-            computed = sizes.on_device(level)
-            fits = device / (computed + (sizes.logits if self.logits_at_once else 0))
-            held = host / sizes.held(level) if level.on_host else math.inf
-            found.append((fits, held, sizes.layers * sizes.sums / computed))
+            computed = sizes.on_device(level) + (sizes.logits if self.logits_at_once else 0)
+            fits = self.room.device * self.ranks / computed
+            held = self.room.host * self.ranks / sizes.held(level) if level.on_host else math.inf
+            stock = min(fits, self.stock * self.ranks / computed)
+            found.append((stock, fits, held, sizes.layers * sizes.sums / computed))
         return WholeGroups(tuple(found))

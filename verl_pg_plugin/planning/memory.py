@@ -110,20 +110,26 @@ class TokenBytes:
 def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
     """What a cached token and a published one take of a budget of computed tokens.
 
-    Computed tokens count as at the fastest level, and as layer inputs where that is on the host. Unknown sizes count as
-    if every query had a key of its own.
+    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it. Elsewhere
+    computed tokens count as what they keep at the level that is asked for, or as layer inputs where that is on the
+    host. Unknown sizes count as if every query had a key of its own.
     """
     level, sizes = levels.ladder[0], levels.sizes
     if sizes is None:
         return CacheWeights(1.0, 1.0, 0.0) if forward_only else CacheWeights(3.0, 2.0)
-    computed = sizes.held(Level.INPUTS if level.on_host else level) / sizes.layers
+    computed = sizes.held(Level.INPUTS if level.on_host else level)
     if forward_only:  # nothing is kept of a computed token
-        return CacheWeights(sizes.key_value / computed, sizes.key_value / computed, recomputing=0.0)
-    return CacheWeights(
-        cached=(sizes.key_value + sizes.sums) / computed,
-        published=sizes.sums / computed,
-        recomputing=1.0 if levels.asked else sizes.inputs / computed,
-    )
+        cached = sizes.layers * sizes.key_value / computed
+        return CacheWeights(cached, cached, recomputing=0.0)
+    recomputing = sizes.held(Level.INPUTS) / computed
+    if levels.asked:
+        recomputing = 1.0
+    elif levels.room is not None:
+        computed = sizes.stock(levels.fused_kernels)
+        # With a half to spare: stock verl fills what is reserved here.
+        host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
+        recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
+    return CacheWeights(sizes.beside(1, 0) / computed, sizes.beside(0, 1) / computed, min(recomputing, 1.0))
 
 
 @dataclass(frozen=True)
