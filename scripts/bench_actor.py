@@ -38,7 +38,7 @@ import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
-from benchmarks.common import environment, write_csv
+from benchmarks.common import environment, pinned_copies, write_csv
 from benchmarks.images import image_flops
 from benchmarks.kernel_time import seconds_by_class
 from rich.console import Console
@@ -56,7 +56,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
 
 logger = logging.getLogger(__name__)
-ROW_METRICS = ("physical_tokens", "patches")
+ROW_METRICS = ("physical_tokens", "patches", "host_gib")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Row:
     speedup: float
     flop_bound: float
     peak_gib: float
+    host_gib: float
+    level: str
     memory_ratio: float
     logical_tokens: int
     physical_tokens: int
@@ -98,10 +100,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """One phase on this rank: seconds from batch on the host to results on the host, peak GiB, ``ROW_METRICS``."""
+    """One phase on this rank: seconds from batch on the host to results on the host, peak GiB, ``ROW_METRICS``.
+
+    ``level`` is the activation level of the last micro-batch of ours.
+    """
 
     seconds: float
     peak_gib: float
+    level: str
     rows: dict[str, float]
 
 
@@ -135,7 +141,8 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
         get_torch_device().synchronize()
         seconds = time.perf_counter() - start
     rows = {name: output["metrics"].get(f"prefix_grouper/{name}", [0.0])[0] for name in ROW_METRICS}
-    return Timing(seconds, peak / 2**30, rows)
+    level = engine.activations.level.value if update and hasattr(engine, "activations") else ""
+    return Timing(seconds, peak / 2**30, level, rows)
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -151,6 +158,7 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
         "seconds_min": min(slowest),
         "seconds_max": max(slowest),
         "peak_gib": max(peak for _, peak in ranks),
+        "level": runs[-1].level,
         **runs[-1].rows,
         "graphs_compiled": counters["stats"]["unique_graphs"],
     }
@@ -190,6 +198,8 @@ def main() -> int:
         rows = run(args, shared_model(args, folder))
     if dist.get_rank() == 0:
         report(rows, args.csv)
+        if torch.cuda.is_available():
+            Console().print(pinned_copies())
     dist.destroy_process_group()
     return 0
 
@@ -220,6 +230,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 max_token_len_per_gpu=path.budget or args.max_token_len,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
+                use_fused_kernels=path.has("fused"),
                 micro_batch_size_per_gpu=case.largest_group,
                 global_batch_size=len(whole.samples),
             )
@@ -291,7 +302,8 @@ def report(rows: list[Row], path: Path | None) -> None:
     if path:
         write_csv(rows, path)
     table = Table(
-        *("case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "TFLOP/s", "slow"),
+        *("case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "level", "host GiB"),
+        *("TFLOP/s", "slow"),
         *(["patches"] if any(row.logical_patches for row in rows) else []),
     )
     for row in sorted(rows, key=lambda row: (row.case, row.phase, not row.path.startswith("rmpad"))):
@@ -305,6 +317,8 @@ def report(rows: list[Row], path: Path | None) -> None:
             f"{row.flop_bound:.2f}",
             f"{row.peak_gib:.1f}",
             f"{row.memory_ratio:.2f}",
+            row.level,
+            f"{row.host_gib:.1f}",
             f"{row.physical_tflops_per_s:.2f}",
             f"{row.slowest_over_mean:.3f}",
             *([str(row.patches)] if any(row.logical_patches for row in rows) else []),

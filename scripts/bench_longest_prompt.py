@@ -27,7 +27,7 @@ import transformers
 from bench_actor import run_phase
 from benchmarks.actor_cases import Case
 from benchmarks.actor_engines import EnginePath, build_engine, shared_model
-from benchmarks.common import environment, write_csv
+from benchmarks.common import environment, pinned_copies, write_csv
 from benchmarks.shapes import SHAPES
 from rich.console import Console
 from torch import distributed as dist
@@ -53,6 +53,8 @@ class Row:
     fits: bool
     seconds: float
     peak_gib: float
+    host_gib: float
+    level: str
     memory_gib: float
     device: str
     driver: str
@@ -68,19 +70,20 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
         max_token_len_per_gpu=prompt + args.response,
         use_remove_padding=path.unpadded,
         use_dynamic_bsz=True,
+        use_fused_kernels=path.has("fused"),
         global_batch_size=len(samples),
     )
     actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    seconds = peak_gib = float("nan")
-    fits = True
+    seconds = peak_gib = host_gib = float("nan")
+    fits, level = True, ""
     try:
         timing = run_phase(engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
-        seconds, peak_gib = timing.seconds, timing.peak_gib
+        seconds, peak_gib, level, host_gib = timing.seconds, timing.peak_gib, timing.level, timing.rows["host_gib"]
     except torch.OutOfMemoryError:
         fits = False
-    console.print(f"{path} P={prompt}: " + (f"{seconds:.1f} s, {peak_gib:.1f} GiB" if fits else "-"))
+    console.print(f"{path} P={prompt}: " + (f"{seconds:.1f} s, {peak_gib:.1f} GiB {level}" if fits else "-"))
     setting = (args.model, str(path), prompt, args.response, args.n)
-    return Row(*setting, fits, seconds, peak_gib, args.memory_gib, **environment())
+    return Row(*setting, fits, seconds, peak_gib, host_gib, level, args.memory_gib, **environment())
 
 
 def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -> Iterator[Row]:
@@ -119,6 +122,7 @@ def main() -> int:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     initialize_global_process_group_ray()
+    console.print(pinned_copies())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_longest_prompt_") as folder:
         model_path = shared_model(args, folder)

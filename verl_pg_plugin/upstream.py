@@ -286,6 +286,32 @@ def forwards_left_alone() -> Iterator[None]:
         transformer_impl.apply_monkey_patch = patched
 
 
+@contextmanager
+def activation_offload_left_out() -> Iterator[None]:
+    """Within the block, verl's FSDP engine of this process builds its model without verl's activation offload.
+
+    What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put
+    back at the end of the block.
+    Why: ``engine/activations.py`` takes what layers keep to the host. verl's handler wraps each layer into a reentrant
+    checkpoint of its own, which recomputes attention, and fails behind an error or a forward without backward.
+    Versions: verl 0.9.0 and 0.9.1.
+    Remove when: the engine asks a method for it that can be overridden.
+
+    Raises:
+        UpstreamChangedError: the function has other parameters.
+    """
+    from verl.workers.engine.fsdp import transformer_impl
+
+    patched = transformer_impl.enable_activation_offloading
+    if [*inspect.signature(patched).parameters] != ["model", "strategy", "enable_ckpt"]:
+        raise _changed("verl.utils.activation_offload.enable_activation_offloading takes other parameters")
+    transformer_impl.enable_activation_offloading = lambda *args: None
+    try:
+        yield
+    finally:
+        transformer_impl.enable_activation_offloading = patched
+
+
 MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 
 
@@ -317,32 +343,6 @@ def flat_parameters_obstacle() -> str:
     if MANAGED in source and WHOLE in source:
         return ""
     return f"this torch does not ask {WHOLE} of the layers of FSDP1 (strategy=fsdp); those of strategy=fsdp2 compile"
-
-
-@contextmanager
-def activation_offload_left_out() -> Iterator[None]:
-    """Within the block, verl's FSDP engine of this process builds its model without verl's activation offload.
-
-    What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put
-    back at the end of the block.
-    Why: ``engine/activations.py`` takes what layers keep to the host. verl's handler wraps each layer into a reentrant
-    checkpoint of its own, which recomputes attention, and raises KeyError behind an error.
-    Versions: verl 0.9.0 and 0.9.1.
-    Remove when: the engine asks a method for it that can be overridden.
-
-    Raises:
-        UpstreamChangedError: the function has other parameters.
-    """
-    from verl.workers.engine.fsdp import transformer_impl
-
-    patched = transformer_impl.enable_activation_offloading
-    if [*inspect.signature(patched).parameters] != ["model", "strategy", "enable_ckpt"]:
-        raise _changed("verl.utils.activation_offload.enable_activation_offloading takes other parameters")
-    transformer_impl.enable_activation_offloading = lambda *args: None
-    try:
-        yield
-    finally:
-        transformer_impl.enable_activation_offloading = patched
 
 
 def use_single_gloo_backend() -> None:

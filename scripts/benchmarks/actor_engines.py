@@ -29,7 +29,7 @@ class EnginePath:
     """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:activations=inputs``.
 
     ``packed/fsdp`` runs it under that strategy in place of fsdp2. ``@12288`` at the end is the path's own budget of a
-    micro-batch.
+    micro-batch. ``rmpad:offload,fused`` is stock verl with its activation offload, its fused kernels, or both.
     """
 
     mode: str
@@ -38,6 +38,7 @@ class EnginePath:
     strategy: str = "fsdp2"
 
     MODES = ("padded", "rmpad", "prefix_grouper", "packed")
+    FLAGS = ("offload", "fused")
 
     @classmethod
     def parse(cls, text: str) -> "EnginePath":
@@ -45,9 +46,11 @@ class EnginePath:
         name, _, options = name.partition(":")
         mode, _, strategy = name.partition("/")
         path = cls(mode, options, int(budget) if budget else None, strategy or "fsdp2")
-        if mode not in cls.MODES or path.strategy not in ("fsdp", "fsdp2") or (path.stock and options):
+        unknown = path.stock and options and not set(options.split(",")) <= set(cls.FLAGS)
+        if mode not in cls.MODES or path.strategy not in ("fsdp", "fsdp2") or unknown:
             raise argparse.ArgumentTypeError(
-                f"{text}: choose {', '.join(cls.MODES)}, with /fsdp or without; only ours take :KEY=VALUE,..."
+                f"{text}: choose {', '.join(cls.MODES)}, with /fsdp or without; ours take :KEY=VALUE,..., stock "
+                f"verl's :{',:'.join(cls.FLAGS)}"
             )
         return path
 
@@ -64,8 +67,13 @@ class EnginePath:
     def unpadded(self) -> bool:
         return self.mode in ("rmpad", "packed")
 
+    def has(self, flag: str) -> bool:
+        return self.stock and flag in self.options.split(",")
+
     @property
     def sharing(self) -> PrefixGrouperOptions:
+        if self.stock:
+            return PrefixGrouperOptions()
         return PrefixGrouperOptions(**OmegaConf.from_dotlist(self.options.split(",") if self.options else []))
 
 
@@ -131,6 +139,8 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             load_tokenizer=False,
             use_remove_padding=path.unpadded,
             enable_gradient_checkpointing=not args.no_gradient_checkpointing,
+            enable_activation_offload=path.has("offload"),
+            use_fused_kernels=path.has("fused"),
             override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
         ),
         engine_config=PrefixGrouperEngineConfig(
@@ -141,6 +151,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             mixed_precision={"param_dtype": args.dtype, "reduce_dtype": args.dtype, "buffer_dtype": "fp32"},
             use_torch_compile=on_gpu,
             use_dynamic_bsz=path.unpadded,
+            use_no_sync_for_gradient_accumulation=False,  # as verl's trainers have it
         ),
         optimizer_config=FSDPOptimizerConfig(lr=1e-6, optimizer=args.optimizer, total_training_steps=100),
         checkpoint_config=CheckpointConfig(),

@@ -14,11 +14,7 @@ WRONG = [
         "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_var",
     ),
     ("attention_kernel", None, "is unknown"),
-    (
-        "activations",
-        "mlp",
-        "is unknown; the values are auto, all, attention, attention_on_host, inputs, inputs_on_host",
-    ),
+    ("activations", "mlp", "is unknown; the values are auto, all, attention, attention_on_host, inputs, inputs_on_h"),
     ("activations", True, "is unknown"),
     ("activations", ["inputs"], "is unknown"),
     *(("logits_chunk_size", value, "is not an integer of at least 0") for value in (-1, 1.5, "16k", True, None)),

@@ -72,7 +72,7 @@ def carrying_engine(path: str, weights: CacheWeights = CacheWeights(), **options
 
 def carry_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
     """Let an engine in packed mode carry prefixes however short."""
-    engine._cache_weights = lambda forward_only: weights
+    engine._cache_weights = lambda levels, forward_only: weights
     engine.micro_batch_cost = 4.0
 
 

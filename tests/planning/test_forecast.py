@@ -13,9 +13,10 @@ from transformers import Qwen3Config
 
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cli.estimate import ACCURACY
+from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Batch, DeviceMemory, Forecast, Settings, forecast
-from verl_pg_plugin.planning.memory import TokenMemory
+from verl_pg_plugin.planning.forecast import Batch, Forecast, Settings, forecast, lay_out, plan
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 CONFIG = Qwen3Config(
     vocab_size=4096,
@@ -27,14 +28,14 @@ CONFIG = Qwen3Config(
     head_dim=64,
 )
 FLOPS = ModelFlops.of_config(CONFIG)
-MEMORY = TokenMemory.of(CONFIG, 2, checkpointing=True, keeps_attention=True)
+LEVELS = Levels(sizes=TokenBytes.of(CONFIG))
 P, R, N, G = 2048, 256, 8, 4
 GROUPS = Batch.of_lengths([P] * G, [[R] * N] * G)
-WHOLE = Settings(budget=G * N * (P + R), compile_layers=False)
+WHOLE = Settings(budget=G * N * (P + R), levels=LEVELS, compile_layers=False)
 
 
 def predict(batch: Batch = GROUPS, settings: Settings = WHOLE) -> Forecast:
-    return forecast(batch, FLOPS, MEMORY, settings)
+    return forecast(batch, FLOPS, settings)
 
 
 def test_tokens_are_those_of_groups_that_share_their_prompt() -> None:
@@ -63,16 +64,45 @@ def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_
 
 
 def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() -> None:
-    recomputing = predict(settings=replace(WHOLE, keeps_attention=False))
+    recomputing = predict(settings=replace(WHOLE, levels=replace(LEVELS, asked=Level.INPUTS)))
     assert recomputing.update < predict().update
     assert recomputing.old_log_prob == predict().old_log_prob
-    assert predict(settings=replace(WHOLE, checkpointing=False)).alone[1] < predict().alone[1]
+    kept = predict(settings=replace(WHOLE, levels=replace(LEVELS, asked=Level.ALL)))
+    assert kept.alone[1] < predict().alone[1]
+    assert recomputing.activation_gib < predict().activation_gib < kept.activation_gib
+
+
+def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_stock_memory() -> None:
+    sizes = TokenBytes.of(MODELS["qwen3-4b"])
+    levels = Levels(sizes=sizes, room=Room(device=1e12, host=1e12))
+    batch = Batch.of_lengths([P] * G, [[R] * N] * G)
+
+    def predicted(levels: Levels) -> Forecast:
+        return forecast(batch, FLOPS, Settings(P + 2 * R, levels=levels))
+
+    on_host, split = predicted(levels), predicted(replace(levels, asked=Level.ATTENTION))
+    assert (on_host.micro_batches, on_host.level) == (G, Level.ATTENTION_ON_HOST)
+    assert split.micro_batches > G
+    assert on_host.update > split.update
+    assert on_host.host_gib == pytest.approx((P - 1 + N * R) * sizes.held(Level.ATTENTION) / 2**30)
+    assert split.host_gib == 0
 
 
 @pytest.mark.parametrize(("prompts", "responses"), [([], []), ([4], [[]]), ([4], [[0]]), ([0], [[4]])])
 def test_a_batch_without_a_sequence_or_a_response_is_refused(prompts: list[int], responses: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="token"):
         Batch.of_lengths(prompts, responses)
+
+
+def test_what_is_laid_out_is_what_was_planned_and_sharing_alone_leaves_compiled_layers_out() -> None:
+    tight = replace(WHOLE, budget=P + 2 * R, compile_layers=True)
+    for forward_only, groups in zip((True, False), plan(GROUPS, tight), strict=True):
+        for group in groups:
+            layouts = lay_out(GROUPS, group, forward_only)
+            assert [layout.num_tokens for layout in layouts] == [micro_batch.num_tokens for micro_batch in group]
+    found, eager = predict(settings=tight), predict(settings=replace(tight, compile_layers=False))
+    assert found.sharing_alone == eager.sharing_alone == (eager.old_log_prob, eager.update)
+    assert found.update > eager.update
 
 
 def dense(hidden: int, inner: int, tied: bool) -> Qwen3Config:
@@ -101,9 +131,9 @@ def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: f
     config = MODELS["qwen3-4b"]
     module = text_skeleton(config)
     batch = Batch.of_lengths([prompt], [[response] * n])
-    found = forecast(batch, ModelFlops.of(module), TokenMemory.of(config, 2, True, True), Settings(20480))
+    found = forecast(batch, ModelFlops.of(module), Settings(20480, levels=Levels(sizes=TokenBytes.of(config))))
     weights = sum(weight.numel() for weight in module.parameters())
-    held = DeviceMemory.of(module, num_gpus=1, compiled=True).peak_gib(found) - (16 - 2) * weights / 2**30
+    held = found.peak_gib(WeightBytes.of(module, num_gpus=1)) - (16 - 2) * weights / 2**30
     assert held == pytest.approx(peak, rel=0.1)
     assert held > 0.96 * peak, "a budget that does not fit would be recommended"
 
@@ -117,29 +147,29 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
     flops = {name: ModelFlops.of_config(config) for name, config in MODELS.items()}
 
     @cache
-    def predicted(model: str, case: str, keeps: bool, settings: Settings) -> Forecast:
+    def predicted(model: str, case: str, settings: Settings) -> Forecast:
         prompt, response, n, groups = (*map(int, case.split(",")), 1)[:4]
         batch = Batch.of_lengths([prompt] * groups, [[response] * n] * groups)
-        return forecast(batch, flops[model], TokenMemory.of(MODELS[model], 2, True, keeps), settings)
+        return forecast(batch, flops[model], settings)
 
     errors = []
     for file in sorted((Path(__file__).parents[2] / "docs/data").glob("actor_[48]b_*.csv")):
         for row in csv.DictReader(file.open()):
-            path, _, asked = row["path"].partition(":")
-            options = dict(option.split("=") for option in asked.split(",") if option)
+            path, _, given = row["path"].partition(":")
+            options = dict(option.split("=") for option in given.split(",") if option)
             lengths = row["case"].replace(",", "").isdecimal()
             is_single = row["world_size"] == "1" and row["phase"] in ("old_log_prob", "update_actor") and lengths
-            if path != "packed" or not is_single or "@" in asked or options.keys() - OPTIONS:
+            if path != "packed" or not is_single or "@" in given or options.keys() - OPTIONS:
                 continue
-            keeps = options.get("recompute_attention") != "True"
+            asked = Level.INPUTS if options.get("recompute_attention") == "True" else None
             settings = Settings(
                 BUDGETS.get(file.stem, 20480),
                 carry=options.get("carry") != "never",
-                keeps_attention=keeps,
+                levels=Levels(asked, TokenBytes.of(MODELS[row["model"]])),
                 compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
                 kernel=row["kernel"],
             )
-            found = predicted(row["model"], row["case"], keeps, settings)
+            found = predicted(row["model"], row["case"], settings)
             speedup = found.update if row["phase"] == "update_actor" else found.old_log_prob
             errors.append(abs(speedup / float(row["speedup"]) - 1))
     assert (len(errors), round(float(np.median(errors)), 2)) == (138, 0.04)

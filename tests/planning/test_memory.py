@@ -1,9 +1,12 @@
 """What cached tokens take of a budget follows from the sizes of the model."""
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
-from verl_pg_plugin.planning.memory import TokenMemory
+from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.memory import TokenBytes, cache_weights
 
 CONFIG_8B = transformers.Qwen3Config(
     hidden_size=4096,
@@ -15,29 +18,45 @@ CONFIG_8B = transformers.Qwen3Config(
 )
 
 
-def memory(keeps_attention: bool = True, checkpointing: bool = True) -> TokenMemory:
-    return TokenMemory.of(CONFIG_8B, 2, checkpointing, keeps_attention)
+SIZES = TokenBytes.of(CONFIG_8B)
 
 
 def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
-    assert memory().activations / 1024 == 36 * (8 + 8 + 0.125)
-    assert (memory().key_value / 1024, memory().sums / 1024) == (144, 288)
-    weights = memory().weights(forward_only=False)
+    assert SIZES.held(Level.ATTENTION) == SIZES.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
+    assert (SIZES.beside(1, 0), SIZES.beside(0, 1)) == ((144 + 288) * 1024, 288 * 1024)
+    weights = cache_weights(Levels(sizes=SIZES), forward_only=False)
     assert weights.cached == pytest.approx(0.745, abs=0.002)
     assert weights.published == pytest.approx(0.497, abs=0.002)
     assert weights.recomputing == pytest.approx(8 / 16.125), "the layer's input alone"
-    assert memory(keeps_attention=False).weights(forward_only=False).recomputing == 1
-    log_probs = memory().weights(forward_only=True)  # without sums of gradients
-    assert log_probs.cached == log_probs.published == pytest.approx(144 / 580.5, abs=0.001)
+    asked = cache_weights(Levels(Level.ATTENTION, SIZES), forward_only=False)
+    assert asked == replace(weights, recomputing=1.0), "no other level is taken than the one that is asked for"
+
+
+def test_log_probs_cache_no_sums() -> None:
+    weights = cache_weights(Levels(sizes=SIZES), forward_only=True)
+    assert weights.cached == weights.published == pytest.approx(144 / 580.5, abs=0.001)
 
 
 def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_cheaper() -> None:
-    cached = [
-        memory(keeps, checkpointing).weights(forward_only=False).cached
-        for keeps, checkpointing in ((False, True), (True, True), (True, False))
-    ]
-    assert cached[0] == pytest.approx(1.5)
+    levels = (Level.ATTENTION_ON_HOST, Level.INPUTS, Level.ATTENTION, Level.ALL)
+    cached = [cache_weights(Levels(level, SIZES), forward_only=False).cached for level in levels]
+    assert cached[:2] == [pytest.approx(1.5)] * 2
     assert cached == sorted(cached, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "kilobytes"),
+    # all, attention, attention_on_host, inputs, inputs_on_host, stock verl
+    [(2560, 9728, (3_900, 627, 171, 328, 154, 514)), (4096, 12288, (4_950, 773, 211, 473, 195, 640))],
+    ids=["4b", "8b"],
+)
+def test_levels_take_what_was_measured(hidden: int, inner: int, kilobytes: tuple[int, ...]) -> None:
+    sizes = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": inner}
+    bytes_of = TokenBytes.of(transformers.Qwen3Config(**{**CONFIG_8B.to_dict(), **sizes}))
+    found = [*(bytes_of.on_device(level) for level in Level), bytes_of.stock()]
+    assert [x / 1000 for x in found] == [
+        pytest.approx(x, rel=0.05 if i == 0 else 0.01) for i, x in enumerate(kilobytes)
+    ]
 
 
 def test_latent_attention_caches_its_wide_keys_and_narrow_values() -> None:
@@ -51,9 +70,10 @@ def test_latent_attention_caches_its_wide_keys_and_narrow_values() -> None:
         qk_rope_head_dim=8,
         v_head_dim=16,
     )
-    assert TokenMemory.of(config, 2, True, True).key_value == 2 * 4 * (24 + 16) * 2
+    assert TokenBytes.of(config).key_value == 4 * (24 + 16) * 2
 
 
 def test_a_config_without_sizes_counts_cached_tokens_as_the_most_there_is() -> None:
-    weights = TokenMemory.of(transformers.PretrainedConfig(), 2, True, True).weights(forward_only=False)
+    assert TokenBytes.of(transformers.PretrainedConfig()) is None
+    weights = cache_weights(Levels(), forward_only=False)
     assert (weights.cached, weights.published) == (3, 2)

@@ -87,8 +87,7 @@ def test_no_micro_batch_is_empty_or_exceeds_what_fits_into_memory(data: st.DataO
         if chunk:
             published = max(chunk.num_read_next - chunk.num_kept, 0)
             taken += weights.cached * chunk.num_cached + weights.published * published
-        if part.recompute_attention:
-            assert len(part.sequences) == 1
+        if len(part.sequences) == 1:
             taken -= (1 - weights.recomputing) * part.num_tokens
         assert limits.max_tokens is None or taken <= limits.max_tokens + 1e-9
 
@@ -272,8 +271,7 @@ def test_a_prompt_is_computed_again_where_there_is_no_room_for_its_pending_gradi
     assert num_split(plan_group(103, CacheWeights(0.5, 0.5))) == 0
     spared = plan_group(103, CacheWeights(0.5, 0.5, 0.5))
     assert (num_split(spared), recomputed(spared, GROUP.order())) == (1, 0)
-    parts = parts_of(spared)
-    assert [part.recompute_attention for part in parts] == [True, *[False] * (len(parts) - 1)]
+    assert len(parts_of(spared)[0].sequences) == 1
     assert num_split(plan_group(103, CacheWeights(0.5, 0.75, 0.5))) == 0
 
 

@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 from verl_pg_plugin.cli import CommandError, in_columns
 from verl_pg_plugin.cli.doctor import gpus
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
 
 if TYPE_CHECKING:
     from verl_pg_plugin.planning.forecast import Batch, Forecast
@@ -32,6 +33,7 @@ Lengths come from one of:
                                     without special tokens, so lengths are some tokens short
 """
 FETCH_TIMEOUT_S = 5
+LEVELS = tuple(level.value for level in Level)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +58,8 @@ def add_parser(subparsers: Any) -> None:
     add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
     add("--memory-gib", type=float, help="free for activations, instead of what --gpus and --gpu-gib leave")
     add("--compile-layers", choices=("auto", "True", "False"), default="auto", help="prefix_grouper.compile_layers")
-    add("--activations", choices=("auto", "attention", "inputs"), default="auto", help="prefix_grouper.activations")
+    add("--activations", choices=("auto", *LEVELS), default="auto", help="prefix_grouper.activations")
+    add("--host-gib", type=float, default=100.0, help="memory of the host for each GPU, for levels on the host (100)")
     add("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
     add("--no-carry", action="store_true", help="prefix_grouper.carry=never")
     add("--no-ref", action="store_true", help="the step has no reference policy")
@@ -88,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from verl_pg_plugin.architectures import architecture_issues, text_skeleton
     from verl_pg_plugin.config.compile import decide
     from verl_pg_plugin.planning.cost import ModelFlops
-    from verl_pg_plugin.planning.forecast import DeviceMemory, Settings, forecast
-    from verl_pg_plugin.planning.memory import TokenMemory
+    from verl_pg_plugin.planning.forecast import Settings, forecast
+    from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
     config = load_config(args.model)
     issues = architecture_issues(config, trust_remote_code=False)
@@ -101,39 +104,43 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
 
     module = text_skeleton(config)
-    flops, keeps = ModelFlops.of(module), args.activations != "inputs"
-    memory = TokenMemory.of(config.get_text_config(), 2, checkpointing=True, keeps_attention=keeps)
+    flops = ModelFlops.of(module)
     compiled, why = args.compile_layers == "True", f"--compile-layers {args.compile_layers}"
     if args.compile_layers == "auto":
         compiled, why = decide("auto", config.model_type, "cuda")
-    beside = DeviceMemory.of(module, args.gpus, compiled)
+    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_this_gpu() or 80.0
+    sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
+    if sizes is None:
+        raise CommandError(f"--model {args.model}: its config names no hidden_size or no num_attention_heads")
+    room = weights.room(2**30 * gib, 2**30 * args.host_gib)
+    if args.memory_gib is not None:
+        room = Room(2**30 * args.memory_gib, room.host)
+    levels = Levels(None if args.activations == "auto" else Level(args.activations), sizes, room)
 
     forecasts: list[Forecast] = []
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     for budget in sorted(args.budget or usual):
-        settings = Settings(
-            budget, carry=not args.no_carry, keeps_attention=keeps, compile_layers=compiled, kernel=args.kernel
-        )
-        forecasts.append(forecast(batch, flops, memory, settings))
+        settings = Settings(budget, not args.no_carry, levels, compile_layers=compiled, kernel=args.kernel)
+        forecasts.append(forecast(batch, flops, settings))
         if not args.budget and forecasts[-1].micro_batches == 1:
             break  # a larger one changes nothing
 
-    gib = args.gpu_gib or _memory_of_this_gpu() or 80.0
     if args.memory_gib is not None:
         peaks, limit = [found.activation_gib for found in forecasts], args.memory_gib
-        room = f"{limit:g} GiB for activations"
+        has = f"{limit:g} GiB for activations"
     else:
-        peaks, limit = [beside.peak_gib(found) for found in forecasts], 0.92 * gib
-        room = f"{gib:g} GiB on each of {args.gpus} GPUs, whose weights, gradients and AdamW take "
-        room += f"{beside.fixed / 2**30:.0f} GiB each; 8% stay free"
-    fitting = [found for found, peak in zip(forecasts, peaks, strict=True) if peak <= limit]
+        peaks, limit = [found.peak_gib(weights) for found in forecasts], (1 - DEVICE_RESERVE) * gib
+        has = f"{gib:g} GiB on each of {args.gpus} GPUs, whose weights, gradients and AdamW take "
+        has += f"{weights.fixed / 2**30:.0f} GiB each; {DEVICE_RESERVE:.0%} stay free"
+    fits = [peak <= limit and found.host_gib <= args.host_gib for found, peak in zip(forecasts, peaks, strict=True)]
+    fitting = [found for found, one_fits in zip(forecasts, fits, strict=True) if one_fits]
     best = max(fitting, key=lambda found: (round(found.update, 2), -found.budget), default=None)
 
     lines = [
         f"{forecasts[0].logical_tokens:,} tokens in sequences of their own; {lengths}",
-        f"assumed: {room}; {args.kernel}; checkpointing, attention {'kept' if keeps else 'recomputed'}; layers "
+        f"assumed: {has}; {args.host_gib:g} GiB of the host for each; {args.kernel}; layers "
         f"{'compiled' if compiled else 'not compiled'} ({why}); stock verl with the same budget",
-        *table(forecasts, peaks, limit, args),
+        *table(forecasts, peaks, fits, args),
     ]
     if best is None:
         lines.append(
@@ -154,19 +161,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def table(forecasts: list[Forecast], peaks: list[float], limit: float, args: argparse.Namespace) -> list[str]:
+def table(forecasts: list[Forecast], peaks: list[float], fits: list[bool], args: argparse.Namespace) -> list[str]:
     """A line for each budget, below their titles."""
     step = args.gen_seconds is not None
     titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
-    rows = [(*titles, *(["step"] if step else []), "GiB", "fits")]
-    for found, peak in zip(forecasts, peaks, strict=True):
+    rows = [(*titles, *(["step"] if step else []), "level", "GiB", "host GiB", "fits")]
+    for found, peak, one_fits in zip(forecasts, peaks, fits, strict=True):
         speeds = [found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update]
         if step:
             stock, shared = step_seconds(found, args)
             speeds.append(stock / shared)
         figures = [f"{speed:.2f}x" for speed in (found.dedup_ratio, *speeds)]
         counts = str(found.budget), str(found.micro_batches), f"{found.physical_tokens:,}"
-        rows.append((*counts, *figures, f"{peak:.1f}", "yes" if peak <= limit else "no"))
+        memory = found.level.value, f"{peak:.1f}", f"{found.host_gib:.1f}", "yes" if one_fits else "no"
+        rows.append((*counts, *figures, *memory))
     return in_columns(rows)
 
 
@@ -182,7 +190,7 @@ def to_json(forecasts: list[Forecast], peaks: list[float], args: argparse.Namesp
     """The figures as a JSON list, one object for each budget."""
     rows: list[dict[str, Any]] = []
     for found, peak in zip(forecasts, peaks, strict=True):
-        row = {**asdict(found), "dedup_ratio": found.dedup_ratio, "peak_gib": peak}
+        row = {**asdict(found), "level": found.level.value, "dedup_ratio": found.dedup_ratio, "peak_gib": peak}
         row["ref"] = None if args.no_ref else found.old_log_prob
         if args.gen_seconds is not None:
             stock, shared = step_seconds(found, args)

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.device import auto_set_device, get_device_name
 
-from verl_pg_plugin.architectures import rmpad_fault
+from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FACT, FAIL, OK, WARN, CommandError, Line, Section
 from verl_pg_plugin.config.checkpoints import read_hf_config
@@ -23,10 +23,14 @@ from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rules import engine_of
+from verl_pg_plugin.engine.room import host_bytes
 from verl_pg_plugin.layout import build_prefix_order
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.planning.forecast import Batch
+from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.planning.forecast import Batch, Settings, forecast
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches
 
 CONFIGS = "verl_pg_plugin.config.hydra"
@@ -96,11 +100,48 @@ def _compiled_line(config: DictConfig, hf_config: Any) -> Line:
 
 
 def _activations_line(config: DictConfig) -> Line:
-    if not OmegaConf.select(config, f"{MODEL}.enable_gradient_checkpointing", default=False):
-        return Line(OK, "activations", "all kept, no gradient checkpointing")
     asked = OmegaConf.select(config, f"{OPTIONS}.activations", default="auto")
-    kept = "layer inputs are kept, attention is recomputed" if asked == "inputs" else "attention's outputs are kept"
-    return Line(OK, "activations", f"{kept} ({OPTIONS}.activations={asked})")
+    if not OmegaConf.select(config, f"{MODEL}.enable_gradient_checkpointing", default=False):
+        return Line(OK, "activations", "all: no gradient checkpointing")
+    if asked != "auto":
+        return Line(OK, "activations", f"{asked} ({OPTIONS}.activations={asked})")
+    offloads = OmegaConf.select(config, f"{MODEL}.enable_activation_offload", default=False)
+    first = f"attention_on_host ({MODEL}.enable_activation_offload=True)" if offloads else "attention"
+    levels = f"the first that fits of {first}{'' if offloads else ', attention_on_host'} and inputs_on_host"
+    return Line(OK, "activations", f"{OPTIONS}.activations=auto: {levels}")
+
+
+def _memory_lines(config: DictConfig, batch: Batch, hf_config: Any) -> list[Line]:
+    """Level, device and host memory of an update that holds the longest group, on this machine's GPU."""
+    engine = engine_of(config, ACTOR, hf_config)
+    budget = OmegaConf.select(config, f"{ACTOR}.ppo_max_token_len_per_gpu")
+    by_tokens = OmegaConf.select(config, f"{ACTOR}.use_dynamic_bsz") and type(budget) is int
+    if engine.device != "cuda" or not torch.cuda.is_available() or not by_tokens or hf_config is None:
+        return []
+    module = text_skeleton(hf_config)
+    sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
+    limits, total = MicroBatchLimits(budget * engine.sp_size), torch.cuda.get_device_properties(0).total_memory
+    if sizes is None or batch.lengths.max() > limits.max_tokens:
+        return []
+    num_gpus = OmegaConf.select(config, "trainer.nnodes") * OmegaConf.select(config, "trainer.n_gpus_per_node")
+    weights, asked = WeightBytes.of(module, num_gpus), engine.option("activations")
+    levels = Levels(
+        Level.ALL
+        if not engine.of_model("enable_gradient_checkpointing")
+        else None
+        if asked == "auto"
+        else Level(asked),
+        sizes,
+        weights.room(total, host_bytes() / OmegaConf.select(config, "trainer.n_gpus_per_node")),
+        bool(engine.of_model("enable_activation_offload")),
+        ranks=engine.sp_size,
+    )
+    found = forecast(batch, ModelFlops.of(module), Settings(limits.max_tokens, levels=levels))
+    peak, has = found.peak_gib(weights), total / 2**30
+    text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
+    if peak > has:
+        return [Line(WARN, "memory of the update", f"{text}; it will hardly fit", "more GPUs, or a Ulysses group")]
+    return [Line(OK, "memory of the update", text)]
 
 
 def group_lines(config: DictConfig) -> list[Line]:
@@ -124,6 +165,7 @@ def group_lines(config: DictConfig) -> list[Line]:
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
     roles = [("update", ACTOR, ACTOR, "ppo_", ""), ("old_log_prob", ROLLOUT, ACTOR, "log_prob_", "log_prob_")]
     roles += [("ref", REF, REF, "log_prob_", "log_prob_")] if need_reference_policy(config) else []
+    lines += _memory_lines(config, batch, hf_config)
     for phase, section, role, kind, switch in roles:
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"

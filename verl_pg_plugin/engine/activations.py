@@ -145,7 +145,7 @@ class PinnedCopier:
     """Copies between a GPU and pinned memory on a stream of their own, each behind whatever has been launched.
 
     Memory of the device belongs to the stream that computes and is freed once that has waited for the copy. No block
-    changes streams, so none needs XX
+    changes streams, so none needs ``record_stream``, which would keep it until the host next looks.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,8 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -53,11 +54,12 @@ from verl_pg_plugin.engine.prepare import (
     refuse,
 )
 from verl_pg_plugin.engine.ranks import gather
+from verl_pg_plugin.engine.room import host_bytes, room_of_rank
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
-from verl_pg_plugin.planning.activation_level import Level
-from verl_pg_plugin.planning.memory import TokenMemory
+from verl_pg_plugin.planning.activation_level import Level, Levels, Room
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
 from verl_pg_plugin.planning.micro_batches import MICRO_BATCH_COST, CacheWeights
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class SharedPrefixEngine(FSDPEngine):
 
     log_prob_head: LogProbHead | None = None
     micro_batch_cost = MICRO_BATCH_COST
+    _told_level = False
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         choices = choose_alike(engine_config, model_config)  # first: a setting is refused in our words, not in verl's
@@ -112,6 +115,7 @@ class SharedPrefixEngine(FSDPEngine):
             sp_size=self.ulysses_sequence_parallel_size,
         )
         layers = [layer for layer in decoder_layers(module) if getattr(layer, "_gradient_checkpointing_func", None)]
+        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
         self.activations = Activations(layers, PlainCopier() if get_device_name() == "cpu" else PinnedCopier())
         return module
 
@@ -175,27 +179,59 @@ class SharedPrefixEngine(FSDPEngine):
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
         """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
-        return plan_mini_batch(
+        levels = self._levels(forward_only)
+        plan = plan_mini_batch(
             data,
             self.modality,
             self.shared_model.flops,
             packed=self.packed,
-            weights=self._cache_weights(forward_only),
+            weights=self._cache_weights(levels, forward_only),
             forward_only=forward_only,
-            fused_head=self.log_prob_head is not None and self.log_prob_head.fused is not None,
+            fused_head=levels.fused_kernels,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
             micro_batch_cost=self.micro_batch_cost,
-            level=self._level,
+            levels=levels,
         )
+        if not (forward_only or self._told_level) and self.rank == 0:
+            self._told_level = True
+            largest = max(plan.micro_batches, key=lambda planned: planned.layout.num_tokens)
+            tokens = largest.layout.num_tokens
+            logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.levels.why)
+        return plan
 
-    @property
-    def _level(self) -> Level:
+    def _levels(self, forward_only: bool) -> Levels:
+        """How the micro-batches of the next mini-batch get their activation level."""
+        asked = None if self.options.activations == "auto" else Level(self.options.activations)
         if not self.model_config.enable_gradient_checkpointing:
-            return Level.ALL
-        if self.options.activations == "auto":
-            return Level.ATTENTION_ON_HOST if self.model_config.enable_activation_offload else Level.ATTENTION
-        return Level(self.options.activations)
+            asked = Level.ALL
+        levels = Levels(
+            asked=asked,
+            sizes=self._token_bytes,
+            host_alone=self.model_config.enable_activation_offload,
+            logits_at_once=self.model_config.model_type == "language_model" and self.log_prob_head is None,
+            fused_kernels=self.log_prob_head is not None and self.log_prob_head.fused is not None,
+            ranks=self.ulysses_sequence_parallel_size,
+        )
+        if forward_only or get_device_name() != "cuda":
+            return levels
+        weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
+        unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
+        room = room_of_rank(self.module, weights.gathered + weights.head + unsharded, self._host_bytes)
+        if levels.ranks > 1:  # those that share tokens cut them alike
+            room = Room(*map(min, zip(*gather((room.device, room.host)), strict=True)))
+        return replace(levels, room=room)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        config = self.model_config.hf_config.get_text_config()
+        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
+
+    @cached_property
+    def _host_bytes(self) -> float:
+        """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
+        config, weights = self.engine_config, self._weight_bytes
+        return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
 
     def _run(
         self,
@@ -317,17 +353,11 @@ class SharedPrefixEngine(FSDPEngine):
             perturb=perturb,
         )
 
-    def _cache_weights(self, forward_only: bool) -> CacheWeights | None:
+    def _cache_weights(self, levels: Levels, forward_only: bool) -> CacheWeights | None:
         """What cached tokens take of the budget; None where no group is carried from one micro-batch to the next."""
         if self.options.carry == "never" or not (self.packed and self.shared_model.prefix_cache):
             return None
-        memory = TokenMemory.of(
-            self.model_config.hf_config.get_text_config(),
-            self._autocast_dtype.itemsize,
-            checkpointing=self.model_config.enable_gradient_checkpointing,
-            keeps_attention=self._level.keeps_attention,
-        )
-        return memory.weights(forward_only)
+        return cache_weights(levels, forward_only)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._autocast_dtype == torch.float32:

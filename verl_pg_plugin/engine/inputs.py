@@ -167,7 +167,7 @@ def packed_inputs(
         runs_encoder: the vision encoder runs even if no token here shows an image.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
         sp_group: Ulysses group whose ranks share the tokens.
-        cache, perturb: see ``CacheAccess`` and ``AttentionContext``.
+        cache, perturb: see ``AttentionContext`` and ``CacheAccess``.
     """
     num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
     for multiple in (token_multiple, 1 if sp_group is None else dist.get_world_size(sp_group)):

@@ -76,6 +76,7 @@ def figures_of_rank(
         "forward_alone": float(flops.alone(lengths).sum()) + sum(flops.images(shown) for _, shown in costs.patches),
         "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
         "cached_bytes": costs.peak_cached_bytes,
+        "host_bytes": plan.host_bytes,
     }
     if flops.vision is not None:
         figures["patches"] = sum(int(computed.sum()) for computed, _ in costs.patches)
@@ -106,6 +107,8 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
         "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
         f"attention_backend/{kernel}": 1.0,
     }
+    if total["host_bytes"]:
+        metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
     if total.get("verified_rows"):
         metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}

@@ -6,6 +6,7 @@ each runs its micro-batches in an order in which expensive ones meet (``planning
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch
 from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.layout import Layout, PackedLayout, PrefixOrder
 from verl_pg_plugin.modalities import BatchError, Modality
-from verl_pg_plugin.planning.activation_level import Level
+from verl_pg_plugin.planning.activation_level import Level, Levels, WholeGroups
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
@@ -25,6 +26,7 @@ from verl_pg_plugin.planning.micro_batches import (
     MicroBatchLimits,
     cut_micro_batches,
     first_label,
+    tokens_of_stock,
 )
 from verl_pg_plugin.planning.order import FloatArray, align
 
@@ -60,6 +62,7 @@ class Plan:
         micro_batches: in the order in which they run; every rank has as many.
         groups: how the planner cut it: the chunks of each split group in forward order, or one ordinary micro-batch.
         runs_encoder: some rank has an image, so every micro-batch runs the vision encoder.
+        levels: how micro-batches got their activation level.
     """
 
     data: TensorDict
@@ -67,6 +70,12 @@ class Plan:
     micro_batches: list[PlannedMicroBatch]
     groups: list[list[MicroBatch]]
     runs_encoder: bool
+    levels: Levels = Levels()  # noqa: RUF009
+
+    @property
+    def host_bytes(self) -> float:
+        """Most that layers of a micro-batch keep on the host of this rank."""
+        return max(self.levels.host_bytes(p.level, p.layout.num_tokens) for p in self.micro_batches)
 
     @cached_property
     def selector(self) -> SequenceSelector:
@@ -82,11 +91,13 @@ class _Told:
         costs: (n, 2) of the micro-batches of a group and of the prefills in front of them.
         flags: (n, 3) whether there is a prefill, tokens are shared, ancestors are read.
         needs_encoder: the mini-batch shows an image.
+        free: bytes that its device has for activations.
     """
 
     costs: list[FloatArray]
     flags: list[np.ndarray]
     needs_encoder: bool
+    free: float
 
     @property
     def num_micro_batches(self) -> int:
@@ -100,7 +111,7 @@ class _Draft:
     groups: list[list[MicroBatch]]
     layouts: list[list[Layout]] = field(default_factory=list)
 
-    def told(self, flops: ModelFlops, needs_encoder: bool) -> _Told:
+    def told(self, flops: ModelFlops, needs_encoder: bool, levels: Levels) -> _Told:
         def cost(layout: Layout | None) -> float:
             return 0.0 if layout is None else flops.forward([layout])
 
@@ -113,7 +124,7 @@ class _Draft:
             np.array([[lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors] for lay in of_group])
             for of_group in self.layouts
         ]
-        return _Told(costs, flags, needs_encoder)
+        return _Told(costs, flags, needs_encoder, levels.room.device if levels.room else math.inf)
 
 
 def plan_mini_batch(
@@ -128,7 +139,7 @@ def plan_mini_batch(
     sp_size: int = 1,
     dp_rank: int = 0,
     micro_batch_cost: float = MICRO_BATCH_COST,
-    level: Level = Level.ATTENTION,
+    levels: Levels = Levels(),  # noqa: B008
 ) -> Plan:
     """Plan the mini-batches of all ranks; a collective of the host.
 
@@ -143,7 +154,8 @@ def plan_mini_batch(
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
         micro_batch_cost: fixed cost of a micro-batch, in tokens; decides how short a prefix is worth carrying.
-        level: what layers keep for the backward.
+        levels: how a micro-batch gets its activation level, from what is free on this rank; ranks that share tokens
+            have the same.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -153,25 +165,32 @@ def plan_mini_batch(
         data = regular(data)
         check_batch(data, packed, fused_head)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
-        order = sequences.order()
-        draft = _draft(sequences, order, limits, weights, 1, packed, forward_only, micro_batch_cost)
-        ranks.tell(draft.told(flops, sequences.content.needs_encoder))
+        order, stock = sequences.order(), tokens_of_stock(np.diff(sequences.offsets), limits)
+        whole = None if forward_only else levels.within_stock(stock).whole_groups()
+
+        def drafted(at_least: int) -> _Draft:
+            return _draft(sequences, order, limits, weights, at_least, packed, forward_only, micro_batch_cost, whole)
+
+        draft = drafted(1)
+        ranks.tell(draft.told(flops, sequences.content.needs_encoder, levels))
     wanted = max(told.num_micro_batches for told in ranks.told)
     if any(told.num_micro_batches < wanted for told in ranks.told):
         with Agreement() as ranks:  # those with fewer have cut theirs again, and their costs differ
             if sum(map(len, draft.groups)) < wanted:
-                draft = _draft(sequences, order, limits, weights, wanted, packed, forward_only, micro_batch_cost)
-            ranks.tell(draft.told(flops, sequences.content.needs_encoder))
+                draft = drafted(wanted)
+            ranks.tell(draft.told(flops, sequences.content.needs_encoder, levels))
 
     told = ranks.told[::sp_size]
     orders = align([rank.costs for rank in told])
+    levels = levels.with_free(min(rank.free for rank in ranks.told)).within_stock(stock)
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(told, orders, strict=True)]
     return Plan(
         data=data,
         sequences=sequences,
-        micro_batches=_in_order(draft, orders[dp_rank], np.any(flags, axis=0), sequences, forward_only, level),
+        micro_batches=_in_order(draft, orders[dp_rank], np.any(flags, axis=0), sequences, forward_only, levels),
         groups=draft.groups,
         runs_encoder=any(rank.needs_encoder for rank in told),
+        levels=levels,
     )
 
 
@@ -184,6 +203,7 @@ def _draft(
     packed: bool,
     forward_only: bool,
     micro_batch_cost: float,
+    whole: WholeGroups | None,
 ) -> _Draft:
     """Cut and lay out a mini-batch, into as many micro-batches as the limits ask for, or ``at_least``."""
     if at_least > len(order.sequences):
@@ -193,7 +213,13 @@ def _draft(
             "log_prob_max_token_len_per_gpu"
         )
     groups = cut_micro_batches(
-        order, limits, weights, at_least, forward_only=forward_only, micro_batch_cost=micro_batch_cost
+        order,
+        limits,
+        weights,
+        at_least,
+        forward_only=forward_only,
+        micro_batch_cost=micro_batch_cost,
+        whole=whole,
     )
     draft = _Draft(groups)
     for group in groups:
@@ -210,7 +236,7 @@ def _draft(
 
 
 def _in_order(
-    draft: _Draft, running: list[int], flags: np.ndarray, sequences: Sequences, forward_only: bool, level: Level
+    draft: _Draft, running: list[int], flags: np.ndarray, sequences: Sequences, forward_only: bool, levels: Levels
 ) -> list[PlannedMicroBatch]:
     """The micro-batches of this rank as they run, with what ranks do together (N, 3)."""
     planned: list[PlannedMicroBatch] = []
@@ -221,5 +247,7 @@ def _in_order(
             prefill = layout.prefill
             if prefills and prefill is None:
                 prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
+            chunk = (layout.num_cached, len(layout.publish)) if isinstance(layout, PackedLayout) else ()
+            level = levels.choose(layout.num_tokens, len(layout.head_index), *chunk)
             planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     return planned

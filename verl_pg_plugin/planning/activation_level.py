@@ -1,8 +1,24 @@
-"""Which activation level a micro-batch takes."""
+"""Which activation level a micro-batch takes: bytes from sizes, and what is free on the device that has least.
+
+No layer is measured and nothing starts over. Levels change no bit, so what is free may differ from run to run; ranks
+that share tokens have the same numbers.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_pg_plugin.planning.memory import TokenBytes
+
+DEVICE_RESERVE = 0.08
+"""Of a device, left free: gaps between blocks, and what sizes do not say."""
+OVER_STOCK = 1.1
+"""Of the memory that stock verl takes for a mini-batch's tokens, the most that is used: torch keeps what an update has
+taken, and other processes of the device count on what stock verl leaves."""
 
 
 class Level(Enum):
@@ -25,3 +41,125 @@ class Level(Enum):
     @property
     def keeps_attention(self) -> bool:
         return not self.value.startswith("inputs")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that activations may take: on the device, and in memory of the host."""
+
+    device: float
+    host: float
+
+
+@dataclass(frozen=True)
+class WholeGroups:
+    """Groups above the token budget that stay one micro-batch all the same.
+
+    Attributes:
+        levels: of each level (stock, fits, held, pending): tokens that take as much as stock verl, tokens that fit on
+            the device, tokens that the host holds, and what a token takes whose gradients later chunks add to, relative
+            to a computed one.
+    """
+
+    levels: tuple[tuple[float, float, float, float], ...]
+
+    def keeps(self, tokens: float, shared: float) -> bool:
+        """Whether a group stays whole: within stock verl's memory, or it fits where its split would take more.
+
+        Args:
+            tokens: of the group.
+            shared: of them, that all its sequences begin with; the chunk that computes them holds sums beside them.
+        """
+        return any(
+            tokens <= min(held, max(stock, min(fits, (1 + pending) * shared)))
+            for stock, fits, held, pending in self.levels
+        )
+
+
+@dataclass(frozen=True)
+class Levels:
+    """How micro-batches of a mini-batch get their level.
+
+    Attributes:
+        asked: the level of all of them; None to choose.
+        sizes: bytes of a token; None where they are unknown.
+        room: None where nothing limits it, as on a CPU.
+        host_alone: levels on the host alone are chosen (verl's ``enable_activation_offload``).
+        logits_at_once: the LM head holds the logits of all tokens with a label.
+        fused_kernels: verl's, which hold none, in stock verl too.
+        ranks: that share the tokens.
+        stock: bytes that stock verl takes of a rank for the mini-batch.
+    """
+
+    asked: Level | None = None
+    sizes: TokenBytes | None = None
+    room: Room | None = None
+    host_alone: bool = False
+    logits_at_once: bool = False
+    fused_kernels: bool = False
+    ranks: int = 1
+    stock: float = math.inf
+
+    @property
+    def ladder(self) -> tuple[Level, ...]:
+        """From fast to small."""
+        on_host = (Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST)
+        return (self.asked,) if self.asked else on_host if self.host_alone else (Level.ATTENTION, *on_host)
+
+    @property
+    def why(self) -> str:
+        """For the log."""
+        if self.asked or self.sizes is None or self.room is None:
+            return "as asked" if self.asked else "nothing limits it here"
+        device, host, stock = self.room.device / 2**30, self.room.host / 2**30, self.stock / 2**30
+        return (
+            f"prefix_grouper.activations=auto: {device:.1f} GiB for activations on the device that has least, of which "
+            f"stock verl takes {stock:.1f}; {host:.1f} GiB of the host for each rank"
+        )
+
+    def within_stock(self, tokens: int) -> Levels:
+        """Of a mini-batch of which stock verl's largest micro-batch has so many tokens."""
+        if self.sizes is None or self.room is None:
+            return self
+        return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
+
+    def with_free(self, device: float) -> Levels:
+        """With so many bytes on the device."""
+        return self if self.room is None else replace(self, room=replace(self.room, device=device))
+
+    def choose(self, tokens: int, labels: int = 0, cached: int = 0, pending: int = 0) -> Level:
+        """The fastest level that fits; where none does the smallest, since the micro-batch must run.
+
+        Args:
+            tokens: that are computed, on all ranks that share them.
+            labels: of them, that run the LM head.
+            cached: tokens that a chunk reads.
+            pending: computed tokens whose gradients later chunks have added to.
+        """
+        if self.asked or self.sizes is None or self.room is None:
+            return self.ladder[0]
+        beside = self.sizes.beside(cached, pending) + (labels * self.sizes.logits if self.logits_at_once else 0)
+        device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
+        host = self.room.host * self.ranks
+        found = [level for level in self.ladder if not level.on_host or tokens * self.sizes.held(level) <= host]
+        for level in found:
+            if tokens * self.sizes.on_device(level) + beside <= device:
+                return level
+        return found[-1] if found and found[-1].on_host else Level.INPUTS
+
+    def host_bytes(self, level: Level, tokens: int) -> float:
+        """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
+        return tokens * self.sizes.held(level) / self.ranks if self.sizes and level.on_host else 0.0
+
+    def whole_groups(self) -> WholeGroups | None:
+        """Which groups stay whole; None where every group above the budget is split."""
+        if self.sizes is None or self.room is None:
+            return None
+        found, sizes = [], self.sizes
+        for level in (*self.ladder, *(() if self.asked else (Level.INPUTS,))):
+            computed = sizes.on_device(level) + (sizes.logits if self.logits_at_once else 0)
+            fits = self.room.device * self.ranks / computed
+            held = self.room.host * self.ranks / sizes.held(level) if level.on_host else math.inf
+            stock = min(fits, self.stock * self.ranks / computed)
+            found.append((stock, fits, held, sizes.layers * sizes.sums / computed))
+        return WholeGroups(tuple(found))

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
 
 from verl_pg_plugin.layout import IntArray, PackedLayout, build_chunk_layout, build_packed_layout, build_prefix_order
-from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN, ModelFlops, visible_pairs
-from verl_pg_plugin.planning.memory import TokenMemory
+from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
+from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
     MicroBatch,
     MicroBatchLimits,
     cut_micro_batches,
     first_label,
+    tokens_of_stock,
 )
 
 BACKWARD_OF_PAIRS = 2.5
@@ -95,16 +95,14 @@ class Settings:
     Attributes:
         budget: tokens of a micro-batch, of all GPUs that share a sequence.
         carry: ``prefix_grouper.carry=auto``.
-        checkpointing: ``enable_gradient_checkpointing``.
-        keeps_attention: checkpointed layers keep attention's outputs (``prefix_grouper.activations`` is not inputs).
+        levels: how micro-batches get their activation level; without sizes no memory is predicted.
         compile_layers: whether layers are compiled.
         kernel: of packed mode; stock verl runs flash_attn_2.
     """
 
     budget: int
     carry: bool = True
-    checkpointing: bool = True
-    keeps_attention: bool = True
+    levels: Levels = Levels()  # noqa: RUF009
     compile_layers: bool = True
     kernel: str = "flash_attn_2"
 
@@ -121,7 +119,10 @@ class Forecast:
         old_log_prob, update: predicted speed-up; the reference policy's log-probs cost what the old ones do.
         sharing_alone: both speed-ups with layers that are not compiled.
         alone: price of the two phases by stock verl, in FLOPs.
-        activation_gib: what the largest micro-batch of the update keeps for its backward.
+        level: activation level of the micro-batch of the update that takes most.
+        kept_gib: what that one keeps on the device for its backward, with what it has cached.
+        activation_gib: the same, and the layer that runs backwards.
+        host_gib: most that a micro-batch keeps on the host.
     """
 
     budget: int
@@ -133,73 +134,28 @@ class Forecast:
     update: float
     sharing_alone: tuple[float, float]
     alone: tuple[float, float]
+    level: Level
+    kept_gib: float
     activation_gib: float
+    host_gib: float
 
     @property
     def dedup_ratio(self) -> float:
         """Tokens that each computed one stands for."""
         return self.logical_tokens / self.physical_tokens
 
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of an update beside its activations, on one of the GPUs that FSDP2 spreads a model over.
-
-    As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations. With ``TokenMemory`` it meets
-    peaks measured on an H200 within a tenth.
-
-    Attributes:
-        fixed: weights, gradients, both moments, and the layers, embedding and LM head that are gathered.
-        head: the gradient of the LM head and a chunk of logits.
-        working: of each token, in the one layer that runs backwards.
-    """
-
-    fixed: float
-    head: float
-    working: float
-
-    @classmethod
-    def of(cls, module: Any, num_gpus: int, compiled: bool, chunk: int = 2048) -> DeviceMemory:
-        """Count a transformers model, on the device ``meta`` too.
-
-        Args:
-            module: a text model.
-            num_gpus: that share its weights.
-            compiled: whether layers are.
-            chunk: tokens whose logits are held at once.
-        """
-        config = module.config.get_text_config()
-        hidden, vocabulary = config.hidden_size, config.vocab_size
-        heads = config.num_attention_heads
-        kv_heads = int(np.mean(getattr(config, "num_key_value_heads", None) or heads))
-        key_width, value_width = max(attention_needs(config).head_dims)
-        visited = next((found for name in EXPERTS_PER_TOKEN if (found := getattr(config, name, None))), 0)
-        visited = int(np.mean(visited))
-        inner = int(np.mean(getattr(config, "intermediate_size", None) or 4 * hidden))
-        if visited:
-            inner = visited * int(np.mean(getattr(config, "moe_intermediate_size", None) or inner))
-        keys = (heads + kv_heads) * key_width
-        working = 2 * (3 * hidden + 2 * keys + kv_heads * value_width + 3 * inner) + 4 * (2 + heads + kv_heads)
-        working += heads * (2 * value_width + 4) + 4 * inner + 6 * visited * hidden  # attention, gradients, experts
-        if not compiled:
-            working += 2 * inner + 8 * hidden + 4 * keys
-        weights = sum(weight.numel() for weight in module.parameters())
-        layer = (weights - vocabulary * hidden) / config.num_hidden_layers
-        return cls(
-            fixed=16 * weights / num_gpus + 2 * vocabulary * hidden + 14 * layer,
-            head=4.0 * vocabulary * (hidden + chunk),
-            working=working,
-        )
-
-    def peak_gib(self, found: Forecast) -> float:
-        """GiB of the update's largest micro-batch with everything beside it."""
-        tokens = min(found.budget, found.physical_tokens)
-        return (self.fixed + max(self.head, self.working * tokens)) / 2**30 + found.activation_gib
+    def peak_gib(self, weights: WeightBytes) -> float:
+        """Of the update on a device that holds these weights."""
+        fixed, head = weights.fixed / 2**30, weights.head / 2**30
+        return fixed + max(head + self.kept_gib, self.activation_gib)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One pass: tokens, FLOPs of (query, key) pairs, those of them that the backward runs once more, and the rest."""
+    """One pass: tokens, FLOPs of (query, key) pairs, those of them that the backward runs once more, and the rest.
+
+    ``memory`` in bytes: most of a micro-batch on the device, what it keeps of that, most on the host; and its level.
+    """
 
     tokens: float
     pairs: float
@@ -207,24 +163,25 @@ class _Work:
     heads: float
     prefills: float
     micro_batches: int
+    memory: tuple[float, float, float, Level] = (0.0, 0.0, 0.0, Level.ATTENTION)
 
 
-def forecast(batch: Batch, flops: ModelFlops, memory: TokenMemory, settings: Settings) -> Forecast:
+def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
     """Predict one rank's mini-batch.
 
     Args:
         batch: its sequences.
         flops: of the model.
-        memory: of its tokens, with the same gradient checkpointing.
         settings: of the run.
 
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    plans = plan(batch, memory, settings)
+    plans = plan(batch, settings)
     works = [_shared(batch, groups, flops, settings, forward_only=i == 0) for i, groups in enumerate(plans)]
     alone = [_price(_alone(batch, flops, settings), flops, settings, forward_only) for forward_only in (True, False)]
     packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
+    on_device, kept, on_host, level = works[1].memory
     kernel = KERNELS[settings.kernel]
 
     def speedups(compiled: bool) -> tuple[float, float]:
@@ -243,24 +200,35 @@ def forecast(batch: Batch, flops: ModelFlops, memory: TokenMemory, settings: Set
         update=update,
         sharing_alone=speedups(compiled=False),
         alone=(alone[0], alone[1]),
-        activation_gib=min(settings.budget, works[1].tokens) * memory.activations / 2**30,
+        level=level,
+        kept_gib=kept / 2**30,
+        activation_gib=on_device / 2**30,
+        host_gib=on_host / 2**30,
     )
 
 
-def plan(batch: Batch, memory: TokenMemory, settings: Settings) -> tuple[list[list[MicroBatch]], ...]:
+def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]:
     """The micro-batches of a forward-only phase and of the update.
 
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
     order = build_prefix_order(batch.tokens, batch.offsets)
-    limits = MicroBatchLimits(max_tokens=settings.budget)
+    limits, levels = MicroBatchLimits(max_tokens=settings.budget), _levels(batch, settings)
     return tuple(
         cut_micro_batches(
-            order, limits, memory.weights(forward_only) if settings.carry else None, forward_only=forward_only
+            order,
+            limits,
+            cache_weights(levels, forward_only) if settings.carry else None,
+            forward_only=forward_only,
+            whole=None if forward_only else levels.whole_groups(),
         )
         for forward_only in (True, False)
     )
+
+
+def _levels(batch: Batch, settings: Settings) -> Levels:
+    return settings.levels.within_stock(tokens_of_stock(batch.lengths, MicroBatchLimits(settings.budget)))
 
 
 def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[PackedLayout]:
@@ -296,14 +264,26 @@ def _shared(
     batch: Batch, groups: list[list[MicroBatch]], flops: ModelFlops, settings: Settings, forward_only: bool
 ) -> _Work:
     tokens = pairs = again = heads = prefills = 0.0
+    levels, memory = _levels(batch, settings), _Work.memory
     for group in groups:
-        for _, layout in zip(group, lay_out(batch, group, forward_only), strict=True):
-            of_pairs = flops.without_head(layout) - flops.per_token * layout.num_tokens
+        for layout in lay_out(batch, group, forward_only):
+            chunk = len(layout.head_index), layout.num_cached, len(layout.publish)
+            level, of_pairs = levels.choose(layout.num_tokens, *chunk), flops.without_head(layout)
+            of_pairs -= flops.per_token * layout.num_tokens
             tokens, pairs = tokens + layout.num_tokens, pairs + of_pairs
             heads += flops.per_label * len(layout.head_index)
-            again += 0.0 if settings.keeps_attention else of_pairs
+            again += 0.0 if level.keeps_attention else of_pairs
             prefills += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
-    return _Work(tokens, pairs, again, heads, prefills, sum(map(len, groups)))
+            if levels.sizes is not None:
+                own = layout.num_tokens / levels.ranks
+                kept = own * levels.sizes.waiting(level) + levels.sizes.beside(*chunk[1:]) / levels.ranks
+                on_device = kept + own * levels.sizes.working(level)
+                on_host = max(memory[2], levels.host_bytes(level, layout.num_tokens))
+                most = (
+                    (on_device, kept, on_host, level) if on_device >= memory[0] else (*memory[:2], on_host, memory[3])
+                )
+                memory = most
+    return _Work(tokens, pairs, again, heads, prefills, sum(map(len, groups)), memory)
 
 
 def _price(
@@ -319,6 +299,6 @@ def _price(
     if forward_only:
         return tokens / token_speed + work.pairs / pair_speed + work.heads + starts
     # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
-    passes = 4 if settings.checkpointing else 3
-    pairs = (1 + BACKWARD_OF_PAIRS) * work.pairs + (work.again if settings.checkpointing else 0.0)
+    passes = 3 if settings.levels.asked is Level.ALL else 4
+    pairs = (1 + BACKWARD_OF_PAIRS) * work.pairs + (work.again if passes == 4 else 0.0)
     return (passes * tokens + work.prefills) / token_speed + passes * starts + pairs / pair_speed + 3 * work.heads

@@ -1,13 +1,18 @@
-"""Bytes that a token takes on the device, to hold cached tokens of a split group against tokens that are computed."""
+"""Bytes of an update: of each token by activation level, and of what stands beside tokens on a device.
+
+Counted from the sizes in a config. With the same sums for stock verl they meet 25 peaks measured on H200s within 3%.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
+from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 
 if TYPE_CHECKING:
@@ -15,56 +20,163 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TokenMemory:
-    """Bytes over all layers of a model.
+class TokenBytes:
+    """Bytes of a token in one of a model's layers, every layer counted as attention.
 
     Attributes:
-        activations: what the forward of a computed token keeps for its backward.
+        layers: of the model.
+        inputs: of a layer, which checkpointing keeps at the least.
+        attention: the attention kernel's output and log-sum-exp.
+        rest: all else that a layer's backward reads.
+        gradients: the most of them that stand beside all of that.
         key_value: its keys and values.
-        sums: float32 sums of the gradients of both.
-        attention: the part of ``activations`` that can be computed again instead, layer by layer.
+        sums: float32 sums of the gradients of both, where other micro-batches add to them.
+        logits: of a token that runs the LM head, where all logits are held at once.
     """
 
-    activations: int
+    layers: int
+    inputs: int
+    attention: int
+    rest: int
+    gradients: int
     key_value: int
     sums: int
-    attention: int = 0
+    logits: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig, itemsize: int, checkpointing: bool, keeps_attention: bool) -> TokenMemory:
-        """Count from the sizes in a text config.
+    def of(cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True) -> TokenBytes | None:
+        """Count from a text config; None if it does not name the sizes.
 
         Args:
-            config: every layer counts as attention.
+            config: of the model's text part.
             itemsize: bytes of a number of the activations.
-            checkpointing: layers keep their input and compute the rest again.
-            keeps_attention: they keep attention's output and its log-sum-exp too.
+            compiled: layers are; others hold more while they run backwards.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-        if not hidden or not heads:  # as where every query has a key of its own: the most there is
-            return cls(activations=1, key_value=1, sums=2)
-        layers = config.num_hidden_layers
-        kv_heads = int(np.mean(getattr(config, "num_key_value_heads", None) or heads))  # a list where layers differ
+        if not hidden or not heads:
+            return None
+
+        def size(name: str, otherwise: int) -> int:
+            return int(np.mean(getattr(config, name, None) or otherwise))  # a list where layers differ
+
+        kv_heads, inner = size("num_key_value_heads", heads), size("intermediate_size", 4 * hidden)
+        visited = next((int(np.mean(found)) for name in EXPERTS_PER_TOKEN if (found := getattr(config, name, None))), 0)
+        if visited:
+            inner = visited * size("moe_intermediate_size", inner)
         key_width, value_width = max(attention_needs(config).head_dims)
-        numbers = kv_heads * (key_width + value_width)
-        kept = hidden
-        if not checkpointing:  # inputs of the norms and matrices, queries, keys, values, output, and the MLP's three
-            mlp = 3 * int(np.mean(getattr(config, "intermediate_size", None) or 4 * hidden))
-            kept = 4 * hidden + heads * (key_width + value_width) + numbers + mlp
-        attention = heads * (value_width * itemsize + 4) if checkpointing and keeps_attention else 0
+        keys, numbers = (heads + kv_heads) * key_width, kv_heads * (key_width + value_width)
+        # Inputs of the norms and matrices, queries and keys on both sides of the rotation, values, the MLP's three;
+        # tokens gathered for their experts, and what these return; factors of the norms.
+        rest = 3 * hidden + 2 * keys + kv_heads * value_width + 3 * inner + 2 * visited * hidden
+        beside = 2 * inner + visited * hidden + (0 if compiled else inner + 4 * hidden + 2 * keys)
         return cls(
-            activations=layers * (kept * itemsize + attention),
-            key_value=layers * numbers * itemsize,
-            sums=layers * numbers * max(itemsize, 4),
-            attention=layers * attention,
+            layers=config.num_hidden_layers,
+            inputs=itemsize * hidden,
+            attention=heads * (itemsize * value_width + 4),
+            rest=itemsize * rest + 4 * (2 + heads + kv_heads),
+            gradients=itemsize * beside,
+            key_value=numbers * itemsize,
+            sums=numbers * max(itemsize, 4),
+            logits=itemsize * config.vocab_size,
         )
 
-    def weights(self, forward_only: bool) -> CacheWeights:
-        """What a cached token and a published one take of a budget of computed tokens."""
-        if forward_only:  # nothing is kept of a computed token
-            return CacheWeights(self.key_value / self.activations, self.key_value / self.activations, recomputing=0.0)
-        return CacheWeights(
-            cached=(self.key_value + self.sums) / self.activations,
-            published=self.sums / self.activations,
-            recomputing=1 - self.attention / self.activations,
-        )
+    def held(self, level: Level) -> int:
+        """Over all layers, between forward and backward, wherever it waits."""
+        rest = self.rest if level is Level.ALL else 0
+        return self.layers * (self.inputs + (self.attention if level.keeps_attention else 0) + rest)
+
+    def waiting(self, level: Level) -> int:
+        """The part of ``held`` that is on the device: of what waits on the host that of two layers."""
+        return 2 * self.held(level) // self.layers if level.on_host else self.held(level)
+
+    def working(self, level: Level) -> int:
+        """Of the one layer that runs backwards."""
+        return self.gradients + (3 * self.inputs if level is Level.ALL else self.attention + self.rest)
+
+    def on_device(self, level: Level) -> int:
+        """At the peak, in the backward of a layer."""
+        return self.waiting(level) + self.working(level)
+
+    def stock(self, fused_kernels: bool = False) -> int:
+        """At stock verl's peak: in its LM head, which holds all logits, or in the backward of a layer as here."""
+        at_head = 5 * self.inputs + (0 if fused_kernels else self.logits)
+        return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS))
+
+    def beside(self, cached: int, pending: int) -> int:
+        """Of a chunk of a split group: tokens that it reads, and tokens that it computes for later chunks."""
+        return self.layers * (cached * (self.key_value + self.sums) + pending * self.sums)
+
+
+def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
+    """What a cached token and a published one take of a budget of computed tokens.
+
+    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it. Elsewhere
+    computed tokens count as what they keep at the level that is asked for, or as layer inputs where that is on the
+    host. Unknown sizes count as if every query had a key of its own.
+    """
+    level, sizes = levels.ladder[0], levels.sizes
+    if sizes is None:
+        return CacheWeights(1.0, 1.0, 0.0) if forward_only else CacheWeights(3.0, 2.0)
+    computed = sizes.held(Level.INPUTS if level.on_host else level)
+    if forward_only:  # nothing is kept of a computed token
+        cached = sizes.layers * sizes.key_value / computed
+        return CacheWeights(cached, cached, recomputing=0.0)
+    recomputing = sizes.held(Level.INPUTS) / computed
+    if levels.asked:
+        recomputing = 1.0
+    elif levels.room is not None:
+        computed = sizes.stock(levels.fused_kernels)
+        # With a half to spare: stock verl fills what is reserved here.
+        host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
+        recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
+    return CacheWeights(sizes.beside(1, 0) / computed, sizes.beside(0, 1) / computed, min(recomputing, 1.0))
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of a model's weights and what comes with them, on one of the GPUs that FSDP spreads it over.
+
+    As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations.
+
+    Attributes:
+        weights, gradients, optimizer: of this GPU.
+        gathered: the layers, embedding and LM head that are whole at the peak, and buffers of their gradients.
+        head: the gradient of the LM head and a chunk of logits.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    head: float
+
+    @classmethod
+    def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:
+        """Count a transformers model before it is sharded, on the device ``meta`` too.
+
+        Args:
+            module: the model.
+            num_gpus: that share its weights.
+            chunk: tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts.
+        """
+        config = module.config.get_text_config()
+        hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
+        vocabulary = config.vocab_size * hidden
+        weights = sum(weight.numel() for weight in module.parameters())
+        layer, own = (weights - vocabulary) / layers, 4 * weights / num_gpus
+        head = 4.0 * (vocabulary + config.vocab_size * chunk)
+        return cls(own, own, 2 * own, gathered=2 * vocabulary + 14 * layer, head=head)
+
+    @property
+    def fixed(self) -> float:
+        """What stands beside tokens, whatever runs, but for the LM head."""
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+    def room(self, device: float, host: float) -> Room:
+        """What a device of so many bytes has for activations.
+
+        Args:
+            device: its memory.
+            host: of the host, for this device.
+        """
+        return Room((1 - DEVICE_RESERVE) * device - self.fixed - self.head, host)

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from verl_pg_plugin.layout import Chunk, IntArray, PrefixOrder
+from verl_pg_plugin.planning.activation_level import WholeGroups
 
 MICRO_BATCH_COST = 350.0
 """Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the LM head's own.
@@ -89,6 +90,7 @@ def cut_micro_batches(
     *,
     forward_only: bool = False,
     micro_batch_cost: float = MICRO_BATCH_COST,
+    whole: WholeGroups | None = None,
 ) -> list[list[MicroBatch]]:
     """Partition the sequences of a mini-batch.
 
@@ -101,6 +103,7 @@ def cut_micro_batches(
         at_least: number of micro-batches that another rank needs.
         forward_only: there is no backward, so nothing is prefilled.
         micro_batch_cost: in tokens of an update.
+        whole: groups above ``max_tokens`` that stay one micro-batch all the same.
 
     Returns:
         Chunks of a split group in forward order, or one ordinary micro-batch, in every inner list; none is empty. Split
@@ -121,10 +124,23 @@ def cut_micro_batches(
     if weights is not None and limits.max_tokens is None and limits.max_sequences is not None:
         room = int(np.sort(order.num_tokens)[-limits.max_sequences :].sum())
         limits = replace(limits, max_tokens=room)
-    planner = _Planner(order, limits, weights, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
+    planner = _Planner(order, limits, weights, 0.0 if forward_only else PREFILL_COST, micro_batch_cost, whole)
     groups = planner.cut(at_least)
     planned = [planner.micro_batches(group) for group in groups]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
+
+
+def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
+    """Tokens of stock verl's largest micro-batch, at the least: it makes as few as the limits allow, and evens them.
+
+    Args:
+        lengths: (B,) of the sequences of the mini-batch.
+        limits: of a micro-batch.
+    """
+    if limits.max_tokens is None:
+        return int(np.sort(lengths)[-(limits.max_sequences or len(lengths)) :].sum())
+    micro_batches = -(-lengths.sum() // limits.max_tokens)
+    return int(max(lengths.max(), -(-lengths.sum() // micro_batches)))
 
 
 def first_label(group: list[MicroBatch], prompt_lengths: IntArray) -> int:
@@ -179,10 +195,12 @@ class _Planner:
         weights: CacheWeights | None,
         prefill_cost: float,
         micro_batch_cost: float,
+        whole: WholeGroups | None,
     ) -> None:
         self.order = order
         self.max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
         self.max_sequences = math.inf if limits.max_sequences is None else limits.max_sequences
+        self.whole = whole
         self.carries, self.weights = weights is not None, weights or CacheWeights()
         self.prefill_cost, self.micro_batch_cost = prefill_cost, micro_batch_cost
         # Shorter prefixes are computed again: they cost less than their prefill.
@@ -217,12 +235,17 @@ class _Planner:
     def fits(self, span: _Span, read_next: int = 0) -> bool:
         return span.size <= self.max_sequences and self.taken(span, read_next) <= self.max_tokens
 
+    def stays_whole(self, group: _Span) -> bool:
+        if self.fits(group) or self.whole is None or group.size > self.max_sequences:
+            return self.fits(group)
+        return self.whole.keeps(self.tokens(group), min(self.shared[group.first + 1 : group.stop]))
+
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
         loose: list[_Span] = []
         split: list[list[_Span]] = []
         for group in self.groups():
-            spans = [group] if group.size == 1 or self.fits(group) else self.split(group)
+            spans = [group] if group.size == 1 or self.stays_whole(group) else self.split(group)
             for chain in _chains(spans):
                 if len(chain) > 1:
                     split.append(chain)
@@ -242,7 +265,7 @@ class _Planner:
         groups: list[_Span] = []
         for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
             starts: list[int] = []
-            if stop - first > 1 and not self.fits(_Span(first, stop)):
+            if stop - first > 1 and not self.stays_whole(_Span(first, stop)):
                 starts = (first + 1 + np.flatnonzero(shared[first + 1 : stop] <= short)).tolist()
             groups += [_Span(a, b) for a, b in pairwise([first, *starts, stop])]
         return groups

@@ -1,0 +1,172 @@
+"""Which level a micro-batch takes: what fits in stock verl fits, and the fastest that fits is taken."""
+
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.layout import build_prefix_order
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, OVER_STOCK, Level, Levels, Room
+from verl_pg_plugin.planning.forecast import Batch
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
+from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches, tokens_of_stock
+
+GIB = 2**30
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+WIDE = {**HEADS, "num_attention_heads": 64}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+CONFIGS = {
+    "4b": Qwen3Config(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, tie_word_embeddings=True, **HEADS
+    ),
+    "8b": Qwen3Config(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, **HEADS),
+    "32b": Qwen3Config(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, **WIDE),
+    "30b-a3b": Qwen3MoeConfig(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, **{**HEADS, **EXPERTS}),
+}
+SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
+ROOM = Room(device=40 * GIB, host=100 * GIB)
+LEVELS = Levels(sizes=SIZES["4b"], room=ROOM)
+
+
+@cache
+def weights_of(name: str, num_gpus: int) -> WeightBytes:
+    return WeightBytes.of(text_skeleton(CONFIGS[name]), num_gpus)
+
+
+def device_bytes(name: str, gpus: int, level: Level, tokens: int, labels: int, pending: int) -> float:
+    """Of an update at its peak; few labels run the LM head at once."""
+    sizes, weights, config = SIZES[name], weights_of(name, gpus), CONFIGS[name]
+    kept = tokens * sizes.waiting(level) + sizes.beside(0, pending)
+    head = weights.head if labels > 4096 else 2 * config.vocab_size * (config.hidden_size + labels)
+    return weights.fixed + kept + max(head, tokens * sizes.working(level))
+
+
+def test_what_fits_in_stock_verl_fits_here() -> None:
+    """Random models, cards, ranks and batches; the largest micro-batch at the level that is chosen."""
+    draw, fitting, worst, taken = random.Random(0), 0, [0.0, 0.0], set()
+    for _ in range(20_000):
+        name, gpus = draw.choice(list(SIZES)), draw.choice((1, 2, 4, 8, 16, 32))
+        sizes, weights, fused = SIZES[name], weights_of(name, gpus), draw.random() < 0.3
+        card, host = draw.choice((38, 78, 138)) * GIB, draw.choice((0, 20 * GIB, 200 * GIB))
+        prompt, response = draw.choice((512, 2048, 8192, 16384, 32768, 65536)), draw.choice((256, 1024, 4096))
+        n = draw.choice((1, 2, 4, 8, 16, 32))
+        budget = max(prompt + response, draw.choice((8192, 16384, 32768, 65536)))
+        stock = tokens_of_stock(np.full(2 * n, prompt + response), MicroBatchLimits(budget))
+        if weights.fixed + stock * sizes.stock(fused) > card:
+            continue
+        fitting += 1
+        levels = Levels(sizes=sizes, room=weights.room(card, host), fused_kernels=fused).within_stock(stock)
+        group = whole = prompt - 1 + n * response
+        pending = 0
+        if group > budget and not levels.whole_groups().keeps(group, prompt - 1):
+            pending = prompt - 1
+            takes = cache_weights(levels, forward_only=False)
+            group = int(budget - takes.published * pending)
+            group = -(-whole // -(-whole // max(group, 1)))  # chunks become of one size
+            if group < (alone := prompt - 1 + response):  # a chunk of one sequence, which publishes if that fits
+                pending *= takes.recomputing * alone + takes.published * pending <= budget
+                group = alone
+        level = levels.choose(group, pending=pending)
+        taken.add(level)
+        if level.on_host:
+            assert group * sizes.held(level) <= host
+        used = device_bytes(name, gpus, level, group, min(group, n * response), pending) / card
+        worst[host > 0] = max(worst[host > 0], used)
+    assert fitting > 10_000
+    assert worst[True] <= 1, "a run that fits in stock verl does not fit here"
+    assert worst[False] <= 1.03, "without memory of the host the sizes alone decide, which err by as much"
+    assert taken == {Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS, Level.INPUTS_ON_HOST}
+
+
+def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does() -> None:
+    sizes, levels = SIZES["4b"], replace(LEVELS, room=replace(ROOM, host=1e15))
+    most = [int(ROOM.device // sizes.on_device(level)) for level in levels.ladder]
+    assert [levels.choose(tokens) for tokens in most] == list(levels.ladder)
+    assert [levels.choose(tokens + 1) for tokens in most] == [*levels.ladder[1:], Level.INPUTS_ON_HOST]
+    assert levels.choose(most[0], cached=1000) is levels.choose(most[0], pending=1000) is Level.ATTENTION_ON_HOST
+    assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
+
+
+def test_a_host_without_room_is_left_alone() -> None:
+    held = SIZES["4b"].held(Level.ATTENTION)
+    for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
+        assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
+
+
+def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
+    assert all(replace(LEVELS, asked=level).choose(10**9) is level for level in Level)
+    assert replace(LEVELS, host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+    assert Levels().choose(10**9) is Level.ATTENTION, "on a CPU nothing waits on the host by itself"
+    assert Levels(host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+
+
+def test_no_more_is_taken_than_stock_verl_would_and_a_tenth() -> None:
+    most = OVER_STOCK * 10_000 * SIZES["4b"].stock() / SIZES["4b"].on_device(Level.ATTENTION)
+    for tokens, level in ((int(most), Level.ATTENTION), (int(most) + 1, Level.ATTENTION_ON_HOST)):
+        assert LEVELS.within_stock(10_000).choose(tokens) is level
+        assert LEVELS.within_stock(10**9).choose(tokens) is Level.ATTENTION
+    fused = replace(LEVELS, fused_kernels=True).within_stock(10_000)
+    assert fused.stock < LEVELS.within_stock(10_000).stock
+    assert LEVELS.with_free(5.0).room.device == 5.0
+
+
+def test_ranks_that_share_tokens_share_their_bytes() -> None:
+    both = replace(LEVELS, ranks=2)
+    most = int(ROOM.device // SIZES["4b"].on_device(Level.ATTENTION))
+    assert (LEVELS.choose(2 * most), both.choose(2 * most)) == (Level.ATTENTION_ON_HOST, Level.ATTENTION)
+    assert both.within_stock(1000).stock == LEVELS.within_stock(500).stock
+
+
+def test_room_is_what_weights_and_a_reserve_leave() -> None:
+    weights = weights_of("4b", 8)
+    room = weights.room(80 * GIB, 7.0)
+    assert room == Room((1 - DEVICE_RESERVE) * 80 * GIB - weights.fixed - weights.head, 7.0)
+    assert weights_of("8b", 1).room(80 * GIB, 0).device < 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its responses."""
+
+    prompt: int
+    response: int
+    n: int
+
+    def micro_batches(self, budget: int, levels: Levels) -> int:
+        batch = Batch.of_lengths([self.prompt], [[self.response] * self.n])
+        limits = MicroBatchLimits(budget)
+        whole = levels.within_stock(tokens_of_stock(batch.lengths, limits)).whole_groups()
+        order = build_prefix_order(batch.tokens, batch.offsets)
+        return sum(map(len, cut_micro_batches(order, limits, whole=whole)))
+
+
+def test_a_group_above_the_budget_stays_whole_where_a_host_level_holds_it() -> None:
+    group = Group(32768, 1024, 16)
+    assert group.micro_batches(40960, LEVELS) == 1
+    assert group.micro_batches(40960, replace(LEVELS, room=replace(ROOM, host=0.0))) == 1, "inputs take less than stock"
+    assert group.micro_batches(40960, replace(LEVELS, asked=Level.ATTENTION)) > 1
+    assert group.micro_batches(40960, Levels()) > 1, "without figures of memory the budget holds"
+
+
+def test_a_group_that_exceeds_stock_memory_is_split() -> None:
+    assert Group(8192, 1024, 64).micro_batches(18432, LEVELS) > 1
+    tight = replace(LEVELS, room=replace(ROOM, device=30_000 * SIZES["4b"].on_device(Level.INPUTS_ON_HOST)))
+    assert Group(8192, 1024, 32).micro_batches(18432, tight) > 1
+
+
+def test_a_group_stays_whole_where_its_split_would_take_more() -> None:
+    """The chunk that computes the prompt holds the sums of its gradients."""
+    no_host = replace(LEVELS, room=replace(ROOM, host=0.0))
+    stays = Group(32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
+    assert stays.micro_batches(33792, no_host) == 1
+    assert stays.micro_batches(33792, replace(no_host, room=Room(device=18 * GIB, host=0))) > 1, "it does not fit"
+    assert Group(1024, 1024, 16).micro_batches(4096, no_host) > 1
+
+
+def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> None:
+    lengths = Batch.of_lengths([50], [[50] * 8]).lengths
+    assert tokens_of_stock(lengths, MicroBatchLimits(300)) == 267
+    assert tokens_of_stock(lengths, MicroBatchLimits(100)) == 100
+    assert tokens_of_stock(lengths, MicroBatchLimits(max_sequences=3)) == 300

@@ -1,0 +1,66 @@
+"""What is free for activations: on this rank's device, and in memory of the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Room
+
+HOST_RESERVE = 0.2
+"""Of a host's memory, left free: what other processes of the run will still ask for."""
+
+
+def room_of_rank(module: Any, beside: float, host: float) -> Room:
+    """What this rank's device has for the activations of an update that is about to run; negative if less than none.
+
+    Args:
+        module: the sharded model; gradients that it does not have yet are counted.
+        beside: bytes that the update takes beside tokens: gathered weights, the LM head.
+        host: bytes of the host for this rank.
+    """
+    free, total = torch.cuda.mem_get_info()
+    allocated = torch.cuda.memory_allocated()
+    cached, limit = torch.cuda.memory_reserved() - allocated, torch.cuda.get_per_process_memory_fraction() * total
+    weights = [getattr(p, "_local_tensor", p) for p in module.parameters() if p.requires_grad and p.grad is None]
+    gradients = sum(weight.nbytes for weight in weights if weight.device.type == "cuda")
+    return Room(min(free + cached, limit - allocated) - gradients - beside - DEVICE_RESERVE * total, host)
+
+
+def host_bytes(root: Path = Path("/")) -> float:
+    """Memory that a rank may pin: what the machine or its container has, shared over the ranks of the node.
+
+    Args:
+        root: where ``proc`` and ``sys`` are mounted.
+    """
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    machine = {fields[0]: 1024 * int(fields[1]) for fields in lines if len(fields) == 3}
+    free = machine["MemAvailable:"] - HOST_RESERVE * machine["MemTotal:"]
+    for limit, used in _limits(root):
+        free = min(free, limit * (1 - HOST_RESERVE) - used)
+    return max(free, 0.0) / int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RAY_LOCAL_WORLD_SIZE") or 1)
+
+
+def _limits(root: Path) -> list[tuple[int, int]]:
+    """Bytes that control groups of this process may hold and do hold, without files that can be dropped."""
+    found = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version1 = bool(controllers)
+        top = root / ("sys/fs/cgroup/memory" if version1 else "sys/fs/cgroup")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version1 else ("memory.max", "memory.current")
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):  # a container may not show the path but its end
+            limit, used = group / names[0], group / names[1]
+            if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                files = int(stat.get("total_inactive_file" if version1 else "inactive_file", 0))
+                found.append((int(most), int(used.read_text()) - files))
+            if group == top:
+                break
+    return found
