@@ -23,7 +23,7 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     export TOTAL_STEPS=${TOTAL_STEPS:-20}
     TEACHER_PATH=${TEACHER_PATH:-$WORK_DIR/teacher}
     [ -d "$TEACHER_PATH" ] || "$repository/.venv/bin/python" "$repository/scripts/make_tiny_checkpoint.py" \
-        --output-dir "$TEACHER_PATH" --warm-up-steps 400 --seed 1
+        --output-dir "$TEACHER_PATH" --warm-up-steps 160 --seed 1
     TEACHER_PATH=$(cd "$TEACHER_PATH" && pwd)
 fi
 DEVICE_ARGS=()
