@@ -32,6 +32,8 @@ def derived_seed(*parts: Any) -> int:
 class SamplingParams:
     """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off.
 
+    ``prompt_logprobs`` asks what the model says of the prompt: 0 for its own tokens, K for the K likeliest.
+
     Raises:
         ValueError: a value that means nothing.
     """
@@ -43,6 +45,7 @@ class SamplingParams:
     top_p: float = 1.0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -59,7 +62,8 @@ class SamplingParams:
         Raises:
             ValueError: a parameter this rollout does not implement, named together with its value.
         """
-        params = {name: value for name, value in sent.items() if name != "logprobs"}  # they come back in any case
+        # Log-probs come back in any case, and text in none.
+        params = {name: value for name, value in sent.items() if name not in ("logprobs", "detokenize")}
         max_tokens = params.pop("max_tokens", params.pop("max_new_tokens", max_tokens))
         stop_token_ids = tuple(params.pop("stop_token_ids", None) or ())
         known = {name: params.pop(name) for name in cls.__dataclass_fields__ if name in params}
@@ -84,11 +88,15 @@ class Request:
 
 @dataclass
 class Completion:
-    """A response: token ids, their log-probs (nats), and ``stop``, ``length`` or ``abort``."""
+    """A response: token ids, their log-probs (nats), and ``stop``, ``length`` or ``abort``.
+
+    ``of_prompt`` holds ``prompt_ids`` and ``prompt_logprobs`` if the request asks for them, see ``read_prompt``.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str = "abort"
+    of_prompt: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -119,7 +127,11 @@ def generate(
     generators = [torch.Generator().manual_seed(request.params.seed) for request in requests]
     never = torch.tensor(placeholders(model.config), dtype=torch.int64)
     mrope = reads_images(model.config)
-    logits_BV, cache, mask_BK, position_B = _prefill(model, requests)
+    for request, completion in zip(requests, completions, strict=True):
+        if request.params.prompt_logprobs is not None:
+            completion.of_prompt = read_prompt(model, request, request.params.prompt_logprobs)
+    logits_BLV, cache, mask_BK, position_B = _prefill(model, requests)
+    logits_BV = logits_BLV[:, -1]
     batch = list(range(len(requests)))  # the request of each of B
     while True:
         token_B, log_prob_B = sample(
@@ -158,10 +170,24 @@ def generate(
         logits_BV, position_B = output.logits[:, -1], position_B + 1
 
 
+def read_prompt(model: PreTrainedModel, request: Request, k: int) -> dict[str, list[list[Any]]]:
+    """``prompt_ids`` and ``prompt_logprobs`` as verl's teachers return them: a line of max(k, 1) for each prompt token.
+
+    Line t is about token t + 1: that token (k = 0) or the k likeliest in its place, and log-probs of the model's own
+    distribution (nats). The last line is zero, since nothing follows.
+    """
+    log_probs_LV = _prefill(model, [request], logits_to_keep=0)[0][0, :-1].float().log_softmax(-1)
+    own_L1 = torch.tensor(request.prompt_ids[1:], dtype=torch.int64).unsqueeze(1)
+    ids_LK = log_probs_LV.topk(k).indices if k else own_L1
+    found = {"prompt_ids": ids_LK, "prompt_logprobs": log_probs_LV.gather(1, ids_LK)}
+    return {name: F.pad(values_LK, (0, 0, 0, 1)).tolist() for name, values_LK in found.items()}
+
+
 def _prefill(
-    model: PreTrainedModel, requests: Sequence[Request]
+    model: PreTrainedModel, requests: Sequence[Request], logits_to_keep: int = 1
 ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
-    """Run the unique prompts, padded on the left; logits (B, V), cache, mask (B, P) and next position (B,)."""
+    """Run the unique prompts, padded on the left; logits (B, L, V) of the last tokens, or of all where
+    ``logits_to_keep`` is 0; cache, mask (B, P) and next position (B,)."""
     unique = {request.prompt: request for request in requests}
     prompts = list(unique.values())
     P = max(len(prompt.prompt_ids) for prompt in prompts)
@@ -181,13 +207,13 @@ def _prefill(
         position_ids=position_ids,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=logits_to_keep,
         **image_inputs([prompt.images for prompt in prompts], model.dtype),
     )
     place = {prompt: at for at, prompt in enumerate(unique)}
     unique_B = torch.tensor([place[request.prompt] for request in requests])
     cache.reorder_cache(unique_B)
-    return output.logits[unique_B, -1], cache, mask_UP[unique_B], next_U[unique_B]
+    return output.logits[unique_B], cache, mask_UP[unique_B], next_U[unique_B]
 
 
 def sample(

@@ -31,7 +31,7 @@ class HFReplica(RolloutReplica):
     """verl's handle on one server.
 
     Raises:
-        ValueError: model parallelism, or a role other than the policy, was asked of this rollout.
+        ValueError: model parallelism, or a reward model, was asked of this rollout.
     """
 
     def __init__(self, replica_rank: int, config: RolloutConfig, model_config: Any, **kwargs: Any) -> None:
@@ -42,16 +42,19 @@ class HFReplica(RolloutReplica):
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1, data_parallel_size=1 and "
                 "pipeline_model_parallel_size=1"
             )
-        if self.is_reward_model or self.is_teacher_model:
-            raise ValueError("rollout 'hf' serves the policy only; use vllm or sglang for reward and teacher models")
+        if self.is_reward_model:
+            raise ValueError("rollout 'hf' serves policies and teachers; use vllm or sglang for reward models")
 
     async def launch_servers(self) -> None:
         """Start the server on its worker's node and wait until its model is built."""
+        name = server_name(self.replica_rank)
+        if self.is_teacher_model:
+            name = f"{name}_teacher{self.name_suffix}"
         node_id = await self.workers[0].__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
         server = (
             ray.remote(HFServer)
             .options(
-                name=server_name(self.replica_rank),
+                name=name,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
                 max_concurrency=self.max_concurrency,
             )
@@ -61,7 +64,7 @@ class HFReplica(RolloutReplica):
         self.servers = [server]
         self._server_handle = server
         # The load balancer's key. There is no HTTP endpoint behind it.
-        self._server_address = server_name(self.replica_rank)
+        self._server_address = name
 
 
 class ServerAdapter(BaseRollout):

@@ -85,7 +85,8 @@ class HFServer:
             multi_modal: must all be ``None``.
 
         Returns:
-            Token ids and log-probs, and ``stop_reason`` ``completed`` or ``aborted`` (then the tokens so far).
+            Token ids and log-probs, and ``stop_reason`` ``completed`` or ``aborted`` (then the tokens so far). If asked
+            for ``prompt_logprobs``, as verl asks a teacher, ``extra_fields`` has them and their ``prompt_ids``.
 
         Raises:
             ValueError: video or audio were given, or images to a model that reads none, or the prompt leaves no room
@@ -216,7 +217,7 @@ class HFServer:
             token_ids=completion.token_ids,
             log_probs=completion.log_probs,
             stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
-            extra_fields={"global_steps": self.global_steps},
+            extra_fields={"global_steps": self.global_steps, **completion.of_prompt},
         )
 
 

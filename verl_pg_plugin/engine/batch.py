@@ -150,7 +150,8 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
 
     Args:
         data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an
-            ``attention_mask`` (legacy left-right padding); ``position_ids`` jagged or absent; ``temperature``.
+            ``attention_mask`` (legacy left-right padding), or neither of them and a jagged ``loss_mask`` over all
+            tokens (SFT); ``position_ids`` jagged or absent; ``temperature``.
         modality: of the model.
 
     Raises:
@@ -158,14 +159,20 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
-    missing = [name for name in ("input_ids", "prompts", "responses") if name not in data.keys()]  # noqa: SIM118
+    supervised = not {"prompts", "responses"} & set(data.keys()) and data["loss_mask"].is_nested
+    needed = ("input_ids",) if supervised else ("input_ids", "prompts", "responses")
+    missing = [name for name in needed if name not in data.keys()]  # noqa: SIM118
     if missing:
         raise BatchError(
             f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
             f"pass batches as verl's trainers make them, or {SHARING_OFF}"
         )
     content = modality.read(data)
-    prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
+    if supervised:
+        prompt_lengths = _before_loss(_numpy(data["loss_mask"].values()), content.offsets)
+        response_lengths = np.diff(content.offsets) - prompt_lengths
+    else:
+        prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
         if (lengths < 1).any():
             fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the sequence"
@@ -186,6 +193,13 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
 
 def _numpy(tensor: torch.Tensor) -> IntArray:
     return tensor.detach().cpu().numpy()
+
+
+def _before_loss(loss_mask: IntArray, offsets: IntArray) -> IntArray:
+    """(B,) tokens in front of the first that the loss counts, at least one; all but the last where it counts none."""
+    counted_at = np.append(np.flatnonzero(loss_mask), offsets[-1])
+    first = counted_at[np.searchsorted(counted_at, offsets[:-1])] - offsets[:-1]
+    return np.clip(first, 1, np.diff(offsets) - 1)
 
 
 def _lengths(data: TensorDict, name: str) -> IntArray:

@@ -1,0 +1,101 @@
+"""Supervised batches, which say only by their loss mask what is learned, are exact with shared prefixes."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.losses import sft_loss
+
+from tests.engine.ranks import on_ranks
+from tests.support import VOCAB, Result, assert_same, full_gradients, make_engine
+from verl_pg_plugin.engine.batch import read_sequences
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+Row = tuple[list[int], list[int]]
+"""Tokens, and which of them the loss counts."""
+
+
+def rows() -> list[Row]:
+    """Answers to one question, turns cut into samples, two turns in one sample, and nothing to learn."""
+    rng = np.random.default_rng(0)
+
+    def text(length: int) -> list[int]:
+        return rng.integers(VOCAB, size=length).tolist()
+
+    system = text(30)
+    question = [*system, *text(9)]
+    answers = [text(n) for n in (5, 9, 7)]
+    found = [(question + answer, [0] * len(question) + [1] * len(answer)) for answer in answers]
+    context = [*system, *text(4)]
+    for _ in range(3):
+        answer = text(6)
+        found.append((context + answer, [0] * len(context) + [1] * len(answer)))
+        context = context + answer + text(3)
+    found.append(([*system, *text(18)], [0] * 33 + [1] * 4 + [0] * 5 + [1] * 6))
+    found.append((text(8), [0] * 8))
+    found.append((text(6), [1] * 6))
+    return found
+
+
+def sft_batch(samples: list[Row], tokens: int = 1 << 30) -> TensorDict:
+    def jagged(sequences: list[Any]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(list(s)) for s in sequences], layout=torch.jagged)
+
+    fields = {
+        "input_ids": jagged([ids for ids, _ in samples]),
+        "position_ids": jagged([range(len(ids)) for ids, _ in samples]),
+        "loss_mask": jagged([mask for _, mask in samples]),
+    }
+    data = TensorDict(fields, batch_size=len(samples))
+    tu.assign_non_tensor(
+        data, use_remove_padding=True, use_dynamic_bsz=True, max_token_len_per_gpu=tokens, temperature=1.0
+    )
+    return data
+
+
+def alone(path: str, samples: list[Row]) -> Result:
+    """Every sequence alone; the first token of a sequence is predicted by nothing."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    loss, count = torch.zeros(()), sum(sum(mask) for _, mask in samples)
+    for ids, mask in samples:
+        log_probs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        of_labels = log_probs.gather(-1, torch.tensor(ids)[1:, None]).squeeze(-1)
+        loss = loss - (of_labels * torch.tensor(mask[1:])).sum() / count
+    loss.backward()
+    return Result({}, {name: p.grad for name, p in model.named_parameters()}, loss.item())
+
+
+def update(engine: Any, batch: TensorDict) -> tuple[Result, dict]:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(batch, partial(sft_loss, config=None))
+        return Result({}, full_gradients(engine.module), sum(output["loss"])), output["metrics"]
+
+
+@pytest.mark.parametrize("tokens", [1 << 30, 70, 60])
+def test_loss_and_gradients_are_those_of_the_sequences_alone(qwen3: str, tokens: int) -> None:
+    found, metrics = update(make_engine(qwen3, packed=True), sft_batch(rows(), tokens))
+    assert_same(found, alone(qwen3, rows()))
+    assert metrics["prefix_grouper/dedup_ratio"][0] > 1.5
+
+
+def update_under_ulysses(rank: int, path: str) -> Result:
+    engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
+    return update(engine, sft_batch(rows(), 40))[0]
+
+
+def test_under_ulysses(qwen3: str) -> None:
+    for result in on_ranks(2, update_under_ulysses, qwen3):
+        assert_same(Result({}, result.gradients), Result({}, alone(qwen3, rows()).gradients))
+
+
+def test_the_prompt_is_what_lies_in_front_of_the_first_token_that_counts() -> None:
+    masks = ([0, 0, 1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0, 1])
+    samples = [([5] * len(mask), list(mask)) for mask in masks]
+    assert read_sequences(sft_batch(samples)).prompt_lengths.tolist() == [2, 2, 1, 3]

@@ -1,0 +1,102 @@
+"""verl's SFT trainer, unmodified: switched on by an engine config alone, its losses and gradient norms are stock's."""
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from verl.trainer import sft_trainer
+
+from tests.config.config_support import compose_config
+from tests.engine.ranks import on_ranks
+
+SHARED = "engine._target_=verl_pg_plugin.config.PrefixGrouperEngineConfig +engine.use_prefix_grouper=True"
+FLOAT32 = "+engine.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
+CASES = {
+    "fsdp2": ["engine.strategy=fsdp2"],
+    "ulysses": ["engine.strategy=fsdp2", "engine.ulysses_sequence_parallel_size=2"],
+    "lora": ["engine.strategy=fsdp2", "model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear"],
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A tiny checkpoint with a chat template, and conversations behind one system prompt, two to a question."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    from make_tiny_checkpoint import make_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("sft")
+    checkpoint = make_tiny_checkpoint(folder / "model", warm_up_steps=0)
+    system = {"role": "system", "content": "Answer with a number and nothing else, however long the question is."}
+    draw = random.Random(0)
+    conversations = [
+        [
+            system,
+            {"role": "user", "content": f"{question}+{question}="},
+            {"role": "assistant", "content": str(draw.randrange(10**5))},
+        ]
+        for question in range(12)
+        for _ in range(2)
+    ]
+    pq.write_table(pa.table({"messages": conversations}), folder / "train.parquet")
+    return str(checkpoint), str(folder / "train.parquet")
+
+
+def train(rank: int, checkpoint: str, file: str, folder: str) -> dict[str, list[dict[str, float]]]:
+    """Metrics of three steps of every case, of stock verl and with shared prefixes."""
+    from verl_pg_plugin.plugin import register
+
+    register()
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with patch.dict(os.environ, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}):
+        return train_cases(checkpoint, file, folder)
+
+
+def train_cases(checkpoint: str, file: str, folder: str) -> dict[str, list[dict[str, float]]]:
+    logged: list[dict[str, float]] = []
+
+    class Tracking:
+        def __init__(self, **kwargs: Any) -> None: ...
+
+        def log(self, data: dict[str, float], step: int) -> None:
+            logged.append(data)
+
+    sft_trainer.Tracking = Tracking
+    found = {}
+    for case, overrides in CASES.items():
+        for shared in (False, True):
+            logged.clear()
+            config = compose_config(
+                *(f"model.path={checkpoint}", f"data.train_files={file}", "data.train_batch_size=8"),
+                *("data.num_workers=0", "data.max_token_len_per_gpu=512", "trainer.device=cpu"),
+                *("trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.resume_mode=disable"),
+                *("model.use_remove_padding=True", "+model.override_config.attn_implementation=sdpa"),
+                *("engine.use_torch_compile=False", FLOAT32, f"trainer.default_local_dir={folder}/{case}{shared}"),
+                *("optim.lr=1e-3", *overrides, *(SHARED.split() if shared else [])),
+                module="verl.trainer.config",
+                name="sft_trainer_engine",
+            )
+            sft_trainer.SFTTrainer(config).fit()
+            found[f"{case} {'shared' if shared else 'stock'}"] = [dict(step) for step in logged]
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(prepared: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    return on_ranks(2, train, *prepared, str(tmp_path_factory.mktemp("checkpoints")))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradient_norms_are_those_of_stock(runs: dict[str, list[dict[str, float]]], case: str) -> None:
+    stock, shared = runs[f"{case} stock"], runs[f"{case} shared"]
+    assert len(stock) == len(shared) == 3
+    for expected, got in zip(stock, shared, strict=True):
+        for name in ("train/loss", "train/grad_norm"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-5), name
+        assert np.mean(got["prefix_grouper/dedup_ratio"]) > 1.1, "conversations share their system prompt"
