@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from verl_pg_plugin.architectures import text_skeleton

@@ -59,7 +59,11 @@ class HFServer:
         self._seed = config.seed + replica_rank
         self._asked: Counter[Any] = Counter()  # requests of this step by prompt
         # verl sends each expert's matrices by themselves: slices of the model's own, which this copies none of.
-        self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), self.model.config.model_type))
+        model_type = self.model.config.model_type
+        self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), model_type))
+        # With load_format=dummy the weights are noise until the trainer has sent its own.
+        sent = {name for name, _ in unfuse_moe_params(self.model.named_parameters(), model_type)}
+        self._missing_weights = sent if config.load_format == "dummy" else set()
         self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._batching: asyncio.Task[None] | None = None
         self._model_lock = asyncio.Lock()
@@ -125,6 +129,7 @@ class HFServer:
                     raise RuntimeError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(weight.shape)}")
                 with torch.no_grad():
                     weight.copy_(tensor)
+        self._missing_weights -= named_tensors.keys()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Tag later responses with the training step of their weights."""
@@ -194,6 +199,12 @@ class HFServer:
             batch, self._pending = self._pending[:size], self._pending[size:]
             try:
                 async with self._model_lock:
+                    if self._missing_weights:
+                        raise RuntimeError(
+                            f"no weights were received for {sorted(self._missing_weights)[:4]}; generation started "
+                            "before the trainer's first update_weights (or set "
+                            "actor_rollout_ref.rollout.load_format=auto)"
+                        )
                     completions = await asyncio.to_thread(
                         generate,
                         self.model,
