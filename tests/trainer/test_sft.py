@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from verl.trainer import sft_trainer
 
 from tests.config.config_support import compose_config
@@ -70,8 +71,9 @@ def train_cases(checkpoint: str, file: str, folder: str) -> dict[str, list[dict[
     sft_trainer.Tracking = Tracking
     found = {}
     for case, overrides in CASES.items():
-        for shared in (False, True):
+        for shared in (False, True) if case != "ulysses" else (True,):
             logged.clear()
+            torch.manual_seed(0)  # verl draws the adapter's weights
             config = compose_config(
                 *(f"model.path={checkpoint}", f"data.train_files={file}", "data.train_batch_size=8"),
                 *("data.num_workers=0", "data.max_token_len_per_gpu=512", "trainer.device=cpu"),
@@ -94,7 +96,8 @@ def runs(prepared: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradient_norms_are_those_of_stock(runs: dict[str, list[dict[str, float]]], case: str) -> None:
-    stock, shared = runs[f"{case} stock"], runs[f"{case} shared"]
+    # Stock verl needs flash-attn under Ulysses; its batches are the same without.
+    stock, shared = runs[f"{'fsdp2' if case == 'ulysses' else case} stock"], runs[f"{case} shared"]
     assert len(stock) == len(shared) == 3
     for expected, got in zip(stock, shared, strict=True):
         for name in ("train/loss", "train/grad_norm"):
