@@ -130,6 +130,8 @@ def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTr
 
     async def scenario() -> Any:
         server = make_server(checkpoint, load_format="dummy")
+        with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
+            await ask(server)
         for name, tensor in model.state_dict().items():
             await server.update_weights({name: tensor})
         return await ask(server)

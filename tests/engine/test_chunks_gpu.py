@@ -1,4 +1,4 @@
-"""Carried groups on a GPU: rounding no worse than that of the whole group, under both of verl's FSDP strategies."""
+"""Carried groups on a GPU: rounding no worse than that of the whole group."""
 
 from pathlib import Path
 
@@ -22,7 +22,6 @@ FACTOR = 1.05
 LOSS = SMOOTH_LOSS
 OPTIONS: dict[str, dict] = {
     "fsdp2": {"engine": BF16},
-    "fsdp": {"engine": BF16, "strategy": "fsdp"},
     "compiled layers": {"engine": {**BF16, "compile_layers": True}},
     "activation offload": {"engine": BF16, "model": {"enable_activation_offload": True}},
     "head in chunks": {"engine": {**BF16, "logits_chunk_size": 16}},
