@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +27,17 @@ SLAB = 64 << 20
 """Bytes of a block of pinned memory: torch rounds blocks up to powers of two, and pins anew what fits none it has."""
 
 
-class Copier(Protocol):
-    """Copies tensors to the host and back; ``event`` is what ``wait`` takes."""
-
-    def out(self, x: Tensor) -> tuple[Any, Any]:
-        """Start a copy; what holds it on the host, and its event."""
-
-    def back(self, host: Any, like: Tensor) -> tuple[Tensor, Any]:
-        """Start a copy to a tensor of the sizes and strides of ``like``; that tensor, and its event."""
-
-    def wait(self, event: Any) -> None:
-        """What is launched from now on comes behind the copy."""
-
-
 class Activations:
     """Stands in for the checkpoint around each decoder layer.
+
+    A copier has ``out``, which starts a copy of a tensor to the host, ``back``, which starts one to a new tensor with
+    the sizes and strides of ``like``, and ``wait``, behind which what is launched finds a copy done.
 
     Attributes:
         level: of forwards from here on, see ``begin``; a backward follows what its forward was asked.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], copier: Copier) -> None:
+    def __init__(self, layers: Iterable[nn.Module], copier: Any) -> None:
         """Take over the checkpoints of ``layers`` of a transformers model that has gradient checkpointing on."""
         self.level, self._copier = Level.ATTENTION, copier
         self._last: Callable[[], _LayerCall | None] = lambda: None
@@ -84,7 +74,7 @@ class _Copy:
 class _LayerCall(Tape):
     """One call of a layer and what it keeps; autograd's graph is what holds it."""
 
-    def __init__(self, copier: Copier, on_host: bool, before: Callable[[], _LayerCall | None]) -> None:
+    def __init__(self, copier: Any, on_host: bool, before: Callable[[], _LayerCall | None]) -> None:
         super().__init__()
         self._copier, self._on_host, self._before = copier, on_host, before
         self._copies: list[_Copy] = []

@@ -129,6 +129,13 @@ class Levels:
             return self
         return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
 
+    @property
+    def shortage(self) -> float:
+        """What stock verl takes over what there is; 1 where it fits."""
+        if self.room is None or math.isinf(self.stock):
+            return 1.0
+        return max(1.0, self.stock / max(self.room.device + self.room.reserve, 1.0))
+
     def with_free(self, device: float) -> Levels:
         """With so many bytes on the device."""
         return self if self.room is None else replace(self, room=replace(self.room, device=device))

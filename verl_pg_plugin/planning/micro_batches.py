@@ -66,6 +66,10 @@ class CacheWeights:
     published: float = 0.0
     recomputing: float = 1.0
 
+    def times(self, factor: float) -> "CacheWeights":
+        """Of budgets that stand for so much less memory."""
+        return CacheWeights(self.cached * factor, self.published * factor, min(self.recomputing * factor, 1.0))
+
 
 @dataclass(frozen=True)
 class MicroBatch:
