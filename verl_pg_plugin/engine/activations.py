@@ -66,9 +66,23 @@ class Activations:
 class _Copy:
     """A tensor on the host, and on the device (``x``) until it has left and from when it is on its way back."""
 
-    def __init__(self, x: Tensor, like: Tensor, host: Any, event: Any) -> None:
+    def __init__(self, x: Tensor, like: Tensor, copier: Any) -> None:
         self.x: Tensor | None = x
-        self.like, self.host, self.event, self.taken = like, host, event, False
+        self.like, self.copier, self.taken = like, copier, False
+        self.host, self.event = copier.out(x)
+
+    def fetch(self) -> None:
+        if self.x is None and not self.taken:
+            self.x, self.event = self.copier.back(self.host, self.like)
+
+    def leave_device(self) -> None:
+        """Free the memory, behind the copy."""
+        self.copier.wait(self.event)
+        self.x = None
+
+    def __del__(self) -> None:
+        if self.x is not None:  # of a graph that dies half way, as in an error: the copy may still write
+            self.leave_device()
 
 
 class _LayerCall(Tape):
@@ -87,30 +101,22 @@ class _LayerCall(Tape):
         like = torch.empty_like(x, device="meta")
         if not self._on_host or x.nbytes < SMALLEST or like.stride() != x.stride():
             return x
-        self._copies.append(_Copy(x, like, *self._copier.out(x)))
+        self._copies.append(_Copy(x, like, self._copier))
         return self._copies[-1]
 
     def get(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept.detach()
         kept.taken = False  # a second backward takes it again
-        self._fetch()
-        if (before := self._before()) is not None:
-            before._fetch()
+        for copy in (*self._copies, *(before._copies if (before := self._before()) else ())):
+            copy.fetch()
         self._copier.wait(kept.event)
         x, kept.x, kept.taken = kept.x, None, True
         return x
 
-    def _fetch(self) -> None:
-        for copy in self._copies:
-            if copy.x is None and not copy.taken:
-                copy.x, copy.event = self._copier.back(copy.host, copy.like)
-
     def leave_device(self) -> None:
-        """Free the memory of what has been copied, behind the copies."""
         for copy in self._copies:
-            self._copier.wait(copy.event)
-            copy.x = None
+            copy.leave_device()
 
 
 class PlainCopier:
