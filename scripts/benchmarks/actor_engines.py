@@ -141,6 +141,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             enable_gradient_checkpointing=not args.no_gradient_checkpointing,
             enable_activation_offload=path.has("offload"),
             use_fused_kernels=path.has("fused"),
+            fused_kernel_options={"impl_backend": "torch"},
             override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
         ),
         engine_config=PrefixGrouperEngineConfig(

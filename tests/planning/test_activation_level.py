@@ -61,7 +61,7 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
         levels = Levels(sizes=sizes, room=weights.room(card, host), fused_kernels=fused).within_stock(stock)
         group = whole = prompt - 1 + n * response
         pending = 0
-        if group > budget and not levels.whole_groups().keeps(group, prompt - 1):
+        if group > budget and not levels.whole_groups().keeps(group, prompt - 1, prompt + response - 1):
             pending = prompt - 1
             takes = cache_weights(levels, forward_only=False)
             group = int(budget - takes.published * pending)
@@ -123,7 +123,8 @@ def test_ranks_that_share_tokens_share_their_bytes() -> None:
 def test_room_is_what_weights_and_a_reserve_leave() -> None:
     weights = weights_of("4b", 8)
     room = weights.room(80 * GIB, 7.0)
-    assert room == Room((1 - DEVICE_RESERVE) * 80 * GIB - weights.fixed - weights.head, 7.0)
+    reserve = DEVICE_RESERVE * 80 * GIB
+    assert room == Room(80 * GIB - reserve - weights.fixed - weights.head, 7.0, reserve + weights.head)
     assert weights_of("8b", 1).room(80 * GIB, 0).device < 0
 
 
@@ -162,7 +163,9 @@ def test_a_group_stays_whole_where_its_split_would_take_more() -> None:
     no_host = replace(LEVELS, room=replace(ROOM, host=0.0))
     stays = Group(32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
     assert stays.micro_batches(33792, no_host) == 1
-    assert stays.micro_batches(33792, replace(no_host, room=Room(device=18 * GIB, host=0))) > 1, "it does not fit"
+    little = SIZES["4b"].on_device(Level.INPUTS) * 40_000
+    assert stays.micro_batches(33792, replace(no_host, room=Room(little, host=0))) > 1, "each chunk by itself fits"
+    assert stays.micro_batches(33792, replace(no_host, room=Room(little / 2, host=0))) == 1, "nothing fits"
     assert Group(1024, 1024, 16).micro_batches(4096, no_host) > 1
 
 

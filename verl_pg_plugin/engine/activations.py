@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +27,17 @@ SLAB = 64 << 20
 """Bytes of a block of pinned memory: torch rounds blocks up to powers of two, and pins anew what fits none it has."""
 
 
-class Copier(Protocol):
-    """Copies tensors to the host and back; ``event`` is what ``wait`` takes."""
-
-    def out(self, x: Tensor) -> tuple[Any, Any]:
-        """Start a copy; what holds it on the host, and its event."""
-
-    def back(self, host: Any, like: Tensor) -> tuple[Tensor, Any]:
-        """Start a copy to a tensor of the sizes and strides of ``like``; that tensor, and its event."""
-
-    def wait(self, event: Any) -> None:
-        """What is launched from now on comes behind the copy."""
-
-
 class Activations:
     """Stands in for the checkpoint around each decoder layer.
+
+    A copier has ``out``, which starts a copy of a tensor to the host, ``back``, which starts one to a new tensor with
+    the sizes and strides of ``like``, and ``wait``, behind which what is launched finds a copy done.
 
     Attributes:
         level: of forwards from here on, see ``begin``; a backward follows what its forward was asked.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], copier: Copier) -> None:
+    def __init__(self, layers: Iterable[nn.Module], copier: Any) -> None:
         """Take over the checkpoints of ``layers`` of a transformers model that has gradient checkpointing on."""
         self.level, self._copier = Level.ATTENTION, copier
         self._last: Callable[[], _LayerCall | None] = lambda: None
@@ -76,15 +66,29 @@ class Activations:
 class _Copy:
     """A tensor on the host, and on the device (``x``) until it has left and from when it is on its way back."""
 
-    def __init__(self, x: Tensor, like: Tensor, host: Any, event: Any) -> None:
+    def __init__(self, x: Tensor, like: Tensor, copier: Any) -> None:
         self.x: Tensor | None = x
-        self.like, self.host, self.event, self.taken = like, host, event, False
+        self.like, self.copier, self.taken = like, copier, False
+        self.host, self.event = copier.out(x)
+
+    def fetch(self) -> None:
+        if self.x is None and not self.taken:
+            self.x, self.event = self.copier.back(self.host, self.like)
+
+    def leave_device(self) -> None:
+        """Free the memory, behind the copy."""
+        self.copier.wait(self.event)
+        self.x = None
+
+    def __del__(self) -> None:
+        if self.x is not None:  # of a graph that dies half way, as in an error: the copy may still write
+            self.leave_device()
 
 
 class _LayerCall(Tape):
     """One call of a layer and what it keeps; autograd's graph is what holds it."""
 
-    def __init__(self, copier: Copier, on_host: bool, before: Callable[[], _LayerCall | None]) -> None:
+    def __init__(self, copier: Any, on_host: bool, before: Callable[[], _LayerCall | None]) -> None:
         super().__init__()
         self._copier, self._on_host, self._before = copier, on_host, before
         self._copies: list[_Copy] = []
@@ -97,30 +101,22 @@ class _LayerCall(Tape):
         like = torch.empty_like(x, device="meta")
         if not self._on_host or x.nbytes < SMALLEST or like.stride() != x.stride():
             return x
-        self._copies.append(_Copy(x, like, *self._copier.out(x)))
+        self._copies.append(_Copy(x, like, self._copier))
         return self._copies[-1]
 
     def get(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept.detach()
         kept.taken = False  # a second backward takes it again
-        self._fetch()
-        if (before := self._before()) is not None:
-            before._fetch()
+        for copy in (*self._copies, *(before._copies if (before := self._before()) else ())):
+            copy.fetch()
         self._copier.wait(kept.event)
         x, kept.x, kept.taken = kept.x, None, True
         return x
 
-    def _fetch(self) -> None:
-        for copy in self._copies:
-            if copy.x is None and not copy.taken:
-                copy.x, copy.event = self._copier.back(copy.host, copy.like)
-
     def leave_device(self) -> None:
-        """Free the memory of what has been copied, behind the copies."""
         for copy in self._copies:
-            self._copier.wait(copy.event)
-            copy.x = None
+            copy.leave_device()
 
 
 class PlainCopier:

@@ -217,9 +217,9 @@ class SharedPrefixEngine(FSDPEngine):
             return levels
         weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
         unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
-        room = room_of_rank(self.module, weights.gathered + weights.head + unsharded, self._host_bytes)
+        room = room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes)
         if levels.ranks > 1:  # those that share tokens cut them alike
-            room = Room(*map(min, zip(*gather((room.device, room.host)), strict=True)))
+            room = Room(*map(min, zip(*gather((room.device, room.host, room.reserve)), strict=True)))
         return replace(levels, room=room)
 
     @cached_property

@@ -166,7 +166,9 @@ def plan_mini_batch(
         check_batch(data, packed, fused_head)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, stock = sequences.order(), tokens_of_stock(np.diff(sequences.offsets), limits)
-        whole = None if forward_only else levels.within_stock(stock).whole_groups()
+        whole, within = None, levels.within_stock(stock)
+        if not forward_only:
+            whole, weights = within.whole_groups(), weights and weights.times(within.shortage)
 
         def drafted(at_least: int) -> _Draft:
             return _draft(sequences, order, limits, weights, at_least, packed, forward_only, micro_batch_cost, whole)

@@ -14,20 +14,22 @@ HOST_RESERVE = 0.2
 """Of a host's memory, left free: what other processes of the run will still ask for."""
 
 
-def room_of_rank(module: Any, beside: float, host: float) -> Room:
+def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
     """What this rank's device has for the activations of an update that is about to run; negative if less than none.
 
     Args:
         module: the sharded model; gradients that it does not have yet are counted.
-        beside: bytes that the update takes beside tokens: gathered weights, the LM head.
+        beside: bytes that the update takes beside tokens, gathered weights among them.
+        head: of the LM head, part of which runs while layers hold less than at the peak.
         host: bytes of the host for this rank.
     """
     free, total = torch.cuda.mem_get_info()
-    allocated = torch.cuda.memory_allocated()
-    cached, limit = torch.cuda.memory_reserved() - allocated, torch.cuda.get_per_process_memory_fraction() * total
+    allocated, limit = torch.cuda.memory_allocated(), torch.cuda.get_per_process_memory_fraction() * total
+    usable = min(free + torch.cuda.memory_reserved() - allocated, limit - allocated)
     weights = [getattr(p, "_local_tensor", p) for p in module.parameters() if p.requires_grad and p.grad is None]
     gradients = sum(weight.nbytes for weight in weights if weight.device.type == "cuda")
-    return Room(min(free + cached, limit - allocated) - gradients - beside - DEVICE_RESERVE * total, host)
+    reserve = DEVICE_RESERVE * limit
+    return Room(usable - gradients - beside - head - reserve, host, reserve + head)
 
 
 def host_bytes(root: Path = Path("/")) -> float:

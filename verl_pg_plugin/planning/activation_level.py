@@ -45,10 +45,11 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that activations may take: on the device, and in memory of the host."""
+    """Bytes that activations may take: on the device, in memory of the host, and what the device keeps in reserve."""
 
     device: float
     host: float
+    reserve: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,23 +57,28 @@ class WholeGroups:
     """Groups above the token budget that stay one micro-batch all the same.
 
     Attributes:
-        levels: of each level (stock, fits, held, pending): tokens that take as much as stock verl, tokens that fit on
-            the device, tokens that the host holds, and what a token takes whose gradients later chunks add to, relative
-            to a computed one.
+        levels: of each level (stock, most, pending): tokens that fit and take no more than stock verl, tokens that fit
+            with all that is in reserve, and what one takes whose gradients later chunks add to, relative to a computed
+            one.
     """
 
-    levels: tuple[tuple[float, float, float, float], ...]
+    levels: tuple[tuple[float, float, float], ...]
 
-    def keeps(self, tokens: float, shared: float) -> bool:
-        """Whether a group stays whole: within stock verl's memory, or it fits where its split would take more.
+    def keeps(self, tokens: float, shared: float, longest: float) -> bool:
+        """Whether a group stays whole: within stock verl's memory, or where its split would take more.
+
+        Of splits, one reads the tokens that all share from the chunk that computes them, which holds sums beside them.
+        The other computes them in each chunk; it is left where it fits and the whole group does not.
 
         Args:
             tokens: of the group.
-            shared: of them, that all its sequences begin with; the chunk that computes them holds sums beside them.
+            shared: of them, that all its sequences begin with.
+            longest: of its sequences.
         """
+        nothing_fits = longest > max(most for _, most, _ in self.levels)
         return any(
-            tokens <= min(held, max(stock, min(fits, (1 + pending) * shared)))
-            for stock, fits, held, pending in self.levels
+            tokens <= stock or (tokens <= (1 + pending) * shared and (tokens <= most or nothing_fits))
+            for stock, most, pending in self.levels
         )
 
 
@@ -123,6 +129,13 @@ class Levels:
             return self
         return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
 
+    @property
+    def shortage(self) -> float:
+        """What stock verl takes over what there is; 1 where it fits."""
+        if self.room is None or math.isinf(self.stock):
+            return 1.0
+        return max(1.0, self.stock / max(self.room.device + self.room.reserve, 1.0))
+
     def with_free(self, device: float) -> Levels:
         """With so many bytes on the device."""
         return self if self.room is None else replace(self, room=replace(self.room, device=device))
@@ -157,9 +170,9 @@ class Levels:
             return None
         found, sizes = [], self.sizes
         for level in (*self.ladder, *(() if self.asked else (Level.INPUTS,))):
-            computed = sizes.on_device(level) + (sizes.logits if self.logits_at_once else 0)
-            fits = self.room.device * self.ranks / computed
+            computed = (sizes.on_device(level) + (sizes.logits if self.logits_at_once else 0)) / self.ranks
             held = self.room.host * self.ranks / sizes.held(level) if level.on_host else math.inf
-            stock = min(fits, self.stock * self.ranks / computed)
-            found.append((stock, fits, held, sizes.layers * sizes.sums / computed))
+            stock = min(self.room.device, self.stock) / computed
+            most = (self.room.device + self.room.reserve) / computed
+            found.append((min(stock, held), min(most, held), sizes.layers * sizes.sums / self.ranks / computed))
         return WholeGroups(tuple(found))

@@ -219,7 +219,9 @@ def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]
         cut_micro_batches(
             order,
             limits,
-            cache_weights(levels, forward_only) if settings.carry else None,
+            cache_weights(levels, forward_only).times(1 if forward_only else levels.shortage)
+            if settings.carry
+            else None,
             forward_only=forward_only,
             whole=None if forward_only else levels.whole_groups(),
         )

@@ -179,4 +179,5 @@ class WeightBytes:
             device: its memory.
             host: of the host, for this device.
         """
-        return Room((1 - DEVICE_RESERVE) * device - self.fixed - self.head, host)
+        reserve = DEVICE_RESERVE * device
+        return Room(device - reserve - self.fixed - self.head, host, reserve + self.head)

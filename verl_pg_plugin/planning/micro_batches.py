@@ -66,6 +66,10 @@ class CacheWeights:
     published: float = 0.0
     recomputing: float = 1.0
 
+    def times(self, factor: float) -> "CacheWeights":
+        """Of budgets that stand for so much less memory."""
+        return CacheWeights(self.cached * factor, self.published * factor, min(self.recomputing * factor, 1.0))
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -238,7 +242,8 @@ class _Planner:
     def stays_whole(self, group: _Span) -> bool:
         if self.fits(group) or self.whole is None or group.size > self.max_sequences:
             return self.fits(group)
-        return self.whole.keeps(self.tokens(group), min(self.shared[group.first + 1 : group.stop]))
+        shared, tokens = self.shared[group.first + 1 : group.stop], self.order.num_tokens[group.first : group.stop]
+        return self.whole.keeps(self.tokens(group), min(shared), int(tokens.max()))
 
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
