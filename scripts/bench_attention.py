@@ -42,10 +42,10 @@ try:
 
     lay_out = PackedAttention
 except ImportError:  # the checkout of --other may have them where d3fc7ea has them
+    from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, select_kernel
+    from verl_pg_plugin.attention.kernels.specs import KERNELS
     from verl_pg_plugin.attention.packed_rows import PackedRows as PackedAttention
     from verl_pg_plugin.attention.shared_rows import AttentionOptions
-
-    from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
 
     lay_out = PackedAttention.from_layout
 

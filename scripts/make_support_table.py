@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -79,7 +80,8 @@ def options_of(path: Path) -> list[str]:
 def line(option: Option, record: dict[str, dict[str, Any]]) -> str:
     """A row of the table."""
     refused = f"refused with {', '.join(sorted(option.refuses))}" if option.refuses else ""
-    override = f"`{option.override}`" if "=" in option.override else option.override
+    override = re.sub(r"(?<![+\w])prefix_grouper\.", "++prefix_grouper.", option.override)
+    override = f"`{override}`" if "=" in override else override
     marks = ["yes" if option.name in record[device]["options"] else "" for device in DEVICES]
     status, note = "rejected" if option.rejected else "exact", "; ".join(filter(None, [option.note, refused]))
     return f"| {' | '.join([option.name, override, status, *marks, note])} |\n"
@@ -107,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--record takes one of {', '.join(DEVICES)}, and --where")
         record[device] = {"where": args.where, "options": options_of(Path(junit))}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    where = "".join(f"- {device}: {record[device]['where']}\n" for device in DEVICES)
+    where = "".join(f"- {device}: {record[device]['where'].partition(', commit')[0]}\n" for device in DEVICES)
     head = f"\n| {' | '.join(['option', 'override', 'status', *DEVICES, 'note'])} |\n|---|---|---|---|---|---|---|\n"
     rows = "".join(line(option, record) for option in sorted(OPTIONS, key=lambda option: option.rejected))
     PAGE.write_text(HEADER + where + head + rows + examples_table())
