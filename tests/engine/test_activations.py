@@ -50,6 +50,8 @@ BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buff
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "decoder_sparse_step": 1}
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 TRIE = "a_trie_of_three_levels"
+KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
+SDPA = select_kernel("sdpa", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def same_bits(results: list[Result]) -> bool:
 def check_all_levels(engine: Any, batch: TensorDict, per_layer: int | None = 3) -> Result:
     """Every level gives the same bits; ``per_layer`` tensors of each layer went out, and all but the last came back."""
     copier, results = watched(engine), []
-    for level in Level:
+    for level in (Level.ALL, Level.INPUTS, *KEEPING):
         copier.copies.clear()
         results.append(update(engine, batch, level))
         out, back = copier.copies["out"], copier.copies["back"]
@@ -197,15 +199,13 @@ def test_layers_of_every_kind_agree_at_every_level(kind: str, tmp_path: Path) ->
 
 def run_two_ranks(rank: int, path: str) -> dict[str, bool]:
     """Ranks that share tokens, and ranks of which each has a level of its own."""
-    activations.SMALLEST, samples = 1, SAMPLES if rank else SAMPLES[::-1]
-    batches = {1: make_batch(samples, max_token_len_per_gpu=40), 2: make_batch(SAMPLES, max_token_len_per_gpu=40)}
+    activations.SMALLEST, mine = 1, KEEPING if rank else KEEPING[::-1]
     found = {}
-    for size, batch in batches.items():
+    for size in (1, 2):
+        samples = SAMPLES if size == 2 or rank else SAMPLES[::-1]
         engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": size})
-        copier = watched(engine)
-        results = [update(engine, batch, level) for level in Level]
-        if size == 1:
-            results += [update(engine, batch, level) for level in list(Level)[:: 1 if rank else -1]]
+        copier, batch = watched(engine), make_batch(samples, max_token_len_per_gpu=40)
+        results = [update(engine, batch, level) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
         assert copier.copies["out"] > copier.copies["back"] > 0
         found[f"Ulysses size {size}"] = same_bits(results)
     return found
@@ -313,10 +313,6 @@ def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
 
 class StopError(Exception):
     """Raised in the middle of an update."""
-
-
-SDPA = select_kernel("sdpa", "cpu")
-KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 
 
 @pytest.mark.parametrize("level", KEEPING)

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 FIGURES = (
     *TOTALS,
     *("prompt_groups", "tokens_of_groups", "micro_batches", "forward", "forward_alone", "copied_keys", "cached_bytes"),
-    "verify_max_error",
+    *("verify_max_error", "host_bytes"),
 )
 SCRIPT = ROOT / "scripts" / "upkeep" / "make_options_page.py"
 

@@ -107,7 +107,7 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
         "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
         f"attention_backend/{kernel}": 1.0,
     }
-    if total["host_bytes"]:
+    if total.get("host_bytes"):
         metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
     if total.get("verified_rows"):
         metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
