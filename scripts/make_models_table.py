@@ -40,52 +40,41 @@ held to other bounds, see below.
 |---|---|---|---|---|---|---|
 """
 NOTES = """
-- **head in chunks**: logits of `prefix_grouper.logits_chunk_size` tokens at once. "no" where the model scales or caps
+- **head in chunks**: logits of `++prefix_grouper.logits_chunk_size` tokens at once. "no" where the model scales or caps
   its logits behind the head: those of all response tokens are held.
-- **fused kernels**: verl's, which stand in for the head; run once per type with the torch back end and as exact as the
-  rest. "no" where the head does not come last or has a bias: refused by name, also by a test.
+- **fused kernels**: verl's, which stand in for the head, as exact as the rest. "no" where the head does not come last or
+  has a bias; they are refused by name there.
 - **value head**: a critic of this type runs, with the same exactness.
-- **compiled**: the decoder layers run under `torch.compile`, which `prefix_grouper.compile_layers=auto` does on a GPU
-  but for types with recurrence or images, Gemma 2, GraniteMoe, Ernie 4.5, OLMo 2 (less tried there) and
-  StarCoder 2 (up to 1.19 times the error of stock rmpad there, log), which `True` compiles:
-  `tests/architectures/test_compiled_layers.py` holds them to the same exactness, with gradient checkpointing, and dense
-  types that `auto` compiles in bf16 to that of stock rmpad; no graph is added by ragged batches (torch 2.13 on a CPU,
-  transformers {newest}; experts as one product of matrices). So are Qwen2.5-VL and Qwen3-VL (`tests/modalities`).
-  Apertus is refused compiled; where "no" stands otherwise nobody has tried, and `True` tries.
+- **compiled**: the decoder layers run under `torch.compile`, with the same exactness, and ragged batches add no graph.
+  `++prefix_grouper.compile_layers=auto` compiles them on a GPU. It leaves out recurrence, images, Gemma 2, GraniteMoe,
+  Ernie 4.5, OLMo 2 and StarCoder 2, whose error was up to 1.19 times that of stock rmpad. `True` compiles these
+  too. Apertus is refused compiled; where "no" stands otherwise nobody has tested it.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
-  and is slow on a GPU. Capped scores (Gemma 2) are written out by sdpa, on a CPU and on a GPU; other kernels are tried
-  on them when an engine is built, and refused if a score or a gradient is wrong: a flash-attn 2 built without caps
-  multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run on a CPU only. On
-  a GPU 33 types were run compiled, in bf16, as close to float32 as stock rmpad ([record](data/gpu_tests_one_h200.csv)).
-- **Ministral 3, Persimmon and Fuyu** in stock rmpad on flash-attn: attention keeps positions to itself, so tokens see
-  those packed in front of them (a tiny Ministral 3 on an H200: log-probs off by 0.6% with windows of 64, by 10% without
-  windows, log). Engine and doctor say so; packed mode does not go that way (0.2%, which is bf16).
+  and is slow on a GPU. Other kernels are tested on capped scores (Gemma 2) when an engine is built. A flash-attn 2 built
+  without caps multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run on
+  a CPU only. On a GPU 33 types were run compiled, in bf16, as close to float32 as stock rmpad
+  ([record](data/gpu_tests_one_h200.csv)).
+- **Ministral 3, Persimmon and Fuyu**: in stock rmpad on flash-attn their tokens see those packed in front of them. A tiny
+  Ministral 3 on an H200 had log-probs off by 10%. Packed mode does not go that way; engine and doctor say so.
 - **needs**: overrides under `++actor_rollout_ref.model.override_config.` (checkpointing: under
   `actor_rollout_ref.model.`) without which the type's default config is refused.
-- **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The
-  load-balancing loss (`output_router_logits=True`) counts shared tokens once and so differs from that of repeated
-  prompts; verl's FSDP engine never adds it to its loss, with or without packed mode.
+- **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The load-balancing
+  loss (`output_router_logits=True`) counts shared tokens once. verl's FSDP engine never adds it to its loss.
 - **Latent attention** (DeepSeek, GLM 4 MoE Lite, LongCat Flash, Youtu): values narrower than keys are padded for the
   kernels that want it.
-- **Images**: Qwen2.5-VL, Qwen3-VL (dense and MoE) and released Qwen3.5, images and videos, are tested by
-  `tests/modalities` on tiny models: log-probs, entropies and gradients of text, encoder, projector and embeddings
-  within 1e-5 of every sequence alone (Qwen3.5 2e-5, 1e-4 for gradients that nearly cancel), on both versions of
-  transformers; the mixtures of experts among them are slow tests. Other multimodal types are refused. On an H200
-  Qwen3-VL in bf16 is as close to float32 as stock verl, vision encoder included.
-- **Gated DeltaNet hybrids** (Qwen3-Next, Qwen3.5) are tested by
-  `tests/mixers`: layers and models within 1e-10 in float64; text models in the float32 engine within 1e-5 of float64,
-  the gradients of their decays within twice stock float32's own error, multimodal ones within 2e-5 of float32, on both
-  versions of transformers. On an H200, through fla's kernels, Qwen3.5 in bf16 is as close to float32 as stock padded
-  mode, and runs at 95% and 91% of the bound ([log-probs and
-  update](benchmarks.md#mixture-of-experts-hybrids-pictures)). Critics of them are refused.
+- **Images**: Qwen2.5-VL, Qwen3-VL (dense and MoE) and released Qwen3.5 are tested by `tests/modalities` on tiny models,
+  videos too. Bounds are 1e-5 of every sequence alone; Qwen3.5 2e-5, and 1e-4 for gradients that nearly cancel. Other
+  multimodal types are refused. On an H200 Qwen3-VL in bf16 is as close to float32 as stock verl.
+- **Gated DeltaNet hybrids** (Qwen3-Next, Qwen3.5) are tested by `tests/mixers`. Layers and models are within 1e-10 in
+  float64. Text models in the float32 engine are within 1e-5 of float64, gradients of their decays within twice stock
+  float32's own error. Multimodal ones are within 2e-5 of float32. On an H200, through fla's kernels, Qwen3.5 in bf16 is
+  as close to float32 as stock padded mode. Critics of them are refused.
 - **Learned attention sinks** (gpt-oss) run with every kernel: each token's output is corrected by its log-sum-exp,
-  exactly, gradients included, and the kernels' backward takes both. The model is held against every sequence alone on a
-  CPU; on GPUs `tests/attention/test_gpu.py` holds the op against float32.
+  exactly, gradients included. On GPUs `tests/attention/test_gpu.py` holds the op against float32.
 - **Biases that softmax ignores** (of OPT's keys) have a gradient of zero, and are held against the largest of the
   weight beside them.
 - **Slow tests** of hybrids, images, latent attention, fused kernels and compiled layers, and whole runs of a mixture
-  of experts, a hybrid and a model with images, are not in the quick suite:
-  [outcome, commit and versions of each](data/slow_tests_models.csv).
+  of experts, a hybrid and a model with images: [outcome and versions of each](data/slow_tests_models.csv).
 """
 
 

@@ -155,7 +155,7 @@ HOW_LAYERS_RUN = (
         f"{MODEL}.enable_activation_offload=True",
         {LAYERS},
         proofs=("tests/engine/test_activations.py",),
-        note="`prefix_grouper.activations=auto` then takes `attention_on_host` or `inputs_on_host`",
+        note="`++prefix_grouper.activations=auto` then takes `attention_on_host` or `inputs_on_host`",
     ),
     Option(
         "compiled layers",
