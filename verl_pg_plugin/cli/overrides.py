@@ -120,23 +120,20 @@ def _memory_lines(config: DictConfig, batch: Batch, hf_config: Any) -> list[Line
         return []
     module = text_skeleton(hf_config)
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
-    limits, total = MicroBatchLimits(budget * engine.sp_size), torch.cuda.get_device_properties(0).total_memory
-    if sizes is None or batch.lengths.max() > limits.max_tokens:
+    most, total = budget * engine.sp_size, torch.cuda.get_device_properties(0).total_memory
+    if sizes is None or batch.lengths.max() > most:
         return []
     num_gpus = OmegaConf.select(config, "trainer.nnodes") * OmegaConf.select(config, "trainer.n_gpus_per_node")
     weights, asked = WeightBytes.of(module, num_gpus), engine.option("activations")
+    level = None if asked == "auto" else Level(asked)
     levels = Levels(
-        Level.ALL
-        if not engine.of_model("enable_gradient_checkpointing")
-        else None
-        if asked == "auto"
-        else Level(asked),
+        level if engine.of_model("enable_gradient_checkpointing") else Level.ALL,
         sizes,
         weights.room(total, host_bytes() / OmegaConf.select(config, "trainer.n_gpus_per_node")),
         bool(engine.of_model("enable_activation_offload")),
         ranks=engine.sp_size,
     )
-    found = forecast(batch, ModelFlops.of(module), Settings(limits.max_tokens, levels=levels))
+    found = forecast(batch, ModelFlops.of(module), Settings(most, levels=levels))
     peak, has = found.peak_gib(weights), total / 2**30
     text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
     if peak > has:
