@@ -42,7 +42,7 @@ class Activations:
         self.level, self._copier = Level.ATTENTION, copier
         self._last: Callable[[], _LayerCall | None] = lambda: None
         for layer in layers:
-            layer._gradient_checkpointing_func = self._checkpoint  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = self._checkpoint
 
     def begin(self, level: Level) -> None:
         """To be called in front of the forward of a micro-batch."""
