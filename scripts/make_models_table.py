@@ -51,15 +51,16 @@ NOTES = """
   too. Apertus is refused compiled; where "no" stands otherwise nobody has tested it.
 - **kernels**: those that fit the heads of the default config (GLM 4 MoE: of released checkpoints). sdpa runs everywhere
   and is slow on a GPU. Other kernels are tested on capped scores (Gemma 2) when an engine is built. A flash-attn 2
-  built without caps multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run on
-  a CPU only. On a GPU 33 types were run compiled, in bf16, as close to float32 as stock rmpad
+  built without caps multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run
+  on a CPU only. On a GPU 33 types were run compiled, in bf16, as close to float32 as stock rmpad
   ([record](data/gpu_tests_one_h200.csv)).
 - **Ministral 3, Persimmon and Fuyu**: in stock rmpad on flash-attn their tokens see those packed in front of them. A
   tiny Ministral 3 on an H200 had log-probs off by 10%. Packed mode does not go that way; engine and doctor say so.
 - **needs**: overrides under `++actor_rollout_ref.model.override_config.` (checkpointing: under
   `actor_rollout_ref.model.`) without which the type's default config is refused.
 - **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The
-  load-balancing loss (`output_router_logits=True`) counts shared tokens once. verl's FSDP engine never adds it to its loss.
+  load-balancing loss (`output_router_logits=True`) counts shared tokens once. verl's FSDP engine never adds it to its
+  loss.
 - **Latent attention** (DeepSeek, GLM 4 MoE Lite, LongCat Flash, Youtu): values narrower than keys are padded for the
   kernels that want it.
 - **Images**: Qwen2.5-VL, Qwen3-VL (dense and MoE) and released Qwen3.5 are tested by `tests/modalities` on tiny models,

@@ -39,7 +39,9 @@ from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.engine import activations, compiled_layers
-from verl_pg_plugin.planning.activation_level import Level
+from verl_pg_plugin.engine import engine as engine_module
+from verl_pg_plugin.planning import activation_level
+from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -296,6 +298,31 @@ def test_a_layer_that_was_not_checkpointed_keeps_all(qwen3: str, calls: list) ->
     got = update(engine, batch, "inputs_on_host")
     assert not calls
     assert_same(got, replace(run_reference(qwen3, batch, actor_loss()), outputs={}))
+
+
+def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU that is made up: levels of the micro-batches, and the same bits."""
+    monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
+    engine, batch = make_engine(qwen3, packed=True), make_batch(SAMPLES, max_token_len_per_gpu=40)
+    results = [update(engine, batch, "auto")]
+    monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(activation_level, "OVER_STOCK", 100.0)
+    sizes = engine._token_bytes
+    for device, host, level in (
+        (1e9, 1e9, "attention"),
+        (40 * (sizes.on_device(Level.ATTENTION) - 1), 1e9, "attention_on_host"),
+        (1.0, 1e9, "inputs_on_host"),
+        (1.0, 0.0, "inputs"),
+    ):
+        monkeypatch.setattr(engine_module, "room_of_rank", lambda *_, given=(device, host): Room(*given))
+        engine._told_level = False
+        levels = {p.level.value for p in engine.plan(clone(batch), forward_only=False).micro_batches}
+        assert level in levels
+        assert caplog.messages[-1].startswith(f"activations: {level} for ")
+        results.append(update(engine, batch, "auto"))
+    assert same_bits(results)
 
 
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:

@@ -120,8 +120,8 @@ def _memory_lines(config: DictConfig, batch: Batch, hf_config: Any) -> list[Line
         return []
     module = text_skeleton(hf_config)
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
-    most, total = budget * engine.sp_size, torch.cuda.get_device_properties(0).total_memory
-    if sizes is None or batch.lengths.max() > most:
+    budget, total = budget * engine.sp_size, torch.cuda.get_device_properties(0).total_memory
+    if sizes is None or batch.lengths.max() > budget:
         return []
     num_gpus = OmegaConf.select(config, "trainer.nnodes") * OmegaConf.select(config, "trainer.n_gpus_per_node")
     weights, asked = WeightBytes.of(module, num_gpus), engine.option("activations")
@@ -133,7 +133,7 @@ def _memory_lines(config: DictConfig, batch: Batch, hf_config: Any) -> list[Line
         bool(engine.of_model("enable_activation_offload")),
         ranks=engine.sp_size,
     )
-    found = forecast(batch, ModelFlops.of(module), Settings(most, levels=levels))
+    found = forecast(batch, ModelFlops.of(module), Settings(budget, levels=levels))
     peak, has = found.peak_gib(weights), total / 2**30
     text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
     if peak > has:

@@ -69,7 +69,7 @@ def _published(layout: PackedLayout) -> CachedTokens:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """verl's activation offload counts forwards in training mode; what else differs there, dropout, is refused."""
+    """A prefill runs the graphs that compiled layers have of old_log_prob; what else differs, dropout, is refused."""
     training = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

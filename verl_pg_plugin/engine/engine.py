@@ -56,6 +56,7 @@ from verl_pg_plugin.engine.prepare import (
 from verl_pg_plugin.engine.ranks import gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
+from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, PaddedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
@@ -115,6 +116,12 @@ class SharedPrefixEngine(FSDPEngine):
             sp_size=self.ulysses_sequence_parallel_size,
         )
         layers = [layer for layer in decoder_layers(module) if getattr(layer, "_gradient_checkpointing_func", None)]
+        if self.model_config.enable_gradient_checkpointing and not layers:
+            asked = self.options.activations  # transformers' own checkpoints keep inputs
+            if asked not in ("auto", Level.INPUTS.value):
+                why = f"it does not say which modules are its decoder layers, for ++prefix_grouper.activations={asked}"
+                refuse(module, [Issue("", why, "++prefix_grouper.activations=inputs")])
+            self.options = replace(self.options, activations=Level.INPUTS.value)
         self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
         self.activations = Activations(layers, PlainCopier() if get_device_name() == "cpu" else PinnedCopier())
         return module
