@@ -6,14 +6,14 @@
 # Takes the variables of run_qwen3_pg.sh, whose MODEL_PATH is the student; trains a few minutes on the CPU without any.
 # actor/distillation/abs_loss is the estimate of the KL divergence. Beside them:
 #   TEACHER_PATH          generated on the CPU default, else needed
-#   TEACHER_GPUS          1
+#   TEACHER_GPUS          1, beside those of NGPUS_PER_NODE
 #   LOSS_MODE             k3; forward_kl_topk needs vllm or sglang
 #   USE_POLICY_GRADIENT   False; with LOSS_MODE=k1 it must be True
 #   USE_TASK_REWARDS      False
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=True
+export USE_PREFIX_GROUPER=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_distill_pg}
 case " $* " in *" --help "* | *" -h "*) exec bash "$repository/examples/run_qwen3_pg.sh" --help ;; esac
 TEACHER_GPUS=${TEACHER_GPUS:-1}

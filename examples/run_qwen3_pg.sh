@@ -61,7 +61,7 @@ fail() { echo "error: $*" >&2; exit 1; }
 WORK_DIR=${WORK_DIR:-outputs/run_qwen3_pg}
 mkdir -p "$WORK_DIR"
 WORK_DIR=$(cd "$WORK_DIR" && pwd)
-# A folder of its own for each run: nothing of an earlier or a simultaneous run is read or overwritten.
+# A folder of its own for each run; checkpoints on GPUs are those of the model and the mode, see CHECKPOINT_DIR.
 RUN_DIR=$(mktemp -d "$WORK_DIR/$(date +%Y%m%d-%H%M%S)-XXXX")
 
 USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
@@ -153,7 +153,12 @@ else
     LR=${LR:-1e-6} TOTAL_STEPS=${TOTAL_STEPS:-null} TOTAL_EPOCHS=${TOTAL_EPOCHS:-15}
     # As in verl's examples.
     SAVE_FREQ=${SAVE_FREQ:-20} TEST_FREQ=${TEST_FREQ:-5} RESUME_MODE=${RESUME_MODE:-auto}
-    CHECKPOINT_DIR=${CHECKPOINT_DIR:-$WORK_DIR/checkpoints}
+    mode=$([ "$USE_PREFIX_GROUPER" = True ] && echo packed || echo rmpad)
+    CHECKPOINT_DIR=${CHECKPOINT_DIR:-$WORK_DIR/checkpoints/$(basename "$MODEL_PATH")-$mode}
+    if [ "$RESUME_MODE" = auto ] && [ -s "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]; then
+        step=$(cat "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt")
+        echo "goes on behind step $step of $CHECKPOINT_DIR; RESUME_MODE=disable starts anew" >&2
+    fi
 fi
 
 REF_TIMES=$([ "$USE_PREFIX_GROUPER" = True ] && echo 4 || echo 1)

@@ -36,6 +36,7 @@ fi
 rooms=(tests/engine tests/options tests/planning tests/layout tests/config tests/cli)
 mkdir -p outputs
 second > outputs/tests_second.log 2>&1 & other=$!
+trap 'pkill -P "$other" 2>/dev/null || true' EXIT # an interrupt does not reach what runs behind
 failed=no
 run tests_first tests "${rooms[@]/#/--ignore=}" || failed=yes
 wait "$other" || failed=yes

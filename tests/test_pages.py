@@ -91,5 +91,5 @@ def test_options_in_pages_are_written_so_that_they_can_be_pasted_into_verls_entr
     from verl_pg_plugin.config.options import PrefixGrouperOptions
 
     names = "|".join(PrefixGrouperOptions.__dataclass_fields__)
-    bare = re.compile(rf"(?<!\+)(?<!\w)(?<!/)prefix_grouper\.({names})=")
+    bare = re.compile(rf"(?<!\+)(?<!\w)(?<!/)(?<!engine\.)prefix_grouper\.({names})=")
     assert {page.name: found for page in PAGES if (found := bare.findall(page.read_text()))} == {}

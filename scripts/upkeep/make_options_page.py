@@ -24,9 +24,9 @@ VALUES = {None: "null", "off": '"off"'}
 HEAD = """\
 # Options
 
-The section `prefix_grouper` of the config: `++prefix_grouper.NAME=VALUE` on any command line, and without `++` in
-`python -m verl_pg_plugin.main_ppo`, whose config has the section. A value that an option does not take is refused
-before Ray starts. Made from `config/options.py` by `scripts/upkeep/make_options_page.py`.
+The section `prefix_grouper` of the config: `++prefix_grouper.NAME=VALUE` on the command line of any RL run, and without
+`++` in `python -m verl_pg_plugin.main_ppo`, whose config has the section. A value that an option does not take is
+refused before Ray starts. Made from `config/options.py` by `scripts/upkeep/make_options_page.py`.
 
 | option | default | takes | what it does |
 |---|---|---|---|

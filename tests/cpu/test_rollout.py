@@ -29,7 +29,7 @@ def adapter(checkpoint: Path) -> ServerAdapter:
 def test_tensor_parallelism_and_reward_models_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
         HFReplica(0, rollout_config(tensor_model_parallel_size=2), None, gpus_per_node=2)
-    with pytest.raises(ValueError, match="reward and teacher models"):
+    with pytest.raises(ValueError, match="vllm or sglang for reward models"):
         HFReplica(0, rollout_config(), None, gpus_per_node=1, is_reward_model=True)
 
 

@@ -38,6 +38,7 @@ def test_a_machine_keeps_a_reserve_and_ranks_share_the_rest(root: Path, monkeypa
     free = 90 - 100 * HOST_RESERVE
     assert host_bytes(root) == pytest.approx(free * GIB)
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as verl's workers set it
     assert host_bytes(root) == pytest.approx(free / 8 * GIB)
 
 

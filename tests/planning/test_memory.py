@@ -59,7 +59,7 @@ def test_levels_take_what_was_measured(hidden: int, inner: int, kilobytes: tuple
     ]
 
 
-def test_latent_attention_caches_its_wide_keys_and_narrow_values() -> None:
+def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:
     config = transformers.DeepseekV3Config(
         hidden_size=64,
         num_hidden_layers=2,
@@ -70,7 +70,7 @@ def test_latent_attention_caches_its_wide_keys_and_narrow_values() -> None:
         qk_rope_head_dim=8,
         v_head_dim=16,
     )
-    assert TokenBytes.of(config).key_value == 4 * (24 + 16) * 2
+    assert TokenBytes.of(config).key_value == 4 * (24 + 24) * 2
 
 
 def test_a_config_without_sizes_counts_cached_tokens_as_the_most_there_is() -> None:

@@ -51,10 +51,13 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
         return
     if not (told is None or isinstance(told, (int, float))):
         return
-    of_rollout = 0
+    beside = 0
     if str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
-        of_rollout = _count(config, f"{ROLLOUT}.nnodes") * _count(config, f"{ROLLOUT}.n_gpus_per_node")
-    wanted += of_rollout if OmegaConf.select(config, "trainer.use_v1") else 0
+        beside = _count(config, f"{ROLLOUT}.nnodes") * _count(config, f"{ROLLOUT}.n_gpus_per_node")
+    beside = beside if OmegaConf.select(config, "trainer.use_v1") else 0
+    if OmegaConf.select(config, "distillation.enabled") is True:
+        beside += _count(config, "distillation.nnodes") * _count(config, "distillation.n_gpus_per_node")
+    wanted += beside
     setting = f"{GPUS_PER_NODE}={_count(config, GPUS_PER_NODE)}"
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
         there = int(told or 0)
@@ -65,8 +68,8 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f"{wanted} GPUs are asked for, and {there} are there"
         why += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-        fix = f"{GPUS_PER_NODE}={there - of_rollout}"
-        if there <= of_rollout:
+        fix = f"{GPUS_PER_NODE}={there - beside}"
+        if there <= beside:
             fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
     if wanted > there:
         yield Issue(setting, why, fix)

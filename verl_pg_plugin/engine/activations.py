@@ -67,9 +67,10 @@ class _Copy:
     """A tensor on the host, and on the device (``x``) until it has left and from when it is on its way back."""
 
     def __init__(self, x: Tensor, like: Tensor, copier: Any) -> None:
-        self.x: Tensor | None = x
+        self.x: Tensor | None = None  # until the host has a place for it
         self.like, self.copier, self.taken = like, copier, False
         self.host, self.event = copier.out(x)
+        self.x = x
 
     def fetch(self) -> None:
         if self.x is None and not self.taken:

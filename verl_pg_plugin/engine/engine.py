@@ -181,7 +181,12 @@ class SharedPrefixEngine(FSDPEngine):
         weigh_means([result["metrics"] for result in results], self._loss_weights(plan))
         output = _in_order(results, plan)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
-        output["metrics"].update(mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name))
+        metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
+        if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
+            output["metrics"].update(metrics)
+        else:  # verl's SFT trainer hands metrics to its loggers as lists of lists, which these do not take
+            ratio = metrics["prefix_grouper/dedup_ratio"][0]
+            logger.info("shared prefixes: dedup ratio %.2f", ratio)
         return output
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:

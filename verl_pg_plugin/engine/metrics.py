@@ -26,8 +26,17 @@ TOTALS = (
     "logical_patches",
 )
 
-MEANS_OF_THE_CRITIC = ("critic/vf_clipfrac", "critic/vpred_mean")
-"""Means over loss tokens that verl's value loss returns as plain numbers."""
+PLAIN_MEANS = (
+    "critic/vf_clipfrac",
+    "critic/vpred_mean",
+    "distillation/ppo_kl",
+    "distillation/pg_clipfrac",
+    "distillation/pg_clipfrac_lower",
+    "distillation/student_mass",
+    "distillation/teacher_mass",
+    "distillation/overlap_ratio",
+)
+"""Means over loss tokens that verl's losses return as plain numbers."""
 
 
 @dataclass
@@ -129,5 +138,5 @@ def weigh_means(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float
             if isinstance(metric, Metric):
                 if metric.aggregation is AggregationType.MEAN:
                     metric.values = [value * weight for value in metric.values]
-            elif name in MEANS_OF_THE_CRITIC:
+            elif name in PLAIN_MEANS:
                 metrics[name] = metric * weight

@@ -250,6 +250,8 @@ def _in_order(
             if prefills and prefill is None:
                 prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
             chunk = (layout.num_cached, len(layout.publish)) if isinstance(layout, PackedLayout) else ()
-            level = levels.choose(layout.num_tokens, len(layout.head_index), *chunk)
+            level = Level.ATTENTION  # of a forward without gradient nothing is kept
+            if not forward_only:
+                level = levels.choose(layout.num_tokens, len(layout.head_index), *chunk)
             planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     return planned

@@ -43,13 +43,16 @@ def host_bytes(root: Path = Path("/")) -> float:
     free = machine["MemAvailable:"] - HOST_RESERVE * machine["MemTotal:"]
     for limit, used in _limits(root):
         free = min(free, limit * (1 - HOST_RESERVE) - used)
-    return max(free, 0.0) / int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RAY_LOCAL_WORLD_SIZE") or 1)
+    # verl's workers set LOCAL_WORLD_SIZE to 1 where it was not set, whatever Ray has started.
+    ranks = os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1
+    return max(free, 0.0) / int(ranks)
 
 
 def _limits(root: Path) -> list[tuple[int, int]]:
     """Bytes that control groups of this process may hold and do hold, without files that can be dropped."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    found: list[tuple[int, int]] = []
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -60,7 +63,9 @@ def _limits(root: Path) -> list[tuple[int, int]]:
         for group in (folder, *folder.parents):  # a container may not show the path but its end
             limit, used = group / names[0], group / names[1]
             if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                droppable = group / "memory.stat"
+                lines = droppable.read_text().splitlines() if droppable.is_file() else []
+                stat = dict(line.split() for line in lines)
                 files = int(stat.get("total_inactive_file" if version1 else "inactive_file", 0))
                 found.append((int(most), int(used.read_text()) - files))
             if group == top:

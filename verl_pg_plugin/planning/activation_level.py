@@ -119,8 +119,9 @@ class Levels:
             return "as asked" if self.asked else "nothing limits it here"
         device, host, stock = self.room.device / 2**30, self.room.host / 2**30, self.stock / 2**30
         return (
-            f"prefix_grouper.activations=auto: {device:.1f} GiB for activations on the device that has least, of which "
-            f"stock verl takes {stock:.1f}; {host:.1f} GiB of the host for each rank"
+            f"prefix_grouper.activations=auto: {max(device, 0):.1f} GiB for activations on the device that has least, "
+            f"where stock verl takes {stock:.1f}, of which no more than {OVER_STOCK} times are used; "
+            f"{host:.1f} GiB of the host for each rank"
         )
 
     def within_stock(self, tokens: int) -> Levels:

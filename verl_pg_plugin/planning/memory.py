@@ -64,7 +64,8 @@ class TokenBytes:
         if visited:
             inner = visited * size("moe_intermediate_size", inner)
         key_width, value_width = max(attention_needs(config).head_dims)
-        keys, numbers = (heads + kv_heads) * key_width, kv_heads * (key_width + value_width)
+        width = max(key_width, value_width)  # narrower values are kept as wide as keys
+        keys, numbers = (heads + kv_heads) * key_width, kv_heads * (key_width + width)
         # Inputs of the norms and matrices, queries and keys on both sides of the rotation, values, the MLP's three;
         # tokens gathered for their experts, and what these return; factors of the norms.
         rest = 3 * hidden + 2 * keys + kv_heads * value_width + 3 * inner + 2 * visited * hidden
@@ -72,7 +73,7 @@ class TokenBytes:
         return cls(
             layers=config.num_hidden_layers,
             inputs=itemsize * hidden,
-            attention=heads * (itemsize * value_width + 4),
+            attention=heads * (itemsize * width + 4),
             rest=itemsize * rest + 4 * (2 + heads + kv_heads),
             gradients=itemsize * beside,
             key_value=numbers * itemsize,

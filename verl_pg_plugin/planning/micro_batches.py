@@ -270,7 +270,7 @@ class _Planner:
         groups: list[_Span] = []
         for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
             starts: list[int] = []
-            if stop - first > 1 and not self.stays_whole(_Span(first, stop)):
+            if stop - first > 1 and not self.fits(_Span(first, stop)):
                 starts = (first + 1 + np.flatnonzero(shared[first + 1 : stop] <= short)).tolist()
             groups += [_Span(a, b) for a, b in pairwise([first, *starts, stop])]
         return groups
