@@ -23,7 +23,7 @@ def test_tokens_come_off_in_the_order_of_the_path_and_others_stay() -> None:
         cache.push(block(start, stop))
     popped = cache.pop(5)
     assert [(part.start, part.stop) for part in popped] == [(5, 7), (7, 9)]
-    for part in [*popped, *cache]:
+    for part in [*popped, *cache.blocks]:
         tokens = torch.arange(part.start, part.stop).float()
         assert all(torch.equal(value, tokens) for value in part.values.values())
         assert all(torch.equal(pending, -tokens) for pending in part.pending.values())
@@ -45,7 +45,7 @@ def test_tokens_that_were_taken_hold_no_memory(keep: int) -> None:
     cache = PrefixCache()
     cache.push(block(0, 100))
     cache.pop(keep)
-    assert 16 * keep <= sum(part.num_bytes for part in cache) <= 2 * 16 * keep
+    assert 16 * keep <= sum(part.num_bytes for part in cache.blocks) <= 2 * 16 * keep
 
 
 def test_many_shallow_cuts_do_not_hold_the_first_block_and_the_peak_is_the_most_there_ever_was() -> None:
@@ -54,7 +54,7 @@ def test_many_shallow_cuts_do_not_hold_the_first_block_and_the_peak_is_the_most_
     cache.push(block(0, 100))
     for keep in range(90, 0, -10):
         cache.pop(keep)
-        assert sum(part.num_bytes for part in cache) <= 2 * 16 * keep
+        assert sum(part.num_bytes for part in cache.blocks) <= 2 * 16 * keep
     cache.push(block(10, 20))
     assert cache.peak_bytes == 16 * 100
 
@@ -85,9 +85,9 @@ def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks() -> None:
     access = CacheAccess(chunk(3), read=[tokens])
     for total in (1.0, 2.0):  # chunks that ran before are not forgotten
         gradients = torch.tensor([1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None]
-        own = access.settle_layer(0, gradients, torch.zeros_like(gradients))
+        own = access.settle(KEYS, gradients)
         assert tokens.pending[KEYS].flatten().tolist() == [total / 512, total]
-        assert own[0].flatten().tolist() == [5.0] * 3
+        assert own.flatten().tolist() == [5.0] * 3
     assert not tokens.pending[0, "v"].any()
 
 
@@ -95,9 +95,9 @@ def test_the_owner_adds_pending_gradients_before_it_rounds() -> None:
     tokens = cached(torch.bfloat16, pending=1.0)
     access = CacheAccess(publishes(), read=[], consumed=[tokens])
     gradients = torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None]
-    own, _ = access.settle_layer(0, gradients, torch.zeros_like(gradients))
+    own = access.settle(KEYS, gradients)
     assert own.flatten().tolist() == [258.0, 2.0, 0.0, 0.0]
-    assert tokens.pending.keys() == {OUTPUTS}, "taken out, so that a graph that lives on does not hold it"
+    assert KEYS not in tokens.pending, "taken out, so that a graph that lives on does not hold it"
 
 
 def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_number_are_an_error() -> None:

@@ -14,7 +14,7 @@ from verl_pg_plugin.attention.gather import gather_tokens
 from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
 from verl_pg_plugin.attention.passes import softcap_fault
-from verl_pg_plugin.attention.tree import Tree
+from verl_pg_plugin.attention.tree import Piece, Tree
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = [
@@ -73,7 +73,8 @@ def replicated_outcome(
     first[first_places(rows.tolist())] = True
 
     q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    alone = Tree.unshared(cu_seqlens, cu_seqlens, len(q), len(q), max(lengths), max(lengths))
+    tokens = slice(0, len(q))
+    alone = Tree([Piece(tokens, tokens, cu_seqlens, cu_seqlens, max(lengths), max(lengths))])
     out = attend(q, k, v, alone, kernel, AttentionOptions(q.shape[-1] ** -0.5, window, softcap))
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
@@ -193,7 +194,7 @@ def test_auto_takes_the_first_kernel_that_runs_here() -> None:
 @gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
 @pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
 def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
-    if fault := softcap_fault(*load_passes(name), 128, "cuda"):
+    if fault := softcap_fault(load_passes(name), 128, "cuda"):
         pytest.skip(f"{name} {fault}")
     layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
     tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")

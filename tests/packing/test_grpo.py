@@ -144,7 +144,7 @@ def test_a_response_that_ends_before_its_prompt_starts_is_refused() -> None:
 def test_ragged_or_unequal_shapes_and_pack_num_below_one_are_refused() -> None:
     ids, prompts, responses, advantages = make_batch([(0, 2)] * 2, [(2, 4)] * 2, 4)
     row = {"seq_length": 9, "pad_token_id": EOS}
-    with pytest.raises(ValueError, match="prompts_mask is ragged"):
+    with pytest.raises(ValueError, match="inhomogeneous shape"):
         pack_grpo_data(ids, [[1, 1, 0, 0], [1]], responses, advantages, **row)
     with pytest.raises(ValueError, match="one shape"):
         pack_grpo_data(ids, prompts[:, :3], responses, advantages, **row)
