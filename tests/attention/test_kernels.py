@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 from typing import Any
@@ -10,38 +11,97 @@ import pytest
 import torch
 
 from verl_pg_plugin.attention import kernels, passes
-from verl_pg_plugin.attention.kernels import KERNELS, AttentionNeeds, KernelSpec, model_misfit, select_kernel
+from verl_pg_plugin.attention.kernels import (
+    KERNELS,
+    AttentionNeeds,
+    KernelSpec,
+    load_passes,
+    model_misfit,
+    select_kernel,
+)
 from verl_pg_plugin.attention.passes import Varlen, softcap_fault
 
-HAS_GPU = torch.cuda.is_available()
+FLASH = ("flash-attn-4", "flash-attn-3", "flash-attn")
+Machine = Callable[..., None]
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of the packages that the metadata lists in this test; empty at first."""
-    packages: set[str] = set()
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Pretends a GPU of some compute capability, or none, and installed packages."""
 
-    def version(package: str) -> str:
-        if package not in packages:
-            raise PackageNotFoundError(package)
-        return "1.0"
+    def pretend(capability: tuple[int, int] | None, *packages: str) -> None:
+        def version(package: str) -> str:
+            if package not in packages:
+                raise PackageNotFoundError(package)
+            return "1.0"
 
-    monkeypatch.setattr(kernels, "version", version)
-    return packages
+        monkeypatch.setattr(kernels, "version", version)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
-
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    return pretend
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "setting"),
-    [("auto", "cpu", "auto on device cpu"), ("sdpa", "cpu", "sdpa"), ("sdpa", "cuda", "sdpa")],
+    ("asked", "device", "capability", "packages", "taken", "reason"),
+    [
+        ("auto", "cpu", None, (), "sdpa", "prefix_grouper.attention_kernel=auto on device cpu"),
+        ("sdpa", "cpu", None, (), "sdpa", "prefix_grouper.attention_kernel=sdpa"),
+        ("sdpa", "cuda", (9, 0), FLASH, "sdpa", "prefix_grouper.attention_kernel=sdpa"),
+        ("auto", "cuda", (9, 0), FLASH, "flash_attn_4", ""),
+        ("auto", "cuda", (9, 0), FLASH[1:], "flash_attn_3", "flash_attn_4 needs flash-attn-4, which is not installed"),
+        ("auto", "cuda", (9, 0), FLASH[2:], "flash_attn_2", "flash_attn_3 needs flash-attn-3, which is not installed"),
+        ("auto", "cuda", (9, 0), (), "torch_varlen", "installed: pip install --no-build-isolation flash-attn"),
+        # of exactly the lowest capability that the chosen kernel needs
+        (
+            "auto",
+            "cuda",
+            (8, 0),
+            FLASH[:1],
+            "torch_varlen",
+            "flash_attn_4 needs compute capability (9, 0), this GPU has",
+        ),
+    ],
 )
-def test_sdpa_runs_on_a_cpu_and_wherever_it_is_asked_for_and_says_why(name: str, device: str, setting: str) -> None:
-    kernel = select_kernel(name, device)
-    assert (kernel.name, kernel.reason) == ("sdpa", f"prefix_grouper.attention_kernel={setting}")
+def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
+    asked: str, device: str, capability: Any, packages: Any, taken: str, reason: str, machine: Machine, monkeypatch: Any
+) -> None:
+    machine(capability, *packages)
+    monkeypatch.setattr(kernels, "load_passes", lambda name: passes.sdpa())
+    kernel = select_kernel(asked, device)
+    assert kernel.name == taken
+    assert reason in kernel.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "capability", "packages", "message"),
+    [
+        *[
+            (
+                name,
+                "cpu",
+                None,
+                FLASH,
+                f"{name} needs a cuda device, this is cpu: ++prefix_grouper.attention_kernel=auto",
+            )
+            for name in KERNELS
+            if name != "sdpa"
+        ],
+        ("flash_attn_4", "cuda", (9, 0), (), "not installed: pip install --pre flash-attn-4"),
+        ("flash_attn_2", "cuda", (9, 0), (), "not installed: pip install --no-build-isolation flash-attn"),
+        ("flash_attn_3", "cuda", (8, 0), FLASH, "needs compute capability (9, 0), this GPU has (8, 0)"),
+        ("flash_attn_3", "cuda", (10, 0), FLASH, "runs up to compute capability (9, 0), this GPU has (10, 0)"),
+        ("torch_varlen", "cuda", None, (), "sees none; VERL_PLATFORM=cpu runs without"),
+        # An old GPU never gets the slow kernel by itself.
+        ("auto", "cuda", (7, 0), FLASH, "or set ++prefix_grouper.attention_kernel=sdpa (slow)"),
+    ],
+)
+def test_a_kernel_that_cannot_run_here_is_refused_with_what_helps(
+    asked: str, device: str, capability: Any, packages: Any, message: str, machine: Machine
+) -> None:
+    machine(capability, *packages)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        select_kernel(asked, device)
 
 
 def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
@@ -49,108 +109,32 @@ def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
         select_kernel("fa9", "cpu")
 
 
-@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_varlen"])
-def test_a_gpu_kernel_on_a_cpu_is_refused_with_the_override_that_works(name: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=rf"{name} needs a cuda device, this is cpu: \+\+prefix_grouper\.attention_kernel=auto"
-    ):
-        select_kernel(name, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("flash_attn_4", "pip install --pre flash-attn-4"),
-        ("flash_attn_2", "pip install --no-build-isolation flash-attn"),
-    ],
-)
-def test_a_missing_kernel_asked_for_by_name_names_the_install_command(
-    name: str, command: str, installed: set[str]
-) -> None:
-    with pytest.raises(RuntimeError, match=f"not installed: {command}"):
-        select_kernel(name, "cuda")
-
-
-@pytest.mark.parametrize(
-    ("capability", "package", "because"),
-    [
-        ((9, 0), None, "2 needs flash-attn, which is not installed: pip install --no-build-isolation flash-attn"),
-        ((8, 0), "flash-attn-4", "4 needs compute capability (9, 0), this GPU has (8, 0)"),
-    ],
-)
-def test_auto_on_a_gpu_says_what_kept_it_from_a_faster_kernel(
-    capability, package, because, installed, monkeypatch
-) -> None:
-    """The second is of exactly the lowest capability that the chosen kernel needs."""
-    pretend_gpu(monkeypatch, capability)
-    installed.add(package)
-    kernel = select_kernel("auto", "cuda")
-    assert kernel.name == "torch_varlen"
-    assert f"flash_attn_{because}" in kernel.reason
-
-
-@pytest.mark.parametrize(
-    ("packages", "chosen"),
-    [
-        ({"flash-attn-4", "flash-attn-3", "flash-attn"}, "flash_attn_4"),
-        ({"flash-attn-3", "flash-attn"}, "flash_attn_3"),
-        ({"flash-attn"}, "flash_attn_2"),
-    ],
-)
-def test_auto_on_hopper_takes_the_latest_that_is_installed(packages, chosen, installed, monkeypatch) -> None:
-    pretend_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(kernels, "load_passes", lambda name: passes.sdpa())
-    installed |= packages
-    assert select_kernel("auto", "cuda").name == chosen
-
-
-@pytest.mark.parametrize(
-    ("capability", "because"),
-    [((8, 0), "needs compute capability (9, 0)"), ((10, 0), "runs up to compute capability (9, 0)")],
-)
-def test_a_kernel_for_hopper_is_refused_on_other_gpus(capability, because, installed, monkeypatch) -> None:
-    pretend_gpu(monkeypatch, capability)
-    installed.add("flash-attn-3")
-    with pytest.raises(RuntimeError, match=re.escape(f"flash_attn_3 {because}, this GPU has {capability}")):
-        select_kernel("flash_attn_3", "cuda")
-
-
-def test_auto_never_takes_the_slow_kernel_on_an_old_gpu_but_names_it(
-    installed: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_gpu(monkeypatch, (7, 0))
-    with pytest.raises(RuntimeError, match=r"no attention kernel .*\+prefix_grouper\.attention_kernel=sdpa \(slow\)"):
-        select_kernel("auto", "cuda")
-
-
-@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
-def test_cuda_without_a_gpu_names_the_platform_that_needs_none() -> None:
-    with pytest.raises(RuntimeError, match="VERL_PLATFORM=cpu"):
-        select_kernel("torch_varlen", "cuda")
-
-
 @pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
 def test_a_broken_install_is_an_error_and_no_fallback(
-    installed: set[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
 
     def broken() -> Any:
         raise error
 
-    pretend_gpu(monkeypatch, (9, 0))
-    installed |= {"flash-attn-4", "flash-attn"}
+    machine((9, 0), *FLASH)
     monkeypatch.setattr(passes, "flash_attn_4", broken)
-    with pytest.raises(
-        RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall it"
-    ):
+    with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
         select_kernel("auto", "cuda")
 
 
-def test_choosing_one_kernel_imports_no_other() -> None:
-    before = set(sys.modules)
-    select_kernel("sdpa", "cuda")
-    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("flash_attn", "cutlass")}
+@pytest.mark.parametrize(("asked", "taken"), [("auto", "flash_attn_4"), ("flash_attn_2", "flash_attn_2")])
+def test_for_capped_scores_no_other_kernel_is_imported_or_compiled(
+    asked: str, taken: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn 4 compiles for minutes, and was not asked for."""
+    tried: list[str] = []
+    machine((9, 0), *FLASH)
+    monkeypatch.setattr(kernels, "load_passes", lambda name: (tried.append(name), None))
+    monkeypatch.setattr(passes, "softcap_fault", lambda *asked: "")
+    assert select_kernel(asked, "cuda", AttentionNeeds(softcap=True)).name == taken
+    assert set(tried) == {taken}
 
 
 @pytest.mark.parametrize(
@@ -200,61 +184,52 @@ def test_torchs_kernel_for_cpus_computes_what_is_written_out(
         torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
 
 
-def stand_in(window_apart: bool, calls: list[dict[str, Any]]) -> ModuleType:
-    """flash-attn 3 with the signatures of upstream's passes (commit 01afd16, and earlier ones), computing with sdpa."""
+def flash_attn_3_stand_in(calls: list[dict[str, Any]]) -> ModuleType:
+    """flash-attn 3 with the signatures of upstream's passes (commit 01afd16), computing with sdpa."""
     forward, backward = passes.sdpa()
 
     def varlen(given: dict[str, Any], causal: bool) -> Varlen:
         calls.append(given)
-        left, right = (given["window_size_left"], given["window_size_right"]) if window_apart else given["window_size"]
+        left, right = given["window_size_left"], given["window_size_right"]
         assert right == (0 if left >= 0 else -1), "a causal window ends at the query"
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
         return Varlen(*(given[name] for name in names), causal, left, given["softcap"])
 
-    def later_forward(
+    def run_forward(
         q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
         causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
     ):  # fmt: skip
         return (*forward(q, k, v, varlen(dict(locals()), causal)), None, None)
 
-    def earlier_forward(
-        q, k, v, k_new, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        window_size=(-1, -1), softcap=0.0,
-    ):  # fmt: skip
-        assert (k_new, qv) == (None, None)
-        return (*forward(q, k, v, varlen(dict(locals()), causal)), None, None)
-
-    def later_backward(
+    def run_backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
         dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, sm_margin=0,
     ):  # fmt: skip
         backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, varlen(dict(locals()), is_causal))
 
-    def earlier_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
-        dq, dk, dv, softmax_scale, causal, window_size, softcap, deterministic, sm_margin=0,
-    ):  # fmt: skip
-        backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, varlen(dict(locals()), causal))
-
     module: Any = ModuleType("flash_attn_interface")
-    module._flash_attn_forward = later_forward if window_apart else earlier_forward
-    module._flash_attn_backward = later_backward if window_apart else earlier_backward
+    module._flash_attn_forward, module._flash_attn_backward = run_forward, run_backward
     return module
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 3.0}], ids=str)
-@pytest.mark.parametrize("window_apart", [True, False], ids=["later", "earlier"])
-def test_flash_attn_3_is_called_as_its_builds_define_it(
-    window_apart: bool, options: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attn_3_is_called_as_its_builds_define_it(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", stand_in(window_apart, calls))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3_stand_in(calls))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     p = problem([5, 1, 3], [5, 4, 9], **options)
     tensors = [torch.randn(n, h, 8) for n, h in ((9, 4), (18, 2), (18, 2), (9, 4))]
     for got, want in zip(outcome(passes.flash_attn_3(), tensors, p), outcome(passes.sdpa(), tensors, p), strict=True):
         assert torch.equal(got, want)
     assert calls[1]["deterministic"]
+
+
+def test_an_early_build_of_flash_attn_3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("flash_attn_interface")
+    module._flash_attn_forward = module._flash_attn_backward = lambda q, k, v, window_size=(-1, -1): None
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    with pytest.raises(RuntimeError, match=r"flash_attn_3 .* cannot be imported \(an early build"):
+        load_passes("flash_attn_3")
 
 
 def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
@@ -291,23 +266,22 @@ FORWARD, BACKWARD = passes.sdpa()
 
 @pytest.mark.parametrize("head_dim", [8, 256])
 @pytest.mark.parametrize(
-    ("pair", "wrong"),
+    ("pair", "caps"),
     [
-        ((FORWARD, BACKWARD), []),
-        ((in_bf16, BACKWARD), []),
-        ((without_caps, without_caps), ["out", "dq", "dk"]),
-        ((scores_times_cap, scores_times_cap), ["out", "dq", "dk"]),
-        ((FORWARD, without_caps), ["dq", "dk"]),
-        ((no_numbers, BACKWARD), ["out"]),
+        ((FORWARD, BACKWARD), True),
+        ((in_bf16, BACKWARD), True),
+        ((without_caps, without_caps), False),
+        ((scores_times_cap, scores_times_cap), False),
+        ((FORWARD, without_caps), False),
+        ((no_numbers, BACKWARD), False),
     ],
 )
 def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(
-    pair: passes.Passes, wrong: list[str], head_dim: int
+    pair: passes.Passes, caps: bool, head_dim: int
 ) -> None:
     with torch.inference_mode():
-        fault = softcap_fault(*pair, head_dim, "cpu")
-    assert bool(fault) == bool(wrong)
-    assert all(f"{name} is off by" in fault for name in wrong)
+        fault = softcap_fault(pair, head_dim, "cpu")
+    assert (fault == "") == caps
 
 
 def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,4 +313,4 @@ def test_memory_that_ends_while_looking_is_no_fault_of_the_kernel() -> None:
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError):
-        softcap_fault(out_of_memory, BACKWARD, 64, "cpu")
+        softcap_fault((out_of_memory, BACKWARD), 64, "cpu")

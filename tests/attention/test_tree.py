@@ -10,11 +10,11 @@ from hypothesis import given
 
 from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.attention import tree
-from verl_pg_plugin.attention.tree import PrefixReads, read_in_place
+from verl_pg_plugin.attention.tree import Piece, read_in_place
 from verl_pg_plugin.layout import PackedLayout
 
 
-def reads_of(reads: PrefixReads) -> Iterator[tuple[int, int]]:
+def reads_of(reads: Piece) -> Iterator[tuple[int, int]]:
     """(token, key) of every read of a prefix."""
     bounds = zip(pairwise(reads.cu_seqlens_q.tolist()), pairwise(reads.cu_seqlens_k.tolist()), strict=True)
     for (q_start, q_stop), (k_start, k_stop) in bounds:

@@ -1,6 +1,6 @@
-"""Chunks of split groups without a model: their tokens by name, and the prefix cache as an engine keeps it."""
+"""Random trees, their plans, and the chunks of split groups with the names of their tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,57 +105,3 @@ def part_keys(batch: Batch, num_of_group: int) -> list[tuple[int, Key]]:
         for t in range(len(tokens) - 1):
             keys.setdefault((int(apart[s]), tokens[: t + 2]), (batch.class_of(s), tokens[: t + 2]))
     return list(keys.values())
-
-
-class Cache:
-    """Whatever is known of the tokens 0, 1, 2, ... of a path, and their pending gradients."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Any] = []
-        self.pending: list[Any] = []
-
-    def push(self, start: int, tokens: Sequence[Any], nothing: Any = 0) -> None:
-        assert start == len(self.tokens), "tokens lie at their position"
-        self.tokens.extend(tokens)
-        self.pending.extend(nothing for _ in tokens)
-
-    def pop(self, start: int) -> list[Any]:
-        """Forget the tokens from ``start`` on; their pending gradients."""
-        pending = self.pending[start:]
-        del self.tokens[start:], self.pending[start:]
-        return pending
-
-
-def walk_forward(group: list[LaidOut], visit: Callable[[LaidOut, list[Any]], list[Any]]) -> None:
-    """Forward-only phase: ``visit`` gets a chunk and its cached tokens, and returns what its own leave behind."""
-    cache = Cache()
-    for laid_out in group:
-        layout = laid_out.layout
-        own = visit(laid_out, cache.tokens[: layout.num_cached])
-        cache.pop(layout.publish_start)
-        cache.push(layout.publish_start, [own[row] for row in layout.publish.tolist()])
-    assert not cache.tokens, "nothing stays allocated"
-
-
-def walk_backward(
-    group: list[LaidOut],
-    prefill: Callable[[LaidOut, PackedLayout, list[Any]], list[Any]],
-    visit: Callable[[LaidOut, list[Any], list[Any]], list[Any]],
-    nothing: Any = 0,
-) -> None:
-    """Training: ``prefill`` returns what its own tokens leave behind; ``visit`` gets a chunk, its cached tokens and the
-    pending gradients of those it publishes, and returns those of the cached ones."""
-    cache = Cache()
-    for laid_out in group[::-1]:
-        layout = laid_out.layout
-        pending = cache.pop(layout.publish_start)
-        assert len(pending) == len(layout.publish)
-        prefilled = layout.prefill
-        if prefilled is not None:
-            assert prefilled.num_cached == len(cache.tokens)
-            own = prefill(laid_out, prefilled, cache.tokens[: prefilled.num_cached])
-            cache.push(prefilled.publish_start, [own[row] for row in prefilled.publish.tolist()], nothing)
-        assert len(cache.tokens) == layout.num_cached
-        for position, more in enumerate(visit(laid_out, list(cache.tokens), pending)):
-            cache.pending[position] = cache.pending[position] + more
-    assert not cache.tokens, "every sum has found its owner"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.chains import LaidOut, lay_out, num_of_group, plans, tries, walk_backward, walk_forward
-from tests.layout.tries import Batch, Key, batch_of, batches
+from tests.layout.chains import LaidOut, lay_out, num_of_group, plans, tries
+from tests.layout.tries import Batch, Key, batch_of, batches, response_places
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout, idle_prefill
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
@@ -29,6 +29,15 @@ def ancestors(key: tuple[int, Key]) -> list[tuple[int, Key]]:
     return [(key[0], key[1][: t + 2]) for t in range(len(key[1]) - 1)]
 
 
+def check_tokens(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> None:
+    assert layout.num_tokens == len(own_keys)
+    assert layout.input_ids.tolist() == [key[-2] for _, key in own_keys]
+    assert layout.labels.tolist() == [key[-1] for _, key in own_keys]
+    assert layout.position_ids.tolist() == [len(key) - 2 for _, key in own_keys]
+    as_they_are = layout.kv_index.tolist() == list(range(layout.num_cached + layout.num_tokens))
+    assert layout.num_gathered_kv == (0 if as_they_are else len(layout.kv_index))
+
+
 @given(st.data(), ANY_BATCH, st.booleans())
 def test_every_token_is_computed_by_one_chunk_of_its_split_group(
     data: st.DataObject, batch: Batch, forward_only: bool
@@ -38,11 +47,11 @@ def test_every_token_is_computed_by_one_chunk_of_its_split_group(
         owned = Counter(key for p in parts for key in p.own_keys if key in rows)
         assert owned == Counter(rows) + Counter(key for key in filler_keys(batch, group) if key in rows)
         for p in parts:
-            assert p.layout.num_tokens == p.part.num_tokens == len(p.own_keys)
-            assert p.layout.input_ids.tolist() == [key[-2] for _, key in p.own_keys]
-            assert p.layout.labels.tolist() == [key[-1] for _, key in p.own_keys]
-            assert p.layout.position_ids.tolist() == [len(key) - 2 for _, key in p.own_keys]
+            assert p.layout.num_tokens == p.part.num_tokens
             assert p.layout.num_logical_tokens == sum(map(len, p.batch.sequences))
+            check_tokens(p.layout, p.own_keys)
+        if all(len(part.sequences) == num_of_group(part) for part in group):
+            assert sum(p.layout.num_groups for p in parts) == 1
 
 
 def group_keys(batch: Batch, group: list) -> set[tuple[int, Key]]:
@@ -56,22 +65,21 @@ def filler_keys(batch: Batch, group: list) -> list[tuple[int, Key]]:
 
 
 @given(st.data(), ANY_BATCH)
-def test_a_query_sees_its_ancestors_in_order_and_nothing_else(data: st.DataObject, batch: Batch) -> None:
+def test_a_query_sees_its_ancestors_in_order_and_a_segment_follows_its_parent_unless_that_is_cached(
+    data: st.DataObject, batch: Batch
+) -> None:
     for group in data.draw(plans(batch)):
         for p in lay_out(batch, group, forward_only=False):
-            seen = readable(p.layout)
+            layout, seen = p.layout, readable(p.layout)
             assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
-            for layout in filter(None, (p.layout, p.layout.prefill)):
-                as_they_are = layout.kv_index.tolist() == list(range(layout.num_cached + layout.num_tokens))
-                assert layout.num_gathered_kv == (0 if as_they_are else len(layout.kv_index))
-            segment_rows = [len(seen[row]) - 1 for row in p.layout.cu_seqlens_q[:-1].tolist()]
-            assert p.layout.segment_start.tolist() == segment_rows
-            if (prefill := p.layout.prefill) is not None:
-                assert not prefill.num_gathered_kv
-                path = p.keys[: p.layout.num_cached]
-                assert [[path[row] for row in rows] for rows in readable(prefill)] == [
-                    ancestors(key) for key in path[p.part.chunk.num_kept :]
-                ]
+            assert (np.diff(layout.cu_seqlens_q) > 0).all()
+            for segment, parent in enumerate(layout.segment_parent.tolist()):
+                before = seen[int(layout.cu_seqlens_q[segment])][:-1]
+                assert layout.segment_start[segment] == len(before)
+                if parent >= 0:
+                    assert before[-1] - layout.num_cached == layout.cu_seqlens_q[parent + 1] - 1
+                else:
+                    assert not before or before[-1] < layout.num_cached
 
 
 def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_reads() -> None:
@@ -83,119 +91,91 @@ def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_
     assert layout.num_gathered_kv == 21
 
 
-@given(st.data(), ANY_BATCH)
-def test_a_segment_follows_its_parent_unless_that_is_cached(data: st.DataObject, batch: Batch) -> None:
-    for group in data.draw(plans(batch)):
-        for p in lay_out(batch, group, forward_only=True):
-            layout, seen = p.layout, readable(p.layout)
-            assert (np.diff(layout.cu_seqlens_q) > 0).all()
-            for segment, parent in enumerate(layout.segment_parent.tolist()):
-                before = seen[int(layout.cu_seqlens_q[segment])][:-1]
-                if parent >= 0:
-                    assert before[-1] - layout.num_cached == layout.cu_seqlens_q[parent + 1] - 1
-                else:
-                    assert not before or before[-1] < layout.num_cached
-        roots = sum(p.layout.num_groups for p in lay_out(batch, group, forward_only=True))
-        if all(len(part.sequences) == num_of_group(part) for part in group):
-            assert roots == 1
+def with_heads(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> list[tuple[tuple[int, Key], bool]]:
+    """What a forward publishes, in the order of the path: tokens, and whether they have a head output."""
+    heads = set(layout.head_index.tolist())
+    assert layout.publish[layout.publish_heads].tolist() == [row for row in layout.publish.tolist() if row in heads]
+    return [(own_keys[row], row in heads) for row in layout.publish.tolist()]
 
 
-@given(st.data(), ANY_BATCH)
-def test_without_gradient_a_part_finds_on_the_stack_what_earlier_parts_left(data: st.DataObject, batch: Batch) -> None:
-    def visit(p: LaidOut, cached: list) -> list:
-        assert [key for key, _ in cached] == p.keys[: p.layout.num_cached]
-        assert p.layout.prefill is None
-        heads = set(p.layout.head_index.tolist())
-        check_heads(p, [has_head for _, has_head in cached])
-        return [(key, row in heads) for row, key in enumerate(p.own_keys)]
-
-    for group in data.draw(plans(batch)):
-        walk_forward(lay_out(batch, group, forward_only=True), visit)
-
-
-def check_heads(p: LaidOut, cached_has_head: list[bool]) -> None:
-    """Every response token is read from a token with its path and label that has been through the LM head."""
+def check_reads(p: LaidOut, cached: list[tuple[tuple[int, Key], bool]]) -> None:
+    """Every cached token is there; every response token is read from one with its path, label and head output."""
     layout = p.layout
-    assert all(cached_has_head[position] for position in layout.cached_heads.tolist())
-    read = [*layout.cached_heads.tolist(), *(layout.num_cached + layout.head_index).tolist()]
-    logical = dict(zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True))
-    expected = {
-        int(p.batch.offsets[s]) + t: (p.batch.class_of(s), tokens[: t + 2])
-        for s, tokens in enumerate(p.batch.sequences)
-        for t in range(p.batch.prompt_lengths[s] - 1, len(tokens) - 1)
-    }
-    assert {index: p.keys[read[head]] for index, head in logical.items()} == expected
+    assert [key for key, _ in cached] == p.keys[: layout.num_cached]
+    assert all(cached[position][1] for position in layout.cached_heads.tolist())
+    expected = {place: (p.batch.class_of(s), key) for place, (s, key) in response_places(p.batch).items()}
+    assert {place: p.keys[row] for place, row in response_rows(layout)} == expected
     for row, sequence in zip(layout.head_index.tolist(), layout.head_sequence.tolist(), strict=True):
         assert p.batch.sequences[sequence][: len(p.own_keys[row][1])] == p.own_keys[row][1]
         assert p.batch.class_of(sequence) == p.own_keys[row][0]
 
 
+def response_rows(layout: PackedLayout) -> list[tuple[int, int]]:
+    """Of each response token its logical index and the index into [cached | own] that it is read from."""
+    heads = [*layout.cached_heads.tolist(), *(layout.num_cached + layout.head_index).tolist()]
+    places = zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True)
+    return [(place, heads[head]) for place, head in places]
+
+
 @given(st.data(), ANY_BATCH)
-def test_a_prefill_computes_what_the_cache_lacks_with_the_head_outputs_it_needs(
+def test_without_gradient_a_chunk_finds_in_the_cache_what_earlier_chunks_left(
     data: st.DataObject, batch: Batch
 ) -> None:
-    def prefill(p: LaidOut, layout: PackedLayout, cached: list) -> list:
-        path = p.keys[: p.layout.num_cached]
-        assert [key for key, _ in cached] == path[: layout.num_cached]
-        own = path[layout.num_cached :]
-        assert layout.input_ids.tolist() == [key[-2] for _, key in own]
-        assert layout.labels.tolist() == [key[-1] for _, key in own]
-        assert layout.position_ids.tolist() == [len(key) - 2 for _, key in own]
-        assert not len(layout.response_index)
-        assert not len(layout.response_head)
-        assert layout.publish[layout.publish_heads].tolist() == layout.head_index.tolist()
-        assert len(layout.head_sequence) == len(layout.head_index)
-        assert not layout.head_sequence.any()
-        heads = set(layout.head_index.tolist())
-        return [(key, row in heads) for row, key in enumerate(own)]
-
-    def visit(p: LaidOut, cached: list, pending: list) -> list:
-        assert [key for key, _ in cached] == p.keys[: p.layout.num_cached]
-        check_heads(p, [has_head for _, has_head in cached])
-        assert set(p.layout.publish[p.layout.publish_heads].tolist()) <= set(p.layout.head_index.tolist())
-        return [0] * p.layout.num_cached
-
     for group in data.draw(plans(batch)):
-        walk_backward(lay_out(batch, group, forward_only=False), prefill, visit)
+        cache: list[tuple[tuple[int, Key], bool]] = []
+        for p in lay_out(batch, group, forward_only=True):
+            assert p.layout.prefill is None
+            check_reads(p, cache[: p.layout.num_cached])
+            assert p.layout.publish_start <= len(cache)
+            cache[p.layout.publish_start :] = with_heads(p.layout, p.own_keys)
+        assert not cache, "nothing stays allocated"
 
 
 @given(st.data(), ANY_BATCH)
-def test_every_gradient_reaches_the_chunk_that_computes_the_token_exactly_once(
+def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_computes_the_token_exactly_once(
     data: st.DataObject, batch: Batch
 ) -> None:
     """Keys' gradients by (reader, row), and head outputs' by response token: counted, none lost, none twice."""
     for group in data.draw(plans(batch)):
+        laid_out = lay_out(batch, group, forward_only=False)
         received: Counter = Counter()
-
-        def prefill(p: LaidOut, layout: PackedLayout, cached: list) -> list:
-            return list(p.keys[layout.num_cached : p.layout.num_cached])
-
-        def visit(p: LaidOut, cached: list, pending: list, received: Counter = received) -> list:
+        cache: list[tuple[tuple[int, Key], bool]] = []
+        pending: list[Counter] = []
+        for p in laid_out[::-1]:
             layout, c = p.layout, p.layout.num_cached
+            consumed = pending[layout.publish_start :]
+            del cache[layout.publish_start :], pending[layout.publish_start :]
+            if (prefill := layout.prefill) is not None:
+                assert prefill.num_cached == prefill.publish_start == len(cache)
+                own = p.keys[len(cache) : c]
+                check_tokens(prefill, own)
+                assert [[p.keys[row] for row in rows] for rows in readable(prefill)] == [ancestors(key) for key in own]
+                assert not len(prefill.response_index)
+                assert not len(prefill.response_head)
+                assert prefill.head_sequence.tolist() == [0] * len(prefill.head_index)
+                cache.extend(with_heads(prefill, own))
+                pending.extend(Counter() for _ in own)
+            check_reads(p, cache)
             sums = [Counter() for _ in p.keys]
-            for query, rows in enumerate(readable(layout)):
+            for reader, rows in zip(p.own_keys, readable(layout), strict=True):
                 for row in rows:
-                    sums[row][p.own_keys[query]] += 1
-            heads = [*layout.cached_heads.tolist(), *(c + layout.head_index).tolist()]
-            for index, head in zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True):
-                s = int(np.searchsorted(p.batch.offsets, index, side="right")) - 1
-                sums[heads[head]]["token", p.part.sequences[s], index - int(p.batch.offsets[s])] += 1
-            for row, more in zip(layout.publish.tolist(), pending, strict=True):
+                    sums[row][reader] += 1
+            for place, row in response_rows(layout):
+                s = int(np.searchsorted(p.batch.offsets, place, side="right")) - 1
+                sums[row]["token", p.part.sequences[s], place - int(p.batch.offsets[s])] += 1
+            for row, more in zip(layout.publish.tolist(), consumed, strict=True):
                 sums[c + row] += more
             for key, total in zip(p.own_keys, sums[c:], strict=True):
                 received.update({(key, reader): times for reader, times in total.items()})
-            return sums[:c]
-
-        walk_backward(lay_out(batch, group, forward_only=False), prefill, visit, nothing=Counter())
-        members = [(s, part) for part in group for s in part.sequences]
-        expected = Counter(
-            (row, ("token", s, len(row[1]) - 2))
-            for s, _ in members
-            for row in ancestors((batch.class_of(s), batch.sequences[s]))
-            if len(row[1]) - 1 >= batch.prompt_lengths[s]
-        )
-        rows = [key for p in lay_out(batch, group, forward_only=False) for key in p.own_keys]
-        expected.update((row, key) for key in rows for row in ancestors(key))
+            for position, more in enumerate(sums[:c]):
+                pending[position] += more
+        assert not cache, "every sum has found its owner"
+        keys = [key for p in laid_out for key in p.own_keys]
+        expected = Counter((row, key) for key in keys for row in ancestors(key))
+        for s in (s for part in group for s in part.sequences):
+            labelled = range(batch.prompt_lengths[s] - 1, len(batch.sequences[s]) - 1)
+            row_of = ancestors((batch.class_of(s), batch.sequences[s]))
+            expected.update((row_of[t], ("token", s, t)) for t in labelled)
         assert received == expected
 
 
@@ -206,9 +186,7 @@ def test_a_rank_without_a_prefill_runs_one_token_that_nobody_reads(batch: Batch)
     assert (idle.input_ids.tolist(), idle.labels.tolist(), idle.position_ids.tolist()) == ([first[0]], [first[1]], [0])
     assert (idle.num_cached, idle.kv_index.tolist(), idle.is_chunk) == (0, [0], False)
     assert idle.num_logical_tokens == len(first)
-    assert not len(idle.publish)
-    assert not len(idle.publish_heads)
-    assert not len(idle.response_head)
+    assert not len(idle.publish) + len(idle.response_head)
 
 
 GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])

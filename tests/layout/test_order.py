@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tries import Batch, batch_of, batches
+from tests.layout.tries import Batch, batches
 from verl_pg_plugin.layout import IntArray, build_packed_layout, build_prefix_order, idle_prefill
 
 
@@ -24,10 +24,11 @@ def test_neighbours_share_what_the_whole_tree_shares(batch: Batch) -> None:
     assert keys == sorted(keys)
 
 
-def test_tokens_that_take_several_bytes_are_sorted_as_numbers() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+def test_tokens_of_several_bytes_are_sorted_as_numbers(dtype: type) -> None:
     """Ranks of another byte order would cut the same batch otherwise."""
-    order = batch_of(((256, 1), (0,)), ((1, 1), (0,)), ((65536, 1), (0,)), ((255, 1), (0,))).order()
-    assert order.sequences.tolist() == [1, 3, 0, 2]
+    tokens = np.array([256, 1, 0, 1, 1, 0, 65536, 1, 0, 255, 1, 0], dtype=dtype)
+    assert build_prefix_order(tokens, np.arange(0, 13, 3)).sequences.tolist() == [1, 3, 0, 2]
 
 
 def test_a_sequence_of_one_token_is_refused_by_name() -> None:

@@ -4,7 +4,6 @@ A row is named by its *key*: the tokens it has read and the one it predicts. Two
 (and classes) are equal.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,13 +23,7 @@ settings.load_profile("no_deadline")
 
 @dataclass(frozen=True)
 class Batch:
-    """B sequences of prompt + response.
-
-    Attributes:
-        sequences: tokens of each sequence.
-        prompt_lengths: leading tokens of each that are the prompt.
-        classes: optional; sequences of different class must not share rows.
-    """
+    """B sequences of prompt + response; those of different class must not share rows."""
 
     sequences: tuple[tuple[int, ...], ...]
     prompt_lengths: tuple[int, ...]
@@ -66,19 +59,17 @@ class Batch:
 
     def rows(self) -> set[tuple[int, Key]]:
         """(class, key) of every row the batch needs."""
-        return {(self.class_of(s), tokens[: t + 2]) for s, tokens in enumerate(self.sequences) for t in _rows(tokens)}
-
-    def response_rows(self) -> set[tuple[int, Key]]:
-        """(class, key) of every row that predicts a response token."""
-        return {
-            (self.class_of(s), tokens[: t + 2])
-            for s, (tokens, prompt) in enumerate(zip(self.sequences, self.prompt_lengths, strict=True))
-            for t in range(prompt - 1, len(tokens) - 1)
-        }
+        sequences = enumerate(self.sequences)
+        return {(self.class_of(s), tokens[: t + 2]) for s, tokens in sequences for t in range(len(tokens) - 1)}
 
 
-def _rows(tokens: Sequence[int]) -> range:
-    return range(len(tokens) - 1)
+def response_places(batch: Batch) -> dict[int, tuple[int, Key]]:
+    """By logical index, sequence and key of every token that predicts a response token."""
+    return {
+        int(batch.offsets[s]) + t: (s, tokens[: t + 2])
+        for s, tokens in enumerate(batch.sequences)
+        for t in range(batch.prompt_lengths[s] - 1, len(tokens) - 1)
+    }
 
 
 def batch_of(*pairs: tuple[Sequence[int], Sequence[int]], classes: Sequence[int] | None = None) -> Batch:
@@ -147,10 +138,3 @@ def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
     for token, label in pairwise(tokens):
         rows.append(row_of[rows[-1], token, label])
     return rows[1:]
-
-
-def segment_tokens(layout: PackedLayout) -> Counter[tuple[int, Key]]:
-    """(start position, tokens) of every segment."""
-    bounds = zip(layout.cu_seqlens_q[:-1].tolist(), layout.cu_seqlens_q[1:].tolist(), strict=True)
-    tokens = [tuple(layout.input_ids[start:stop].tolist()) for start, stop in bounds]
-    return Counter(zip(layout.segment_start.tolist(), tokens, strict=True))

@@ -21,7 +21,7 @@ WIDTH = 3
 def rows_before(layout: PackedLayout) -> torch.Tensor:
     """(T, WIDTH) the row itself and those before it in its sequences; T where there is none."""
     segment = np.repeat(np.arange(len(layout.segment_start)), np.diff(layout.cu_seqlens_q))
-    place = layout.key_place[:, None] - np.arange(WIDTH)
+    place = layout.position_ids[:, None] - np.arange(WIDTH)
     keys = layout.cu_seqlens_k[segment][:, None] + np.maximum(place, 0)
     return torch.from_numpy(np.where(place >= 0, layout.kv_index[keys], layout.num_tokens).astype(np.int64))
 

@@ -1,14 +1,13 @@
 """The prefix KV cache of a split group: keys, values and head outputs that one chunk computes and others read.
 
-A group that exceeds a micro-batch is computed in chunks, see ``layout.packed``. In training the chunks run in reverse
-order: a prefill computes without gradient what a chunk reads, the chunk's backward adds to float32 sums, the pending
-gradients, and the chunk that computes these tokens with gradient, which comes later, adds them in its own backward and
-rounds once. The scheme is known as schedule-level prefix reuse (https://arxiv.org/abs/2606.01143).
+In training the chunks run in reverse: a prefill computes without gradient what a chunk reads, the chunk's backward adds
+to pending gradients in float32, and the chunk that computes these tokens with gradient, which comes later, adds them in
+its own backward and rounds once (schedule-level prefix reuse, https://arxiv.org/abs/2606.01143).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ class CachedTokens:
 
     Attributes:
         values: (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C).
-        pending: float32 or wider sums of their gradients over the chunks that have run; empty where nothing has a
+        pending: sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a
             gradient, and once their owner has taken them.
     """
 
@@ -57,22 +56,16 @@ class CachedTokens:
         The first are copied where they are less than half of what the tensors hold, and else views, so that however
         often tokens are split, they hold at most twice what they have once the others are gone.
         """
+        before, after = CachedTokens(self.start, at), CachedTokens(at, self.stop)
+        num_before = at - self.start
         token_bytes = sum(x.nbytes for x in self._tensors) // (self.stop - self.start)
-        copy = 2 * (at - self.start) * token_bytes <= self.num_bytes
-
-        def first(tensors: Tensors) -> Tensors:
-            parts = {place: x[: at - self.start] for place, x in tensors.items()}
-            return {place: x.clone() for place, x in parts.items()} if copy else parts
-
-        def last(tensors: Tensors) -> Tensors:
-            return {place: x[at - self.start :] for place, x in tensors.items()}
-
-        before = CachedTokens(self.start, at, first(self.values), first(self.pending))
-        return before, CachedTokens(at, self.stop, last(self.values), last(self.pending))
-
-    def drop_values(self) -> None:
-        """Free them: the chunk that takes the pending gradients computes the values again."""
-        self.values.clear()
+        copy = 2 * num_before * token_bytes <= self.num_bytes
+        parts = (self.values, before.values, after.values), (self.pending, before.pending, after.pending)
+        for tensors, first, last in parts:
+            for place, x in tensors.items():
+                first[place] = x[:num_before].clone() if copy else x[:num_before]
+                last[place] = x[num_before:]
+        return before, after
 
     @property
     def _tensors(self) -> list[Tensor]:
@@ -99,15 +92,8 @@ class PrefixCache:
     def num_tokens(self) -> int:
         return self.blocks[-1].stop if self.blocks else 0
 
-    def __iter__(self) -> Iterator[CachedTokens]:
-        return iter(self.blocks)
-
     def push(self, block: CachedTokens) -> None:
-        """Put tokens behind the others.
-
-        Raises:
-            RuntimeError: they do not continue the path, so some chunk read or published the wrong ones.
-        """
+        """Raises RuntimeError if tokens do not continue the path: some chunk read or published the wrong ones."""
         if block.start != self.num_tokens:
             raise RuntimeError(f"tokens {block.start} .. {block.stop} do not continue {self.num_tokens} cached tokens")
         self.blocks.append(block)
@@ -127,30 +113,27 @@ class PrefixCache:
         return popped[::-1]
 
 
+@dataclass(eq=False)
 class CacheAccess:
     """What one forward of a chunk, or of its prefill, reads from the cache, publishes and consumes.
 
     Attributes:
-        layout: of the tokens.
-        read: the cached tokens ``0 .. num_cached``.
+        layout: of its T tokens, of which c are cached.
+        read: the cached tokens.
         publish: filled with the tokens that later chunks read; None in training, where a prefill publishes them.
         consumed: the same tokens, taken off the cache; their pending gradients are added here. Empty outside training.
         prefill: no sequence reads this forward's outputs.
     """
 
-    def __init__(
-        self,
-        layout: PackedLayout,
-        read: Sequence[CachedTokens],
-        publish: CachedTokens | None = None,
-        consumed: Sequence[CachedTokens] = (),
-        prefill: bool = False,
-    ) -> None:
-        self.layout, self.read, self.publish, self.consumed, self.prefill = layout, read, publish, consumed, prefill
-        self._published: Tensor | None = None
+    layout: PackedLayout
+    read: Sequence[CachedTokens]
+    publish: CachedTokens | None = None
+    consumed: Sequence[CachedTokens] = ()
+    prefill: bool = False
+    _published: Tensor | None = field(default=None, init=False)
 
     def in_front(self, place: Place, own: Tensor) -> Tensor:
-        """(c + T, ...) cached values in front of those of the T own tokens."""
+        """(c + T, ...) cached values in front of those of the own tokens."""
         return torch.cat([*(block.values[place] for block in self.read), own])
 
     def publish_layer(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
@@ -159,16 +142,13 @@ class CacheAccess:
                 published = x.detach().index_select(0, self._published_tokens(x.device))
                 self.publish.put((layer, name), published, has_gradient=self.prefill)
 
-    def settle_layer(self, layer: int, *totals: Tensor) -> list[Tensor]:
-        """Gradients (T, ...) of the own keys and values, pending ones included.
+    def settle(self, place: Place, total: Tensor) -> Tensor:
+        """Gradients (T, ...) of the own keys or values, pending ones included.
 
         Args:
-            totals: (c + T, ...) gradients of [cached | own] keys and of values, float32 or wider. Those of cached
-                tokens are added to their pending ones.
+            total: (c + T, ...) gradients of [cached | own], float32 or wider. Those of cached tokens are added to their
+                pending ones.
         """
-        return [self._settle((layer, name), total) for name, total in zip("kv", totals, strict=True)]
-
-    def _settle(self, place: Place, total: Tensor) -> Tensor:
         for block in self.read:
             block.pending[place].add_(total[block.start : block.stop])
         own = total[self.layout.num_cached :]
@@ -184,13 +164,10 @@ class CacheAccess:
         return self._published
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
-        """Head outputs of cached tokens in front of those of own ones.
+        """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.
 
         Args:
             outputs_NC: (N, C) of the own tokens at ``head_index``, of all ranks that share the tokens.
-
-        Returns:
-            (cached heads + N, C), as ``response_head`` of the layout indexes them.
         """
         if self.publish is not None:
             published = outputs_NC.new_zeros(len(self.layout.publish), outputs_NC.shape[1])
@@ -201,8 +178,9 @@ class CacheAccess:
 
     def _published_outputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of published tokens that publish head outputs, their places among the published and the own heads."""
-        layout = self.layout
-        return tuple(to_device(x, torch.int64, device) for x in (layout.publish_heads, layout.published_head_index))
+        tokens = self.layout.publish_heads
+        heads = np.searchsorted(self.layout.head_index, self.layout.publish[tokens])
+        return to_device(tokens, torch.int64, device), to_device(heads, torch.int64, device)
 
 
 class _JoinOutputs(torch.autograd.Function):

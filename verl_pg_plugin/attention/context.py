@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_head
 from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
-from verl_pg_plugin.attention.tree import Tree
+from verl_pg_plugin.attention.tree import Piece, Tree
 from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout
 
 if TYPE_CHECKING:
@@ -28,26 +29,20 @@ T = TypeVar("T")
 
 
 class AttentionContext(ABC):
-    """Made by the engine for one forward, which a layer may run more than once (gradient checkpointing).
+    """Made for one forward, which a layer may run more than once (gradient checkpointing).
 
     No dataclass: torch 2.11 takes frozen dataclasses apart where compiled code hands them on, and would compile anew
     for every size of the tensors inside.
 
     Attributes:
         layout: what the tokens are; None where a model made them from a padded batch.
-        keep: checkpointed layers keep attention's output and log-sum-exp, see ``op.checkpoint_contexts``; not to be
-            changed between a forward and its backward.
         perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
     """
 
-    def __init__(
-        self, layout: Layout | None, *, keep: bool = True, perturb: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.layout = layout
-        self.keep = keep
-        self.perturb = perturb
+    def __init__(self, layout: Layout | None, perturb: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.layout, self.perturb = layout, perturb
         self.calls: Counter[str] = Counter()
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
@@ -64,15 +59,12 @@ class AttentionContext(ABC):
         """
 
     def mixed(self, mixer: str, out: Tensor) -> Tensor:
-        """Count a layer and return what it computed, which verify mode moves by rounding."""
+        """Count a layer and return what it computed."""
         self.calls[mixer] += 1
         return out if self.perturb is None else self.perturb(out)
 
     def index(self, make: Callable[..., T], *args: Hashable) -> T:
-        """What ``make`` derives from the layout, derived once per forward and not once per layer.
-
-        Args:
-            make: takes the layout, then ``args``.
+        """``make(layout, *args)``, once per forward and not once per layer.
 
         Raises:
             RuntimeError: the tokens have no layout.
@@ -89,7 +81,6 @@ class PackedAttention(AttentionContext):
     """T packed tokens on a device.
 
     Attributes:
-        kernel: the kernel to call.
         num_tokens: T; tokens after them are padding, which attends to nothing.
         cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
     """
@@ -100,9 +91,9 @@ class PackedAttention(AttentionContext):
         kernel: Kernel,
         device: torch.device | str,
         cache: CacheAccess | None = None,
-        **options: Any,
+        perturb: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(layout, **options)
+        super().__init__(layout, perturb)
         self.kernel, self.device, self.cache = kernel, device, cache
         self.num_tokens = 0 if layout is None else layout.num_tokens
         self._unshared: Tree | None = None
@@ -110,9 +101,9 @@ class PackedAttention(AttentionContext):
     @classmethod
     def unshared(cls, kernel: Kernel, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
-        context = cls(None, kernel, cu_seqlens.device)
+        context, tokens = cls(None, kernel, cu_seqlens.device), slice(0, num_tokens)
         context.num_tokens = num_tokens
-        context._unshared = Tree.unshared(cu_seqlens, cu_seqlens, num_tokens, num_tokens, max_seqlen, max_seqlen)
+        context._unshared = Tree([Piece(tokens, tokens, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)])
         return context
 
     def tree(self, window: int) -> Tree:
@@ -120,7 +111,7 @@ class PackedAttention(AttentionContext):
         if self._unshared is not None:
             return self._unshared
         assert isinstance(self.layout, PackedLayout)
-        if window >= self.layout.max_seqlen_k - 1:
+        if window >= np.diff(self.layout.cu_seqlens_k).max() - 1:
             window = -1
         return self.index(Tree.of, self.device, window)
 
@@ -133,26 +124,24 @@ class PackedAttention(AttentionContext):
         num_padding = len(q_THD) - self.num_tokens
         if num_padding:
             q_THD, k_TGD, v_TGD = (x[: self.num_tokens] for x in (q_THD, k_TGD, v_TGD))
-        tree = self.tree(options.window_size)
-        out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache, self.keep)
+        out_THD = attend(q_THD, k_TGD, v_TGD, self.tree(options.window_size), self.kernel, options, self.cache)
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
 
 class UlyssesAttention(AttentionContext):
     """An equal slice of the tokens on each rank of a group.
 
-    Each rank holds a slice of the tokens and all heads. Two all-to-alls around attention trade that for all tokens and
-    a slice of the heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so what attends in between is
-    what a single rank runs.
+    Two all-to-alls around attention trade a slice of the tokens and all heads for all tokens and a slice of the heads
+    and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so what attends in between is what one rank runs.
 
     Attributes:
-        inner: the tokens as this rank would attend to them if it held all T; its ``keep`` counts.
-        num_tokens: tokens of all slices that come out of the all-to-all, padding at their end included or not.
+        inner: the tokens as this rank would attend to them if it held all T.
+        num_tokens: of all slices that come out of the all-to-all, padding at their end included or not.
         group: the ranks that share the tokens, in the order of their slices.
     """
 
     def __init__(self, inner: AttentionContext, num_tokens: int, group: dist.ProcessGroup) -> None:
-        super().__init__(inner.layout, keep=inner.keep, perturb=inner.perturb)
+        super().__init__(inner.layout, inner.perturb)
         self.inner, self.num_tokens, self.group = inner, num_tokens, group
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -189,14 +178,17 @@ class PaddedGroupsAttention(AttentionContext):
     """Upstream's padded groups, one a line (https://github.com/johncaged/PrefixGrouper).
 
     Attributes:
-        grouper: ``prefix_grouper.PrefixGrouper`` of lines ``[prompt | response 1 | response 2 | ... | padding]``.
-        kernel: what both of upstream's attention passes call.
+        grouper: of lines ``[prompt | response 1 | response 2 | ... | padding]``.
     """
 
     def __init__(
-        self, grouper: PrefixGrouper, kernel: Kernel, layout: PaddedLayout | None = None, **options: Any
+        self,
+        grouper: PrefixGrouper,
+        kernel: Kernel,
+        layout: PaddedLayout | None = None,
+        perturb: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(layout, **options)
+        super().__init__(layout, perturb)
         self.grouper, self.kernel = grouper, kernel
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -212,8 +204,8 @@ class PaddedGroupsAttention(AttentionContext):
                 return q_BHQD.transpose(1, 2)
             # A group without a prefix is no segment; every suffix has tokens.
             cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
-            tree = Tree.unshared(cu_seqlens_q, cu_seqlens_k, len(q_THD), len(k_TGD), max_seqlen_q, max_seqlen_k)
-            out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, keep=self.keep)
-            return pad_input(out_THD, rows, batch_size, num_q)
+            tokens = slice(0, len(q_THD)), slice(0, len(k_TGD))
+            tree = Tree([Piece(*tokens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)])
+            return pad_input(attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options), rows, batch_size, num_q)
 
         return self.grouper.forward(attend_padded, query, key, value)

@@ -11,13 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class Gather:
-    """Which of T tokens to copy where; K copies. All on one device.
+    """Which of T tokens to copy where.
 
     Attributes:
         tokens: (K,) int32 token of each copy.
         num_tokens: T.
-        copies: (K,) int64 copies sorted by token; on a GPU alone.
-        bounds: (T+1,) int64 the copies of token t are ``copies[bounds[t]:bounds[t + 1]]``; on a GPU alone.
+        copies, bounds: (K,) and (T+1,) int64, on a GPU alone; token t's are ``copies[bounds[t]:bounds[t + 1]]``.
     """
 
     tokens: torch.Tensor
@@ -27,7 +26,7 @@ class Gather:
 
     @classmethod
     def of(cls, tokens: torch.Tensor, num_tokens: int) -> Gather:
-        """From int32 ``tokens`` (K,) on the device; the host does not wait for it."""
+        """The host does not wait for the device."""
         if not tokens.is_cuda:
             return cls(tokens, num_tokens)
         in_order, copies = torch.sort(tokens, stable=True)
@@ -35,15 +34,10 @@ class Gather:
         return cls(tokens, num_tokens, copies, torch.searchsorted(in_order, each))
 
     def sum(self, grad: torch.Tensor, total: torch.Tensor, add: bool = False) -> torch.Tensor:
-        """Gradient of the tokens from the gradient of their copies.
+        """Gradient ``total`` (T, ...) of the tokens from ``grad`` (K, ...), that of their copies.
 
-        Args:
-            grad: (K, ...) floating point.
-            total: (T, ...) for the result; (T, heads, D) may have any strides of tokens and heads.
-            add: to what ``total`` holds, which is float32 or wider.
-
-        Returns:
-            ``total``; summed in float32 (on a CPU, float64 for float64), in a fixed order, rounded once.
+        Summed in float32 (on a CPU, float64 for float64), in a fixed order, and rounded once. To ``add`` to what it
+        holds, ``total`` must be float32 or wider. One of (T, heads, D) may have any strides of tokens and heads.
         """
         if grad.is_cuda:
             from verl_pg_plugin.attention.segment_sum import sum_copies
@@ -57,23 +51,19 @@ class Gather:
 
 
 def to_device(array: np.ndarray, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Copy an index map to the device, see ``send``."""
+    """An index map on the device, see ``send``."""
     return send(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
 
 
 def send(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor on the device; from the host through pinned memory, so that the host does not wait for the copy."""
+    """A tensor on the device; through pinned memory, so that the host does not wait."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class _GatherTokens(torch.autograd.Function):
-    """``index_select`` whose backward does not round between the additions.
-
-    A shared token is read by every response of its group, so its gradient is a sum of as many terms. Adding those in
-    bf16, as atomics on a GPU do, loses a bit for every doubling of the group.
-    """
+    """``index_select`` whose backward rounds once: bf16 atomics lose a bit for every doubling of a group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: Gather) -> torch.Tensor:
@@ -87,5 +77,5 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: torch.Tensor, gather: Gather) -> torch.Tensor:
-    """(K, ...) copies of ``x`` (T, ...); gradients are those of ``Gather.sum``, in the dtype of ``x``."""
+    """(K, ...) copies of ``x`` (T, ...); the gradient is that of ``Gather.sum``, in the dtype of ``x``."""
     return _GatherTokens.apply(x, gather)

@@ -1,7 +1,7 @@
 """Attention over packed tokens under a name in transformers' ``AttentionInterface``.
 
-A model whose config names this implementation calls it in every layer and hands through the keyword arguments
-of its ``forward``; the context travels as ``prefix_grouper``. No model file is patched.
+A model whose config has that name calls it in every layer with the keywords of its own ``forward``; the context travels
+as ``prefix_grouper``. No model file is patched.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ ATTENTION_NAME = "prefix_grouper_packed"
 ATTENTION = "attention"
 """Under this name ``AttentionContext.calls`` counts attention layers."""
 
-# Keywords that decoders pass and that change nothing here: positions are in q and k already, the rest concerns
-# caches, outputs, losses and masks that a forward over packed tokens does not have.
+# What decoders pass and changes nothing: positions are in q and k, caches and outputs are not there.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 )
@@ -40,26 +39,18 @@ def packed_attention(
 
     Args:
         query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the tokens are padded groups.
-        attention_mask: must be None, ``prefix_grouper`` says what a token sees.
-        prefix_grouper: the tokens of this forward.
-        kwargs: see ``attention_options``.
+        attention_mask, kwargs: see ``attention_options``.
 
     Returns:
         (B, T, H, D) and None for the attention weights.
 
     Raises:
-        TypeError: ``prefix_grouper`` is of another type.
-        RuntimeError: no ``prefix_grouper``, or something that the kernels do not compute, see ``attention_options``.
+        RuntimeError: no ``prefix_grouper``, or something that the kernels do not compute.
     """
     if prefix_grouper is None:
         raise RuntimeError(
             f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
             "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
-    if not isinstance(prefix_grouper, AttentionContext):
-        raise TypeError(
-            f"attention cannot use a prefix_grouper of type {type(prefix_grouper).__qualname__}; pass a PrefixGrouper "
-            "or a PackedLayout to the model's forward, or an AttentionContext whose tokens are the input"
         )
     options = attention_options(module, query, attention_mask, **kwargs)
     return prefix_grouper.mixed(ATTENTION, prefix_grouper.attend(query, key, value, options)), None
@@ -79,12 +70,6 @@ def attention_options(
 ) -> AttentionOptions:
     """What a layer asks of attention, from the keywords of transformers' attention functions.
 
-    Args:
-        query: (B, H, T, D); its D gives the default scaling.
-        attention_mask: must be None, the layout says what a token sees.
-        sliding_window: tokens a query sees, itself included, as transformers counts them.
-        s_aux: (H,) learned attention sinks.
-
     Raises:
         RuntimeError: the model needs what the kernels do not compute (a mask, dropout, biases, non-causal layers).
     """
@@ -102,7 +87,7 @@ def attention_options(
         )
     return AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window_size=-1 if sliding_window is None else sliding_window - 1,
+        window_size=-1 if sliding_window is None else sliding_window - 1,  # transformers counts the query itself
         softcap=softcap or 0.0,
         layer_idx=getattr(module, "layer_idx", 0),
         sinks=s_aux,

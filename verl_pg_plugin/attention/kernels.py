@@ -7,13 +7,12 @@ a kernel nor torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl_pg_plugin.attention.passes import Backward, Forward
+    from verl_pg_plugin.attention.passes import Backward, Forward, Passes
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +38,10 @@ class KernelSpec:
 
     Attributes:
         device_type: the only device that runs it; None for every device.
-        min_capability: lowest compute capability of a CUDA device.
-        max_capability: the highest; None where later devices run it too.
+        min_capability, max_capability: compute capabilities of a CUDA device; None where later devices run it too.
         package: distribution that must be installed; None where torch is enough.
         install: command that installs the package.
-        head_dim_multiple: what divides every width of a head that it takes.
-        max_head_dim: the largest width that it takes; None for no largest.
+        head_dim_multiple, max_head_dim: widths of heads that it takes; None for no largest.
         softcap: whether it caps scores.
     """
 
@@ -59,23 +56,11 @@ class KernelSpec:
 
     @property
     def installed(self) -> bool:
-        """Whether the package is there.
-
-        Asks the package metadata: an import would load CUDA libraries, and both flash-attn 2 and flash-attn 4 bring a
-        folder ``flash_attn/cute``.
-        """
+        """By package metadata: an import loads CUDA libraries, and flash-attn 2 and 4 have a folder in common."""
         try:
             return self.package is None or bool(version(self.package))
         except PackageNotFoundError:
             return False
-
-    def obstacle(self, device_type: str) -> str:
-        """Why this machine cannot run it on such a device and what to do; empty if it can. Starts no CUDA context."""
-        if self.device_type not in (None, device_type):
-            return f"needs a {self.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
-        if not self.installed:
-            return f"needs {self.package}, which is not installed: {self.install}"
-        return ""
 
     def misfit(self, needs: AttentionNeeds) -> str:
         """What a model needs and this kernel does not compute; empty if nothing."""
@@ -107,8 +92,7 @@ KERNELS: dict[str, KernelSpec] = {
     "torch_varlen": replace(_FLASH, min_capability=(8, 0), softcap=False),
     "sdpa": KernelSpec(),
 }
-"""Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs there, needs one and fits the
-model; elsewhere sdpa."""
+"""Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs and fits the model, never sdpa."""
 
 ATTENTION_KERNELS = ("auto", *KERNELS)
 
@@ -119,8 +103,8 @@ class Kernel:
 
     Attributes:
         forward, backward: its passes, see ``passes.py``.
-        heads_first: gradients lie in memory as (H, T, D). The graphs of layers that are compiled for any number of
-            tokens ask for that, and would copy others (AOTAutograd's tangents of symbolic sizes are contiguous).
+        heads_first: gradients lie in memory as (H, T, D). Layers that are compiled for any number of tokens would copy
+            others (AOTAutograd's tangents of symbolic sizes are contiguous).
     """
 
     name: str
@@ -142,11 +126,11 @@ def candidates(name: str, device_type: str) -> tuple[str, ...]:
 def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
     """Why no kernel that ``name`` stands for computes a model's attention; empty if one does.
 
-    Of those of "auto" one that is not installed is none. One that was asked for by name is ``KernelSpec.obstacle``'s.
+    Of those of "auto" one that is not installed is none. One asked for by name is ``kernel_obstacle``'s.
     """
     found = []
     for kernel in candidates(name, device_type):
-        missing = KERNELS[kernel].obstacle(device_type) if name == "auto" else ""
+        missing = kernel_obstacle(kernel, device_type, asks_gpu=False) if name == "auto" else ""
         why = KERNELS[kernel].misfit(needs) or missing
         if not why:
             return ""
@@ -158,15 +142,13 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
     """Choose the attention kernel of this process.
 
     Args:
-        name: one of ``ATTENTION_KERNELS``. On a GPU auto takes the fastest that is installed and fits the model, in the
-            order of ``KERNELS``, and never the slow sdpa.
+        name: one of ``ATTENTION_KERNELS``.
         device_type: "cuda" or "cpu".
         needs: of the model; None for any.
 
     Raises:
         ValueError: unknown name.
-        RuntimeError: the kernel is not installed, cannot run on the device or this model, or was built without capped
-            scores, which the model has; the message names the fix.
+        RuntimeError: no such kernel runs this model here; the message names the fix.
     """
     if name not in ATTENTION_KERNELS:
         raise ValueError(f"unknown attention kernel {name!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
@@ -186,10 +168,7 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
 def model_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
     """Why a kernel cannot run a model here and what would change that; empty if it can.
 
-    For a model that caps scores the kernel is imported and tried, see ``passes.softcap_fault``.
-
-    Raises:
-        RuntimeError: then its package is installed but cannot be imported.
+    For a model that caps scores the kernel is imported (``load_passes``) and tried (``passes.softcap_fault``).
     """
     spec = KERNELS[name]
     found = kernel_obstacle(name, device_type) or spec.misfit(needs)
@@ -198,18 +177,24 @@ def model_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
     from verl_pg_plugin.attention.passes import softcap_fault
 
     logger.info("trying how %s caps scores, which some kernels compile code for", name)
-    fault = softcap_fault(*load_passes(name), max(map(max, needs.head_dims), default=64), device_type)
+    fault = softcap_fault(load_passes(name), max(map(max, needs.head_dims), default=64), device_type)
     return f"{fault}; install one that does: {spec.install}" if fault else ""
 
 
-def kernel_obstacle(name: str, device_type: str) -> str:
-    """Why a kernel cannot run here and what would change that; empty if nothing is in the way. Imports no kernel."""
-    import torch
+def kernel_obstacle(name: str, device_type: str, asks_gpu: bool = True) -> str:
+    """Why a kernel cannot run here and what would change that; empty if nothing is in the way. Imports no kernel.
 
+    Args:
+        asks_gpu: look at the GPU, which starts a CUDA context.
+    """
     spec = KERNELS[name]
-    if found := spec.obstacle(device_type):
-        return found
-    if spec.device_type == "cuda":
+    if spec.device_type not in (None, device_type):
+        return f"needs a {spec.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
+    if not spec.installed:
+        return f"needs {spec.package}, which is not installed: {spec.install}"
+    if spec.device_type == "cuda" and asks_gpu:
+        import torch
+
         if not torch.cuda.is_available():
             return f"needs a GPU and torch {torch.__version__} sees none; VERL_PLATFORM=cpu runs without"
         capability = torch.cuda.get_device_capability()
@@ -220,7 +205,7 @@ def kernel_obstacle(name: str, device_type: str) -> str:
     return ""
 
 
-def load_passes(name: str) -> tuple[Forward, Backward]:
+def load_passes(name: str) -> Passes:
     """Import a kernel.
 
     Raises:
@@ -228,9 +213,8 @@ def load_passes(name: str) -> tuple[Forward, Backward]:
     """
     from verl_pg_plugin.attention import passes
 
-    load: Callable[[], tuple[Forward, Backward]] = getattr(passes, name)
     try:
-        return load()
+        return getattr(passes, name)()
     except (ImportError, AttributeError) as error:  # the latter: two packages of different ages in one folder
         raise RuntimeError(
             f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it "

@@ -1,7 +1,7 @@
 """The attention op: one autograd function over the passes of any kernel and the pieces of a prefix tree.
 
 Gradients are summed in float32, in a fixed order, and rounded once. Where one piece covers all tokens its gradients are
-written once, and those through prefixes that are read in place are added to them.
+written once, and those through prefixes that are read in place are added.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ class AttentionOptions:
     """What one layer asks of attention.
 
     Attributes:
-        softmax_scale: multiplies the scores.
-        window_size: keys a query sees besides itself, to the left; -1 for all.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 switches it off.
+        softmax_scale, softcap: see ``passes.Varlen``.
+        window_size: keys a query sees besides its own, to the left; -1 for all.
         layer_idx: place of the layer in the model.
-        sinks: (H,) learned attention sinks of the heads of the queries, if the layer has any: one more score of every
-            query, whose value is zero.
+        sinks: (H,) learned attention sinks, one more score of every query of a head, whose value is zero.
     """
 
     softmax_scale: float
@@ -50,17 +48,13 @@ def attend(
     kernel: Kernel,
     options: AttentionOptions,
     cache: CacheAccess | None = None,
-    keep: bool = False,
 ) -> Tensor:
     """Causal attention of T packed tokens in which siblings never see each other.
 
     Args:
-        q_THD: queries.
-        k_TGD, v_TGD: keys and values of the same tokens; values may be narrower, as in multi-head latent attention.
-        tree: pieces of their layout, made for the window of ``options``.
+        v_TGD: may be narrower than keys, as in multi-head latent attention.
+        tree: of their layout, made for the window of ``options``.
         cache: keys and values in front of the own ones, where the tokens are a chunk of a split group.
-        keep: a layer under ``checkpoint_contexts`` keeps the output and the log-sum-exp, and takes them when it is
-            computed again; gradients are the same to the bit.
 
     Returns:
         (T, H, width of ``v_TGD``), dtype of ``q_THD``; float32 under autocast gives autocast's dtype.
@@ -74,9 +68,7 @@ def attend(
         v_TGD = F.pad(v_TGD, (0, k_TGD.shape[-1] - width))
     if cache is not None:
         cache.publish_layer(options.layer_idx, k_TGD, v_TGD)
-    tape = Tape.running if keep else None
-    out_THD = _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache, tape)
-    return out_THD[..., :width]
+    return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -91,13 +83,12 @@ class _TreeAttention(torch.autograd.Function):
         kernel: Kernel,
         options: AttentionOptions,
         cache: CacheAccess | None,
-        tape: Tape | None,
     ) -> Tensor:
-        out, lse = (None, None) if tape is None else tape.take()
-        if out is None:
-            out, lse = _forward(q, *_with_cached(k, v, options, cache), sinks, tree, kernel, options)
-            if tape is not None:
-                tape.keep(out, lse)
+        tape = Tape.running
+        kept = None if tape is None else tape.take()
+        out, lse = kept or _forward(q, *_with_cached(k, v, options, cache), sinks, tree, kernel, options)
+        if tape is not None and kept is None:
+            tape.keep(out, lse)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.tree, ctx.kernel, ctx.options, ctx.cache = tree, kernel, options, cache
         return out
@@ -111,13 +102,16 @@ class _TreeAttention(torch.autograd.Function):
         keys, values = _with_cached(k, v, options, cache)
         dq, dk, dv = _backward(dout, q, keys, values, out, lse, ctx.tree.backward, kernel, options, cache is not None)
         if cache is not None:
-            dk, dv = cache.settle_layer(options.layer_idx, dk, dv)
-        gradients = (_rounded(total, x, kernel) for total, x in ((dq, q), (dk, k), (dv, v)))
+            dk, dv = (cache.settle((options.layer_idx, name), total) for name, total in (("k", dk), ("v", dv)))
+        gradients = (
+            total if total.dtype == x.dtype else _memory(x, kernel).copy_(total)
+            for total, x in ((dq, q), (dk, k), (dv, v))
+        )
         dsinks = None
         if sinks is not None:
             probability_HT = torch.exp(sinks[:, None].to(lse.dtype) - lse)
             dsinks = -(probability_HT * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return (*gradients, dsinks, None, None, None, None, None)
+        return (*gradients, dsinks, None, None, None, None)
 
 
 def _with_cached(k: Tensor, v: Tensor, options: AttentionOptions, cache: CacheAccess | None) -> tuple[Tensor, Tensor]:
@@ -192,10 +186,6 @@ def _memory(x: Tensor, kernel: Kernel) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
 
 
-def _rounded(total: Tensor, x: Tensor, kernel: Kernel) -> Tensor:
-    return total if total.dtype == x.dtype else _memory(x, kernel).copy_(total)
-
-
 class Tape:
     """(out, lse) of each attention call in one checkpointed layer, in their order.
 
@@ -221,38 +211,34 @@ class Tape:
     def keep(self, out: Tensor, lse: Tensor) -> None:
         self._kept.append((self.put(out), self.put(lse)))
 
-    def take(self) -> tuple[Tensor | None, Tensor | None]:
+    def take(self) -> tuple[Tensor, Tensor] | None:
         """What the forward has kept of this call; None in the forward."""
         if self._replay is None:
-            return None, None
+            return None
         out, lse = next(self._replay)
         return self.get(out), self.get(lse)
 
-    def start(self, replays: bool) -> None:
-        self._replay, Tape.running = iter(self._kept) if replays else None, self
-
-    def stop(self) -> None:
-        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
-        if Tape.running is self:
-            Tape.running = None
-
 
 class _Pass(AbstractContextManager):
+    """A layer's forward, or its recomputation, of which one graph may have several."""
+
     def __init__(self, tape: Tape, replays: bool) -> None:
         self._tape, self._replays = tape, replays
 
     def __enter__(self) -> None:
-        self._tape.start(self._replays)
+        self._tape._replay = iter(self._tape._kept) if self._replays else None
+        Tape.running = self._tape
 
     def __exit__(self, *_: object) -> None:
-        self._tape.stop()
+        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
+        if Tape.running is self._tape:
+            Tape.running = None
 
 
-def checkpoint_contexts(tape: Tape | None = None) -> tuple[AbstractContextManager, AbstractContextManager]:
+def checkpoint_contexts(tape: Tape) -> tuple[AbstractContextManager, AbstractContextManager]:
     """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around a decoder layer.
 
-    The layer keeps what attention computed, where its context says so, and recomputes the rest. Attention is the one
-    part of a layer whose cost grows with the length of the sequences, and its output is small.
+    The layer keeps on ``tape`` what attention computed, and recomputes the rest. Attention is the one part of a layer
+    whose cost grows with the length of the sequences, and its output is small.
     """
-    tape = Tape() if tape is None else tape
     return _Pass(tape, replays=False), _Pass(tape, replays=True)

@@ -5,11 +5,11 @@
 
 T query tokens, K key tokens, H query heads, G key/value heads (a divisor of H), D head dim. ``lse`` is the log-sum-exp
 of the scores, float32 or wider. A backward fills ``dq``, ``dk`` and ``dv``, in which the heads of a token need not
-follow each other, from whatever ``out`` and ``lse`` it is given: with those of a softmax over more keys than K it
-computes the gradients through these K (the identity behind ring attention, https://arxiv.org/abs/2310.01889). Its
-segments may have queries without keys and keys without queries, whose gradients are zero.
+follow each other. Given ``out`` and ``lse`` of a softmax over more keys than K, it computes the gradients through these
+K (the identity behind ring attention, https://arxiv.org/abs/2310.01889). Gradients of queries without keys and of keys
+without queries are zero.
 
-Each function named as a kernel of ``kernels.KERNELS`` imports that kernel and returns its passes.
+A function named as in ``kernels.KERNELS`` imports that kernel and returns its passes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -51,60 +52,54 @@ class Varlen(NamedTuple):
     softcap: float = 0.0
 
     @property
-    def lengths(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fields[:4]}
-
-    @property
     def window_size(self) -> tuple[int, int]:
         """Left and right, as flash-attn counts them; -1 for no bound."""
         return (self.window, 0) if self.window >= 0 else (-1, -1)
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """By the names that every flash-attn has for them."""
+        left, right = self.window_size
+        named = {**self._asdict(), "window_size_left": left, "window_size_right": right}
+        del named["window"]
+        return named
+
 
 def deterministic() -> bool:
-    """Asked for by FLASH_ATTENTION_DETERMINISTIC=1, which transformers and verl read, or by torch's own switch."""
+    """Asked for as of transformers and verl, or by torch's own switch."""
     asked = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
 def flash_attn_2() -> Passes:
-    """float16 and bfloat16; head dims that are multiples of 8 up to 256, as far as the build holds them."""
+    """PyPI ``flash-attn``."""
     import flash_attn  # noqa: F401 - it registers its operators
 
     run_forward = torch.ops.flash_attn._flash_attn_varlen_forward
     run_backward = torch.ops.flash_attn._flash_attn_varlen_backward
 
-    def keywords(p: Varlen) -> dict[str, Any]:
-        left, right = p.window_size
-        window = {"window_size_left": left, "window_size_right": right, "softcap": p.softcap}
-        return {**p.lengths, "dropout_p": 0.0, "softmax_scale": p.softmax_scale, "causal": p.causal, **window}
-
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = run_forward(q, k, v, **keywords(p))
+        out, lse, *_ = run_forward(q, k, v, dropout_p=0.0, **p.keywords)
         return out, lse
 
     def backward(dout: Tensor, *arguments: Any) -> None:
         *tensors, p = arguments
-        run_backward(dout, *tensors, **keywords(p), alibi_slopes=None, deterministic=deterministic())
+        run_backward(dout, *tensors, dropout_p=0.0, alibi_slopes=None, deterministic=deterministic(), **p.keywords)
 
     return forward, backward
 
 
 def flash_attn_3() -> Passes:
-    """``hopper`` of flash-attention; float16 and bfloat16; head dims that are multiples of 8 up to 256."""
+    """``hopper`` of flash-attention."""
     from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
-    # Later builds make an operator of it, which takes the two sides of a window apart.
-    parameters = inspect.signature(getattr(_flash_attn_forward, "_init_fn", _flash_attn_forward)).parameters
-    apart = "window_size_left" in parameters
+    # Earlier builds, whose passes are no operators yet, take both sides of a window as one.
+    signature = inspect.signature(getattr(_flash_attn_forward, "_init_fn", _flash_attn_forward))
+    if "window_size_left" not in signature.parameters:
+        raise ImportError("an early build, without window_size_left")
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        names = ("window_size_left", "window_size_right")
-        window = dict(zip(names, p.window_size, strict=True)) if apart else {"window_size": p.window_size}
-        options = {"softmax_scale": p.softmax_scale, "causal": p.causal, "softcap": p.softcap, **window}
-        # What is not named here has a default in later builds alone.
-        missing = [name for name, about in parameters.items() if about.default is inspect.Parameter.empty]
-        absent = dict.fromkeys(missing[3:])
-        out, lse, *_ = _flash_attn_forward(q, k, v, **{**absent, **p.lengths, **options})
+        out, lse, *_ = _flash_attn_forward(q, k, v, **p.keywords)
         return out, lse
 
     def backward(dout: Tensor, *tensors: Any) -> None:
@@ -113,18 +108,17 @@ def flash_attn_3() -> Passes:
             for gradient in (dq, dk, dv):
                 gradient.zero_()
         bounds = (p.cu_seqlens_q, p.cu_seqlens_k, None, None, p.max_seqlen_q, p.max_seqlen_k)
-        window = p.window_size if apart else (p.window_size,)
-        options = (p.softmax_scale, p.causal, *window, p.softcap, deterministic())
+        options = (p.softmax_scale, p.causal, *p.window_size, p.softcap, deterministic())
         _flash_attn_backward(dout, q, k, v, out, lse, *bounds, dq, dk, dv, *options)
 
     return forward, backward
 
 
 def flash_attn_4() -> Passes:
-    """PyPI ``flash-attn-4``; head dims that are multiples of 8, up to 256 on Hopper, up to 128 and 256 on Blackwell.
+    """PyPI ``flash-attn-4``.
 
-    Its kernels are compiled when first called, once for each combination of head dim, heads, mask and dtype, which
-    takes minutes; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
+    Compiled when first called, for minutes, once for each combination of head dim, heads, mask and dtype;
+    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps that on disk.
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -136,9 +130,8 @@ def flash_attn_4() -> Passes:
         )
 
     def keywords(p: Varlen) -> dict[str, Any]:
-        left, right = (None if side < 0 else side for side in p.window_size)
-        window = {"window_size_left": left, "window_size_right": right, "softcap": p.softcap}
-        return {**p.lengths, "softmax_scale": p.softmax_scale, "causal": p.causal, **window}
+        no_window = {"window_size_left": None, "window_size_right": None} if p.window < 0 else {}
+        return {**p.keywords, **no_window}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **keywords(p))
@@ -146,17 +139,13 @@ def flash_attn_4() -> Passes:
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
-        options = {**keywords(p), "deterministic": deterministic()}
-        _flash_attn_bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
+        _flash_attn_bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic(), **keywords(p))
 
     return forward, backward
 
 
 def torch_varlen() -> Passes:
-    """The flash-attention 2 kernels inside torch >= 2.11, as ``torch.nn.attention.varlen`` calls them.
-
-    float16 and bfloat16; head dims that are multiples of 8 up to 256; softcap is compiled out.
-    """
+    """flash-attention 2 inside torch >= 2.11, as ``torch.nn.attention.varlen`` calls it; without softcap."""
     run_forward, run_backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
     def arguments(p: Varlen) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -167,7 +156,7 @@ def torch_varlen() -> Passes:
         left, right = p.window_size
         window = {"scale": p.softmax_scale, "window_size_left": left, "window_size_right": right}
         # Either causal or with a window, which ends at the query.
-        return (*p.lengths.values(), 0.0, p.causal and p.window < 0), window
+        return (*p[:4], 0.0, p.causal and p.window < 0), window
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         if max(q.numel(), k.numel()) >= 2**31:
@@ -222,8 +211,8 @@ def _has_flash(q: Tensor, p: Varlen) -> bool:
 
 def _segments(p: Varlen) -> Iterator[tuple[slice, slice]]:
     """Rows and keys of those that have both."""
-    bounds = p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist()
-    for (q0, k0), (q1, k1) in zip(zip(*bounds, strict=True), list(zip(*bounds, strict=True))[1:], strict=False):
+    bounds = zip(p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist(), strict=True)
+    for (q0, k0), (q1, k1) in pairwise(bounds):
         if q1 > q0 and k1 > k0:
             yield slice(q0, q1), slice(k0, k1)
 
@@ -305,48 +294,38 @@ def _written_out_backward(
 @cache
 @torch.inference_mode(False)
 @torch.no_grad()
-def softcap_fault(forward: Forward, backward: Backward, head_dim: int, device_type: str) -> str:
+def softcap_fault(pair: Passes, head_dim: int, device_type: str) -> str:
     """What a kernel does to capped scores or their gradients that it should not; empty if nothing.
 
-    A build of flash-attn 2 without capped scores does not refuse them: it leaves the ``tanh`` out and multiplies scores
-    by the cap, in stock verl too. flash-attn 3 raises then; betas of flash-attn 4 had wrong gradients of queries, and
-    later ones raise for some heads and GPUs (https://github.com/Dao-AILab/flash-attention/pull/2544).
-
-    Args:
-        forward, backward: passes of the kernel, held against those written out.
-        head_dim: a width of heads that it takes.
-        device_type: where it runs, in bf16 on a GPU and in float32 elsewhere.
-
-    Raises:
-        torch.OutOfMemoryError, torch.AcceleratorError: the device can do no more; all else is what the kernel refuses.
+    A build of flash-attn 2 without them leaves the ``tanh`` out and multiplies scores by the cap, in stock verl too.
+    flash-attn 3 raises then; betas of flash-attn 4 had wrong gradients of queries, and later ones raise for some heads
+    and GPUs (https://github.com/Dao-AILab/flash-attention/pull/2544).
     """
     dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
     lengths = (3, 200)  # one of them longer than a kernel's block
     drawn = torch.randn(6, sum(lengths), head_dim, generator=torch.Generator().manual_seed(0), device="cpu")
-    q, k, v, dout = (x.transpose(0, 1).contiguous() for x in drawn.to(device_type, dtype).split([2, 1, 1, 2]))
+    tensors = [x.transpose(0, 1).contiguous() for x in drawn.to(device_type, dtype).split([2, 1, 1, 2])]
     cu_seqlens = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device_type)
     # Scores have a standard deviation of 3, so that the cap moves most of them.
     longest = max(lengths)
     problem = Varlen(cu_seqlens, cu_seqlens, longest, longest, softmax_scale=3 / head_dim**0.5, softcap=2.0)
 
-    def outcome(forward: Forward, backward: Backward, *tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, dout = tensors
-        out, lse = forward(q, k, v, problem)
+    def outcome(pair: Passes, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Gradients:
+        out, lse = pair[0](q, k, v, problem)
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        backward(dout, q, k, v, out, lse, *gradients, problem)
+        pair[1](dout, q, k, v, out, lse, *gradients, problem)
         return out, *gradients
 
     try:
-        found = outcome(forward, backward, q, k, v, dout)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        found = outcome(pair, *tensors)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # no fault of the kernel
         raise
     except Exception as error:  # builds refuse with whatever comes to hand: RuntimeError, AssertionError
         return f"does not take capped scores (softcap): {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    wanted = outcome(*sdpa(), *(x.float() for x in (q, k, v, dout)))
-    off = {
-        name: ((got.float() - want).norm() / want.norm()).item()
-        for name, got, want in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True)
-    }
-    # bf16 is off by about 0.01, a kernel without caps by 1.8 and more. Not "greater than": an error may be nan.
-    wrong = [f"{name} is off by {error:.0%}" for name, error in off.items() if not error < 0.1]
-    return f"does not cap scores (softcap) as it is built: {', '.join(wrong)}" if wrong else ""
+    wanted = outcome(sdpa(), *(x.float() for x in tensors))
+    errors = [((got.float() - want).norm() / want.norm()).item() for got, want in zip(found, wanted, strict=True)]
+    # bf16 is off by about 0.01, a kernel without caps by 1.8 and more. Not "any greater": an error may be nan.
+    if all(error < 0.1 for error in errors):
+        return ""
+    off = ", ".join(f"{error:.0%}" for error in errors)
+    return f"does not cap scores (softcap) as it is built: out, dq, dk and dv are off by {off}"

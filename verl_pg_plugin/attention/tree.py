@@ -4,9 +4,9 @@ In the forward the keys of each segment lie side by side, ``[ancestors' tokens |
 softmax is computed and rounded once. Keys that several segments read are gathered KV: copied, never more than a stated
 share of the tokens at once.
 
-The backward reads shared prefixes where they lie. A prefix is one segment of the tree that many others lie below, such
-as the prompt of a group. All tokens below it read all of it, so one problem that is not causal has them as queries and
-the tokens of the prefix as keys. What is left are the segments without these keys.
+The backward reads shared prefixes where they lie, such as the prompt of a group. All tokens below a prefix read all of
+it, so one problem that is not causal has them as queries and the tokens of the prefix as keys. What is left are the
+segments without these keys.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GATHERED_PER_TOKEN = 12
 SAVED_PER_TOKEN = 3
 """Gathered keys per token from which on one more problem, which saves them, is faster than gathering them.
 
-Measured on an H200 with flash-attn 2 and 4, 32 query and 8 key heads of 128: below, two problems are up to a third
-slower, at 3 to 4 within 1% with flash-attn 2, and at 43 twice and nearly three times as fast.
+On an H200 with flash-attn 2 and 4, 32 query and 8 key heads of 128: below, two problems are up to a third slower, at 3
+to 4 within 1% with flash-attn 2, and at 43 twice and nearly three times as fast.
 """
 SHORTEST_IN_PLACE = 64
 """Tokens of the shortest prefix that is read in place, half a kernel's block of keys.
 
-A kernel rounds what each problem adds to a query's gradient. That is one rounding more for the tokens below a prefix
-that is read in place, as large as the kernel's own error; those right below a short one have the largest gradients.
+A kernel rounds what each problem adds to a query's gradient. That is one rounding more below a prefix that is read in
+place, as large as the kernel's own error, and tokens right below a short one have the largest gradients.
 """
 
 
@@ -62,7 +62,6 @@ class Tree:
     Attributes:
         forward: they cover every token once.
         layout: to make those of the backward from; None where they are the same.
-        device: where they are.
     """
 
     forward: list[Piece]
@@ -86,32 +85,14 @@ class Tree:
         shares = len(pieces) > 1 or isinstance(pieces[0].keys, Gather)
         return cls(pieces, layout if shares and window < 0 else None, device)
 
-    @classmethod
-    def unshared(
-        cls,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        num_q: int,
-        num_k: int,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-    ) -> Tree:
-        """One problem of ``num_q`` and ``num_k`` tokens as it is."""
-        piece = Piece(slice(0, num_q), slice(0, num_k), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return cls([piece])
-
     @cached_property
     def backward(self) -> list[Piece]:
         """Pieces that together hold each (query, key) pair once; the first ones cover every token. Made when first
         asked for: a forward without gradient needs none."""
         if self.layout is None:
             return self.forward
-        reads, rest = read_in_place(self.layout)
-        in_place = [
-            _piece(read.rows, read.keys, read.cu_seqlens_q, read.cu_seqlens_k, self.device, causal=False)
-            for read in reads
-        ]
-        return [*_causal_pieces(self.layout, rest, self.device), *in_place] if reads else self.forward
+        in_place, rest = read_in_place(self.layout, self.device)
+        return [*_causal_pieces(self.layout, rest, self.device), *in_place] if in_place else self.forward
 
 
 def _causal_pieces(layout: PackedLayout, kept: np.ndarray | None, device: torch.device | str) -> list[Piece]:
@@ -147,27 +128,11 @@ def _piece(
     return Piece(rows, keys, cu_q, cu_k, int(np.diff(cu_seqlens_q).max()), int(np.diff(cu_seqlens_k).max()), causal)
 
 
-@dataclass(frozen=True)
-class PrefixReads:
-    """What tokens read of prefixes above them, none of which lies below another.
+def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> tuple[list[Piece], np.ndarray]:
+    """Pieces that read prefixes and save enough gathered keys, and which (K,) of the keys are left.
 
-    Attributes:
-        rows: queries, from the first token below the first prefix on.
-        keys: keys, up to the last token of the last prefix.
-        cu_seqlens_q, cu_seqlens_k: (E+1,) bounds in ``rows`` and ``keys``. Tokens between them that belong to no read
-            are queries without keys, or keys without queries.
-    """
-
-    rows: slice
-    keys: slice
-    cu_seqlens_q: IntArray
-    cu_seqlens_k: IntArray
-
-
-def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
-    """Reads of prefixes that save enough gathered keys, and which (K,) of the keys are left.
-
-    Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
+    The prefixes of a piece do not lie below one another. Tokens between its reads are queries without keys, or keys
+    without queries. Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
     num_cached = layout.num_cached
     cached = layout.kv_index < num_cached
@@ -186,7 +151,7 @@ def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
         prefixes, stop, saved = _prefixes(parents, bounds, num_nodes_cached)
         if saved < max(SAVED_PER_TOKEN * layout.num_tokens, 1):
             break
-        found.append(_reads(prefixes, stop, bounds, num_cached))
+        found.append(_reads(prefixes, stop, bounds, num_cached, device))
         is_read[prefixes] = True
         # What lies below a prefix now hangs where that hung.
         below = (parents >= 0) & np.isin(parents, prefixes)
@@ -196,10 +161,8 @@ def read_in_place(layout: PackedLayout) -> tuple[list[PrefixReads], np.ndarray]:
 
 
 def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[IntArray, IntArray, int]:
-    """Nodes none of which lies below another that save most gathered keys, where what is below each ends, how many.
-
-    Of two choices that save as many the upper one.
-    """
+    """Nodes none of which lies below another that save most gathered keys, the upper ones of equals; where what lies
+    below each node ends; how many keys."""
     lengths, stop, above = np.diff(bounds), bounds[1:].tolist(), parents.tolist()
     length = np.where(lengths >= SHORTEST_IN_PLACE, lengths, 0).tolist()
     num_below, best = [0] * len(above), [0] * len(above)
@@ -218,7 +181,7 @@ def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[Int
     return np.asarray(chosen, dtype=np.int64), np.asarray(stop), sum(length[node] * num_below[node] for node in chosen)
 
 
-def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int) -> PrefixReads:
+def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int, device: torch.device | str) -> Piece:
     first, last = bounds[prefixes], bounds[prefixes + 1]
     # Where reads begin and end; between two of them lie tokens that are nobody's keys, and queries without keys.
     queries = np.stack([np.maximum(last, num_cached), stop[prefixes], stop[prefixes]], axis=1).reshape(-1)[:-1]
@@ -226,4 +189,4 @@ def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int
     moves = np.append(True, (np.diff(queries) > 0) | (np.diff(keys) > 0))
     queries, keys = queries[moves] - num_cached, keys[moves]
     rows, there = slice(int(queries[0]), int(queries[-1])), slice(int(keys[0]), int(keys[-1]))
-    return PrefixReads(rows, there, queries - queries[0], keys - keys[0])
+    return _piece(rows, there, queries - queries[0], keys - keys[0], device, causal=False)

@@ -27,7 +27,7 @@ from verl_pg_plugin.architectures import (
     fused_obstacle,
     text_skeleton,
 )
-from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, candidates, model_misfit
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, candidates, kernel_obstacle, model_misfit
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import (
     ACTOR,
@@ -289,7 +289,7 @@ def attention_kernel(engine: Engine) -> Issue | None:
     if asked not in ("auto", *KERNELS):
         return None  # the option itself is refused
     setting, stock = f"{ATTENTION_KERNEL}={asked}", f"++{ATTENTION_KERNEL}=auto, or {STOCK}"
-    if asked != "auto" and (missing := KERNELS[asked].obstacle(engine.device)):
+    if asked != "auto" and (missing := kernel_obstacle(asked, engine.device, asks_gpu=False)):
         return Issue(setting, f"{asked} {missing}", stock)
     if engine.hf_config is None:
         return None

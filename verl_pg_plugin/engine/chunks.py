@@ -26,13 +26,13 @@ def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
         return []
     blocks = cache.pop(layout.publish_start)
     for block in blocks:
-        block.drop_values()
+        block.values.clear()
     return blocks
 
 
 def prefill_access(cache: PrefixCache, layout: PackedLayout) -> CacheAccess | None:
     """What a prefill reads and publishes; None for one that only keeps other ranks company."""
-    return CacheAccess(layout, list(cache), _published(layout), prefill=True) if layout.is_chunk else None
+    return CacheAccess(layout, list(cache.blocks), _published(layout), prefill=True) if layout.is_chunk else None
 
 
 def chunk_access(
@@ -41,7 +41,7 @@ def chunk_access(
     """What a chunk reads, publishes and consumes; None for an ordinary micro-batch."""
     if not isinstance(layout, PackedLayout) or not layout.is_chunk:
         return None
-    return CacheAccess(layout, list(cache), _published(layout) if forward_only else None, consumed)
+    return CacheAccess(layout, list(cache.blocks), _published(layout) if forward_only else None, consumed)
 
 
 def keep_published(cache: PrefixCache, access: CacheAccess | None) -> None:

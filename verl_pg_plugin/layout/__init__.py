@@ -13,8 +13,7 @@ from verl_pg_plugin.layout.packed import (
 from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
 
 Layout: TypeAlias = PackedLayout | PaddedLayout
-"""What a forward runs. Both tell ``num_tokens``, ``num_groups``, ``num_logical_tokens``, ``segments``, ``head_index``,
-``shares_tokens``, ``reads_ancestors``, ``num_gathered_kv``, ``is_chunk`` and ``prefill``."""
+"""What a forward runs."""
 
 __all__ = [
     "Chunk",

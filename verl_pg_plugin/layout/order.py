@@ -1,12 +1,10 @@
 """Which tokens sequences share, so that one forward computes them once.
 
-The model's forward at position t of a sequence reads its tokens 0..t and predicts token t+1, so two sequences may share
-the position exactly when their tokens 0..t+1 are equal: a prefix tree keyed on (token, next token). Sequences therefore
-fork one token before they differ, every computed token has one label, and a sequence of L tokens computes L-1 (nothing
-is predicted from its last).
+The forward at position t of a sequence reads tokens 0..t and predicts token t+1, so two sequences share the position
+exactly when their tokens 0..t+1 are equal. They fork one token before they differ, every computed token has one label,
+and a sequence of L tokens computes L-1 (nothing is predicted from its last).
 
-Sorting the sequences puts all that share a prefix next to each other, and what a sequence shares with any earlier one
-it shares with its predecessor. Those two arrays are the whole tree.
+In sorted order, what a sequence shares with any earlier one it shares with its predecessor: two arrays are the tree.
 """
 
 from dataclasses import dataclass
@@ -43,12 +41,9 @@ def build_prefix_order(
     """Sort sequences by their tokens and count what neighbours share.
 
     Args:
-        tokens: (N,) token ids of all sequences, one after the other; any integer dtype, 0 <= id < 2**32.
-        offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``; at least two tokens each.
-        classes: (B,) optional; sequences of different class never share a token.
+        tokens, offsets, classes: see ``build_packed_layout``.
         inside: (N,) optional; tokens in front of this one that belong to the same image, 0 for a first one and for
-            text. An image is computed whole or not at all, so no sequence forks where this is positive: it branches off
-            earlier, which is another tree of the same sequences. No sequence may end in an image.
+            text. An image is computed whole or not at all: no sequence forks where this is positive, or may end there.
 
     Raises:
         ValueError: a token id is out of range or a sequence has fewer than two tokens.
@@ -78,8 +73,6 @@ def build_prefix_order(
 
 
 def _common_prefix(a: IntArray, b: IntArray) -> int:
-    """Number of leading tokens that are equal."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    return int(differs.argmax()) if differs.any() else n

@@ -4,19 +4,19 @@ For a GRPO group with prompt p_0 .. p_{P-1} and responses r^i the packed tokens 
 
     [p_0 .. p_{P-2}] [p_{P-1} r^1_0 .. r^1_{R_1-2}] [p_{P-1} r^2_0 .. r^2_{R_2-2}] ...
 
-that is, one segment for the shared prefix and one for each response. In general the segments form a tree: each has a
-path of ancestors, and its queries attend to the tokens of those ancestors followed by its own. A segment ends only
-where sequences part: of turns that continue one another, each a sequence of its own, the longest is one segment.
+one segment for the shared prefix and one for each response. In general segments form a tree, and a segment's queries
+attend to the tokens of its ancestors followed by its own. A segment ends only where sequences part: of turns that
+continue one another, each a sequence of its own, the longest is one segment.
 
-A tree that exceeds a micro-batch is a *split group*: it is cut, in sorted order, into *chunks* of neighbouring
-sequences, each a forward of its own. A chunk computes the tokens that no earlier chunk has. What else it reads is a
-prefix of its first sequence, the *cached* tokens
+A tree that exceeds a micro-batch is a *split group*, cut in sorted order into *chunks* of neighbouring sequences. Each
+is a forward of its own and computes the tokens that no earlier chunk has. What else it reads is a prefix of its first
+sequence, the *cached* tokens
 
     chunk 1   [p_0 .. p_{P-2}] [p_{P-1} r^1_0 ..] [p_{P-1} r^2_0 ..]
     chunk 2   cached: keys     [p_{P-1} r^3_0 ..] [p_{P-1} r^4_0 ..]
 
 whose keys and values lie in a prefix cache, by their position. The split group's sequences sort first in their chunk,
-so token, position and place in the cache are one number, and the index maps stay as they are: queries drop out.
+so token, position and place in the cache are one number, and of the index maps only queries drop out.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ def _empty() -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Where a micro-batch stands in its split group; its sequences are the group's, in sorted order, and then others.
+    """Where a micro-batch stands in its split group.
 
     Attributes:
-        num_sequences: how many of them belong to the split group.
+        num_sequences: of the split group, in sorted order; others stand behind them.
         num_cached: leading tokens of the first one that earlier chunks compute.
         num_kept: how many of those the next chunk reads as well.
-        num_read_next: tokens that the next chunk has cached, 0 for the last chunk; a prefix of the group's last
-            sequence here.
+        num_read_next: leading tokens of the last one that the next chunk has cached; 0 for the last chunk.
     """
 
     num_sequences: int
@@ -55,19 +54,15 @@ class PackedLayout:
     """Index maps of a packed forward over B sequences; numpy integers, host memory.
 
     Shape legend: T packed tokens, c cached tokens, S segments, K keys, N tokens that run the LM head, M response
-    tokens. Tokens of a segment are consecutive and segments are ordered by their first token, so queries need no
-    gather. A token's *logical* index is its place in the sequences laid one after the other, as verl's jagged tensors
-    hold them.
+    tokens. Tokens of a segment are consecutive and segments are ordered by their first token. A token's *logical* index
+    is its place in the sequences laid one after the other, as verl's jagged tensors hold them.
 
     Attributes:
         input_ids: (T,) id of each packed token.
         token_index: (T,) its logical index in one of the sequences that contain it.
-        position_ids: (T,) its position in every sequence that contains it, as the model's rotary embedding takes it;
-            (P, T) where positions have P dimensions.
-        key_place: (T,) its place among the keys of every segment that reads it.
+        position_ids: (T,) its position, as the model's rotary embedding takes it; (P, T) where those have P dimensions.
         labels: (T,) the token it predicts.
-        segment_parent: (S,) segment that a segment continues; -1 for a root, and where the parent is cached. Parents
-            come first.
+        segment_parent: (S,) segment that a segment continues, which comes first; -1 for none, or where it is cached.
         segment_start: (S,) position of a segment's first token = tokens of all its ancestors, cached ones included.
         cu_seqlens_q: (S+1,) segment s owns tokens ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]``.
         cu_seqlens_k: (S+1,) its keys and values are ``kv_index[cu_seqlens_k[s]:cu_seqlens_k[s + 1]]``.
@@ -80,17 +75,15 @@ class PackedLayout:
         num_logical_tokens: tokens that computing every sequence alone without padding would run.
         num_cached: c; the tokens at positions 0 .. c-1 of the split group's path that earlier chunks compute.
         cached_heads: (C,) positions of cached tokens whose LM head outputs this chunk's responses read, ascending.
-        publish: (H,) packed tokens that later chunks read; they hold the positions ``publish_start ..
-            publish_start + H`` of the path.
+        publish: (H,) packed tokens that later chunks read, at positions ``publish_start .. publish_start + H``.
         publish_start: tokens of the cache that are still valid below the published ones.
-        prefill: tokens of the path that must be computed without gradient before this chunk, training only; None where
-            the cache already has all of them.
+        prefill: tokens of the path that must be computed without gradient before this chunk; None where the cache
+            already has all of them.
     """
 
     input_ids: IntArray
     token_index: IntArray
     position_ids: IntArray
-    key_place: IntArray
     labels: IntArray
     segment_parent: IntArray
     segment_start: IntArray
@@ -111,7 +104,6 @@ class PackedLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens: what the model computes."""
         return len(self.input_ids)
 
     @property
@@ -126,27 +118,19 @@ class PackedLayout:
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether a token belongs to more than one sequence; plain rmpad has ``L - 1`` for each sequence of L."""
+        """Whether a token belongs to more than one sequence: alone, a sequence of L tokens has L - 1."""
         return self.is_chunk or self.num_tokens < self.num_logical_tokens - self.num_sequences
 
     @property
     def num_gathered_kv(self) -> int:
-        """Keys, each with its value, that attention gathers: 0 where they are [cached | packed] tokens as they lie."""
+        """Keys that attention gathers: 0 where they are the [cached | packed] tokens as they lie."""
         whole = np.arange(self.num_cached + self.num_tokens)
         return 0 if np.array_equal(self.kv_index, whole) else len(self.kv_index)
 
     @property
     def reads_ancestors(self) -> bool:
-        """Whether attention reads tokens beside those of a token's own segment."""
+        """Whether attention reads tokens of other segments."""
         return len(self.kv_index) > self.num_tokens
-
-    @property
-    def max_seqlen_q(self) -> int:
-        return int(np.diff(self.cu_seqlens_q).max())
-
-    @property
-    def max_seqlen_k(self) -> int:
-        return int(np.diff(self.cu_seqlens_k).max())
 
     @property
     def segments(self) -> tuple[IntArray, IntArray]:
@@ -155,13 +139,8 @@ class PackedLayout:
 
     @property
     def publish_heads(self) -> IntArray:
-        """Index into ``publish`` of the tokens whose LM head outputs are published with them."""
+        """Index into ``publish`` of the tokens whose LM head outputs are published too."""
         return np.flatnonzero(np.isin(self.publish, self.head_index))
-
-    @property
-    def published_head_index(self) -> IntArray:
-        """Index into ``head_index`` of the same tokens."""
-        return np.searchsorted(self.head_index, self.publish[self.publish_heads])
 
 
 def build_packed_layout(
@@ -174,14 +153,14 @@ def build_packed_layout(
     """Lay out sequences so that each shared token exists once.
 
     Args:
-        tokens: (N,) token ids of prompt + response of every sequence, one after the other.
+        tokens: (N,) ids of prompt + response of every sequence, one after the other; any integer dtype.
         offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``.
         prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
         classes: (B,) optional; sequences of different class never share a token.
-        inside: (N,) optional, see ``build_prefix_order``.
+        inside: (N,) optional, of images, see ``build_prefix_order``.
 
     Raises:
-        ValueError: an empty prompt or response, or token ids out of range.
+        ValueError: an empty prompt or response, or token ids outside of 0 .. 2**32 - 1.
     """
     return _build(tokens, offsets, prompt_lengths, classes, inside)
 
@@ -200,15 +179,14 @@ def build_chunk_layout(
     """Lay out one chunk of a split group.
 
     Args:
-        tokens, offsets, prompt_lengths, classes, inside: its B sequences, as ``build_packed_layout`` takes them. The
-            split group's come first, in the order of ``PrefixOrder``; all others are whole groups.
-        chunk: which of them those are, and what goes from chunk to chunk.
+        tokens, offsets, prompt_lengths, classes, inside: as ``build_packed_layout`` takes them. The split group's
+            sequences come first, in the order of ``PrefixOrder``; all others are whole groups.
         first_label: lowest position whose label lies in a response of any sequence of the split group. Tokens published
             from there on run the LM head even where they are prompt here, because they may be a label elsewhere.
         forward_only: the cache is filled by earlier chunks and nothing is prefilled.
 
     Raises:
-        ValueError: the sequences are refused by ``build_packed_layout``, or the numbers describe no chunk.
+        ValueError: as ``build_packed_layout``, or the numbers describe no chunk.
     """
     own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
     apart = np.where(np.arange(len(own_class)) < chunk.num_sequences, 0, 1 + own_class)
@@ -235,7 +213,7 @@ def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = 
 
 
 def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_label: int) -> PackedLayout:
-    """Tokens ``start .. stop`` of the first sequence, which reads those before them from the cache."""
+    """Tokens ``start .. stop`` of the first sequence; those before them are cached."""
     path = tokens[offsets[0] : offsets[0] + stop + 1]  # and the label of its last token
     chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)
     layout = _drop_cached(_build(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk), start)
@@ -252,7 +230,7 @@ def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_l
 
 
 def _drop_cached(layout: PackedLayout, c: int) -> PackedLayout:
-    """Drop the queries of the first c tokens, which are positions 0 .. c-1 of one path; their keys stay."""
+    """Without the queries of the first c tokens, which are positions 0 .. c-1 of one path."""
     cu_seqlens_q = np.maximum(layout.cu_seqlens_q - c, 0)
     num_queries, num_keys = np.diff(cu_seqlens_q), np.diff(layout.cu_seqlens_k)
     alive = num_queries > 0
@@ -264,7 +242,6 @@ def _drop_cached(layout: PackedLayout, c: int) -> PackedLayout:
         input_ids=layout.input_ids[c:],
         token_index=layout.token_index[c:],
         position_ids=layout.position_ids[c:],
-        key_place=layout.key_place[c:],
         labels=layout.labels[c:],
         segment_parent=np.where(parent >= 0, number[parent], -1),
         segment_start=(num_keys - num_queries)[alive],
@@ -332,7 +309,6 @@ def _build(
         input_ids=np.concatenate([tokens[tail] for tail in tails]),
         token_index=place + np.repeat(offsets[order.sequences], order.num_new),
         position_ids=place,
-        key_place=place,
         labels=np.concatenate(labels),
         segment_parent=segment_parent,
         segment_start=segment_start,
@@ -366,8 +342,8 @@ def _paths(order: PrefixOrder, first_token: IntArray) -> list[IntArray]:
 def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Cut each tail where later sequences branch off, and join it to one that alone goes on where it ends.
 
-    Returns the tail (index in sorted order) that a segment begins in, its start position, its parent and the tail it
-    ends in, for every segment, ordered by first token.
+    Returns of every segment, ordered by first token, the tail it begins in, its start, its parent, and the tail it ends
+    in.
     """
     owner = _branch_owner(order.num_shared)
     branches = np.flatnonzero(owner >= 0)
@@ -395,10 +371,8 @@ def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArra
 
 
 def _branch_owner(num_shared: IntArray) -> IntArray:
-    """For each sequence, the earlier one whose tail holds the last token it shares; -1 where it shares none.
-
-    That is the nearest earlier sequence which itself shares fewer tokens ("previous smaller value").
-    """
+    """The earlier sequence whose tail holds the last token that a sequence shares, -1 where it shares none: the nearest
+    which itself shares fewer tokens."""
     owner = np.full(len(num_shared), -1, dtype=np.int64)
     stack: list[int] = []
     shared = num_shared.tolist()

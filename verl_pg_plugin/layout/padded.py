@@ -4,8 +4,7 @@ For a prompt p_0 .. p_{P-1} and responses r^i the line is
 
     [p_0 .. p_{P-2}] [p_{P-1} r^1_0 .. r^1_{R_1-2}] [p_{P-1} r^2_0 .. r^2_{R_2-2}] ... [padding]
 
-As in ``PackedLayout`` the sequences fork one token before they differ: every token has one label, so the first token of
-each response and its gradient through the prompt's last one need no special care.
+As in ``PackedLayout`` the sequences fork one token before they differ, so every token has one label.
 """
 
 from dataclasses import dataclass
@@ -23,14 +22,12 @@ class PaddedLayout:
 
     Attributes:
         group_info: of each group, tokens of the prefix (P - 1), then of every response (R_i), as upstream takes it.
-        input_ids: (G, S) ids; 0 at padding, as in the next two.
-        position_ids: (G, S) position of each token.
-        labels: (G, S) the token it predicts.
+        input_ids, position_ids, labels: (G, S) of each token; 0 at padding.
         head_index: (N,) flat index of the token that predicts each response token, ascending.
         response_index: (N,) place of that token in the sequences laid one after the other, where verl reads it.
         response_head: (N,) 0, 1, 2, ...: no token is shared by two response tokens.
         head_sequence: (N,) the sequence of each of ``head_index``.
-        num_logical_tokens: tokens that computing every sequence alone without padding would run.
+        num_logical_tokens: see ``PackedLayout``.
     """
 
     group_info: list[list[int]]
@@ -43,7 +40,7 @@ class PaddedLayout:
     head_sequence: IntArray
     num_logical_tokens: int
 
-    # As ``PackedLayout`` has them: the responses of a line read its prefix, and upstream's library attends in its way.
+    # As ``PackedLayout`` has them.
     is_chunk = False
     shares_tokens = reads_ancestors = True
     num_gathered_kv = 0
@@ -51,12 +48,11 @@ class PaddedLayout:
 
     @property
     def num_tokens(self) -> int:
-        """What the model computes, padding included."""
+        """Padding included."""
         return self.input_ids.size
 
     @property
     def num_groups(self) -> int:
-        """Different prompts."""
         return len(self.group_info)
 
     @property
@@ -69,13 +65,8 @@ class PaddedLayout:
 def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: IntArray) -> PaddedLayout:
     """Put all sequences with the same prompt, wherever they stand, into one line.
 
-    Prompts are compared by their real tokens, and every token of a response is computed by itself, so neither padding
-    ids nor loss masks play a part.
-
     Args:
-        tokens: (T,) token ids of prompt + response of every sequence, one after the other.
-        offsets: (B+1,) sequence s is ``tokens[offsets[s]:offsets[s + 1]]``.
-        prompt_lengths: (B,) leading tokens that are the prompt, at least 1; at least one token is left.
+        tokens, offsets, prompt_lengths: as ``build_packed_layout`` takes them.
     """
     starts, stops = offsets[:-1].tolist(), offsets[1:].tolist()
     prompts = prompt_lengths.tolist()
@@ -86,7 +77,7 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     # Places of the lines in `tokens`, segment by segment.
     prefixes = [np.arange(starts[m[0]], starts[m[0]] + prompts[m[0]] - 1) for m in groups.values()]
     responses = [[np.arange(starts[s] + prompts[s] - 1, stops[s] - 1) for s in m] for m in groups.values()]
-    lines = [np.concatenate([prefix, *parts]) for prefix, parts in zip(prefixes, responses, strict=True)]
+    lines = [np.concatenate([prefix, *group]) for prefix, group in zip(prefixes, responses, strict=True)]
     shape = len(lines), max(map(len, lines))
     input_ids, position_ids, labels = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
@@ -95,17 +86,17 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
         position_ids[g, : len(line)] = position[line]
         labels[g, : len(line)] = tokens[line + 1]
 
-    members = [s for m in groups.values() for s in m]
+    members, parts = [s for m in groups.values() for s in m], [part for group in responses for part in group]
     return PaddedLayout(
-        group_info=[[len(p), *map(len, parts)] for p, parts in zip(prefixes, responses, strict=True)],
+        group_info=[[len(prefix), *map(len, group)] for prefix, group in zip(prefixes, responses, strict=True)],
         input_ids=input_ids,
         position_ids=position_ids,
         labels=labels,
         head_index=np.concatenate(
             [np.arange(g * shape[1] + len(prefixes[g]), g * shape[1] + len(line)) for g, line in enumerate(lines)]
         ),
-        response_index=np.concatenate([part for parts in responses for part in parts]),
-        response_head=np.arange(sum(len(part) for parts in responses for part in parts)),
-        head_sequence=np.repeat(members, [len(part) for parts in responses for part in parts]),
+        response_index=np.concatenate(parts),
+        response_head=np.arange(sum(map(len, parts))),
+        head_sequence=np.repeat(members, [len(part) for part in parts]),
         num_logical_tokens=int(offsets[-1]),
     )

@@ -18,7 +18,7 @@ Sample = TypeVar("Sample", bound=Mapping[str, Any])
 
 
 class _Tokens(NamedTuple):
-    """A sample without its padding; `ids` and `response_mask` are 1-D and equally long."""
+    """A sample without its padding."""
 
     ids: np.ndarray
     response_mask: np.ndarray
@@ -38,13 +38,11 @@ def pack_grpo_data(
     """Strip a batch of its padding and pack it, in order, into rows of `seq_length` tokens.
 
     A sample runs from the first set position of its prompt mask to the last set position of its response mask.
-    Samples whose prompt or response mask is empty are dropped; each of the two reasons is logged as one warning that
-    names the samples' indices (a sample for which both hold is named with the empty prompts).
+    Samples whose prompt or response mask is empty are dropped, with one warning for each of the two reasons.
 
     Args:
         prompt_completion_ids: (bs, seq) integer token ids.
-        prompts_mask: (bs, seq) 0/1 or bool, 1 on prompt tokens.
-        responses_mask: (bs, seq) 0/1 or bool, 1 on response tokens.
+        prompts_mask, responses_mask: (bs, seq) 0/1 or bool, 1 on prompt and on response tokens.
         advantages: bs numbers, of any shape.
         pack_num: most samples a row holds.
         seq_length: tokens in a packed row; may be any size the samples fit.
@@ -54,8 +52,7 @@ def pack_grpo_data(
         One dict a packed row, as `pack_grouped_data` returns it.
 
     Raises:
-        ValueError: ragged or unequal shapes, `pack_num < 1`, a response that ends before its prompt starts, or a
-            sample that does not fit a row.
+        ValueError: ragged or unequal shapes, `pack_num < 1`, or a sample without tokens or that does not fit a row.
     """
     ids = _matrix("prompt_completion_ids", prompt_completion_ids)
     prompt_mask = _matrix("prompts_mask", prompts_mask)
@@ -88,12 +85,7 @@ def create_pack_group(samples: Sequence[Sample], pack_num: int, seq_length: int)
     one slot for every sample still missing to `pack_num` would exceed `seq_length`.
 
     Args:
-        samples: mappings with integers `prompt_start_idx` and `response_end_index` (both inclusive).
-        pack_num: most samples a pack may hold.
-        seq_length: tokens in a packed row.
-
-    Returns:
-        The packs, each a list of the given mappings (not copies). No samples give no packs.
+        samples: mappings with integers `prompt_start_idx` and `response_end_index` (both inclusive); not copied.
 
     Raises:
         ValueError: `pack_num < 1`, a sample without tokens, or one that does not fit a row by itself.
@@ -110,11 +102,9 @@ def pack_grouped_data(
 
     Args:
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
-            `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive). A `prompt_mask`
-            may be present and is not read.
+            `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive).
         pack_num: samples a row holds once dummies are added.
-        seq_length: tokens in the row.
-        pad_token_id: written after every sample, as padding and in dummies (the tokenizer's EOS).
+        seq_length, pad_token_id: see `pack_grpo_data`.
 
     Returns:
         `prompt_completion_ids` (seq_length,) int64;
@@ -157,7 +147,7 @@ def pad_sequence_to_length(sequence: ArrayLike, target_length: int, pad_value: f
 
 
 def _fill_row(samples: list[_Tokens], pack_num: int, seq_length: int, pad_token_id: int) -> dict[str, np.ndarray]:
-    """One row of samples that fit it; see `pack_grouped_data` for the result."""
+    """One row of samples that fit it."""
     ids = np.full(seq_length, pad_token_id, dtype=np.int64)
     mask, slots = np.zeros(seq_length, dtype=np.int64), np.empty(seq_length, dtype=np.int64)
     advantages = np.zeros(seq_length)
@@ -202,7 +192,7 @@ def _tokens(sample: Mapping[str, Any]) -> _Tokens:
 
 
 def _pack_bounds(num_tokens: list[int], pack_num: int, seq_length: int, names: Sequence[int]) -> list[int]:
-    """First sample of every pack, followed by the number of samples; `names` are what errors call the samples."""
+    """First sample of every pack, then the number of samples; `names` are what errors call them."""
     _check_samples_fit(num_tokens, pack_num, seq_length, names)
     bounds, tokens_in_pack = [0], 0
     for sample, tokens in enumerate(num_tokens):
@@ -218,8 +208,7 @@ def _pack_bounds(num_tokens: list[int], pack_num: int, seq_length: int, names: S
 def _check_samples_fit(num_tokens: list[int], pack_num: int, seq_length: int, names: Sequence[int]) -> None:
     if pack_num < 1:
         raise ValueError(f"pack_num must be at least 1, got {pack_num}")
-    empty = [name for name, tokens in zip(names, num_tokens, strict=True) if tokens < 1]
-    if empty:
+    if empty := [name for name, tokens in zip(names, num_tokens, strict=True) if tokens < 1]:
         raise ValueError(f"samples {empty} hold no tokens: their responses end before their prompts start")
     longest = max(num_tokens, default=0)
     if num_tokens and (needed := longest + pack_num) > seq_length:
@@ -231,10 +220,7 @@ def _check_samples_fit(num_tokens: list[int], pack_num: int, seq_length: int, na
 
 
 def _matrix(name: str, values: ArrayLike) -> np.ndarray:
-    try:
-        matrix = np.asarray(values)
-    except ValueError as error:
-        raise ValueError(f"{name} is ragged: every sample needs the same length, pad them first") from error
+    matrix = np.asarray(values)  # raises ValueError where rows are ragged
     if matrix.ndim != 2 or matrix.shape[1] == 0:
         raise ValueError(f"{name} must have shape (bs, seq) with seq >= 1, got {matrix.shape}")
     return matrix

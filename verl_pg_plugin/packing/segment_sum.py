@@ -12,14 +12,12 @@ def batch_unsorted_segment_sum(values: Array, segment_ids: Array, num_segments: 
     """`output[b, s]` = sum of `values[b, t]` over all `t` with `segment_ids[b, t] == s`.
 
     For tensors (CPU and GPU, differentiable in `values`, any number of times) and for NumPy arrays.
-    float16 and bfloat16 values are summed in float32 and rounded once, other dtypes in themselves. On a CPU a call
-    gives the same bits in every run; on a GPU floats are added atomically, in any order.
-    Ids are always checked, which on a GPU costs one synchronisation: not for use inside CUDA graph capture.
+    float16 and bfloat16 values are summed in float32 and rounded once, other dtypes in themselves. On a GPU floats are
+    added atomically, in any order. Ids are always checked, which on a GPU costs one synchronisation.
 
     Args:
         values: (bs, seq), a floating or integer dtype.
         segment_ids: (bs, seq), an integer dtype, in `[0, num_segments)`; in any order.
-        num_segments: segments of each row, at least 1.
 
     Returns:
         (bs, num_segments) of `values`' dtype, on its device; 0 for a segment without tokens.
@@ -71,7 +69,6 @@ def _check_arguments(values: torch.Tensor, segment_ids: torch.Tensor, num_segmen
 
 
 def _check_id_range(segment_ids: torch.Tensor, num_segments: int) -> None:
-    """Raise IndexError for ids outside `[0, num_segments)`."""
     if segment_ids.numel() == 0:
         return
     lowest, highest = torch.stack(torch.aminmax(segment_ids)).tolist()
