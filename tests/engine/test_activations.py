@@ -119,6 +119,8 @@ def watched(engine: Any) -> LateCopier:
 
 def update(engine: Any, batch: TensorDict, level: Level | str) -> Result:
     """Gradients of one update at a level."""
+    if engine.activations._copier is None:
+        watched(engine)
     engine.options = replace(engine.options, activations=getattr(level, "value", level))
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -278,6 +280,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
 
 def test_no_more_than_two_layers_are_on_the_device_and_neighbours_come_back_early(qwen3: str, calls: list) -> None:
     engine, seen = make_engine(qwen3, packed=True), {"forward": [], "backward": []}
+    watched(engine)
 
     def look(name: str) -> None:
         layers = [call for ref in calls if (call := ref()) is not None]

@@ -1,47 +1,14 @@
 """Slices of packed rows: the ranks of a Ulysses group hold every row once, padding after the last."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from tests.engine.ranks import on_ranks
 from tests.layout.tries import batch_of
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.engine.inputs import ModelInputs, TokenShard, packed_inputs
+from verl_pg_plugin.engine.inputs import ModelInputs, packed_inputs
 from verl_pg_plugin.modalities import TEXT
-
-
-def slices(rank: int) -> dict[int, tuple[list[int], list[int], float]]:
-    """Rows, head rows and the gradient through the gather of a few layouts."""
-    found = {}
-    for num_rows in (1, 2, 7, 8):
-        padded = num_rows + num_rows % 2
-        shard = TokenShard(padded, dist.group.WORLD)
-        head_index = np.flatnonzero(np.arange(num_rows) % 3 != 1)
-        x = torch.full((shard.num_tokens, 1), float(rank), requires_grad=True)
-        weights = torch.arange(1.0, padded + 1)
-        (shard.gather(x).squeeze(1) * weights).sum().backward()
-        assert x.grad is not None
-        found[num_rows] = (
-            shard.take(np.arange(1, num_rows + 1)).tolist(),
-            head_index[shard.own(head_index)].tolist(),
-            x.grad.sum().item(),
-        )
-    return found
-
-
-def test_two_ranks_hold_every_row_once() -> None:
-    first, second = on_ranks(2, slices)
-    for num_rows, (rows, head_index, gradient) in first.items():
-        others, other_head_rows, other_gradient = second[num_rows]
-        padding = num_rows % 2
-        assert rows + others == [*range(1, num_rows + 1), *[0] * padding]
-        assert head_index + other_head_rows == [row for row in range(num_rows) if row % 3 != 1]
-        # Each rank computes the whole loss; averaging over both must leave the gradient of one.
-        assert (gradient + other_gradient) / 2 == sum(range(1, num_rows + padding + 1))
-
 
 PROMPT = tuple(range(100, 112))
 LAYOUT = batch_of((PROMPT, (1, 2, 3)), (PROMPT, (4, 5))).layout()

@@ -13,6 +13,7 @@ from verl_pg_plugin.engine.plan import Plan, plan_mini_batch
 from verl_pg_plugin.engine.ranks import RankError
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities import TEXT, Content, Text
+from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -24,6 +25,7 @@ BY_PAIRS = ModelFlops(per_token=0.0, per_label=0.0, pairs=(PairCost(1.0),))
 
 def plan_of(batch: TensorDict, **options: Any) -> Plan:
     settings = {"modality": TEXT, "flops": BY_TOKENS, "packed": True, "weights": None, "forward_only": False}
+    settings["levels"] = Levels()
     return plan_mini_batch(batch, **{**settings, **options})
 
 
@@ -70,9 +72,9 @@ def test_every_rank_prefills_where_one_does(monkeypatch: pytest.MonkeyPatch) -> 
 def test_chunks_of_a_group_come_with_their_own_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = split_plans(monkeypatch)
     (chunks,) = [group for group in plan.groups if len(group) > 1]
-    first = [planned.sequences for planned in plan.micro_batches].index(chunks[-1].sequences)
+    first = [planned.sequences for planned in plan.micro_batches].index(chunks[0].sequences)
     running = plan.micro_batches[first : first + len(chunks)]
-    assert [planned.layout.num_cached for planned in running] == [c.chunk.num_cached for c in reversed(chunks)]
+    assert [planned.layout.num_cached for planned in running] == [c.chunk.num_cached for c in chunks]
     assert running[-1].layout.num_cached == 0, "the chunk that computes the prompt runs last and takes its gradients"
 
 
@@ -139,5 +141,5 @@ def test_chunks_of_a_group_run_one_after_the_other(forward_only: bool, process_g
     plan = plan_of(batch, weights=CacheWeights(0.1, 0.1), forward_only=forward_only, micro_batch_cost=1.0)
     (chunks,) = [group for group in plan.groups if len(group) > 1]
     running = [planned.sequences for planned in plan.micro_batches]
-    places = [running.index(chunk.sequences) for chunk in (chunks if forward_only else chunks[::-1])]
+    places = [running.index(chunk.sequences) for chunk in chunks]
     assert all(b == a + 1 for a, b in pairwise(places))

@@ -7,10 +7,7 @@ gradients, and the chunk that computes the prefix with gradient, which comes lat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from torch import nn
+from collections.abc import Sequence
 
 from verl_pg_plugin.attention.cache import CacheAccess, CachedTokens, PrefixCache
 from verl_pg_plugin.layout import Layout, PackedLayout
@@ -22,7 +19,7 @@ def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
     Returns:
         Their pending gradients; the values are dropped, since the chunk computes them again.
     """
-    if not isinstance(layout, PackedLayout) or not layout.is_chunk or not len(layout.publish):
+    if not isinstance(layout, PackedLayout) or not len(layout.publish):
         return []
     blocks = cache.pop(layout.publish_start)
     for block in blocks:
@@ -30,18 +27,20 @@ def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
     return blocks
 
 
-def prefill_access(cache: PrefixCache, layout: PackedLayout) -> CacheAccess | None:
-    """What a prefill reads and publishes; None for one that only keeps other ranks company."""
-    return CacheAccess(layout, list(cache), _published(layout), prefill=True) if layout.is_chunk else None
-
-
-def chunk_access(
-    cache: PrefixCache, layout: Layout, consumed: list[CachedTokens], forward_only: bool
+def access(
+    cache: PrefixCache,
+    layout: Layout,
+    *,
+    publishes: bool,
+    consumed: Sequence[CachedTokens] = (),
+    prefill: bool = False,
 ) -> CacheAccess | None:
-    """What a chunk reads, publishes and consumes; None for an ordinary micro-batch."""
+    """What a chunk or a prefill reads, publishes and consumes; None for what neither reads nor publishes."""
     if not isinstance(layout, PackedLayout) or not layout.is_chunk:
         return None
-    return CacheAccess(layout, list(cache), _published(layout) if forward_only else None, consumed)
+    start = layout.publish_start
+    publish = CachedTokens(start, start + len(layout.publish)) if publishes else None
+    return CacheAccess(layout, list(cache), publish, consumed, prefill)
 
 
 def keep_published(cache: PrefixCache, access: CacheAccess | None) -> None:
@@ -51,29 +50,3 @@ def keep_published(cache: PrefixCache, access: CacheAccess | None) -> None:
     cache.pop(access.layout.publish_start)
     if len(access.layout.publish):
         cache.push(access.publish)
-
-
-def check_all_consumed(cache: PrefixCache) -> None:
-    """To be asked at the end of an update.
-
-    Raises:
-        RuntimeError: tokens were published whose gradients nobody has taken.
-    """
-    if cache.num_tokens:
-        raise RuntimeError(f"the gradients of {cache.num_tokens} cached tokens were never consumed")
-
-
-def _published(layout: PackedLayout) -> CachedTokens:
-    return CachedTokens(layout.publish_start, layout.publish_start + len(layout.publish))
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """A prefill runs the graphs that compiled layers have of old_log_prob; what else differs, dropout, is refused."""
-    training = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, flag in training:
-            part.training = flag

@@ -1,9 +1,8 @@
 """verl's distillation from a teacher's top k, computed where the logits are.
 
-The single-sample losses read log-probs alone and need nothing of this. For ``forward_kl_topk`` verl calls its loss
-twice: inside the forward with the student's logits, here those of a chunk of labels, and then with what that returned.
-Its numbers depend on what the response's own teacher said, so no response token is shared
-(``Sequences.responses_apart``).
+For ``forward_kl_topk`` verl calls its loss twice: inside the forward with the student's logits, here of a chunk of
+labels, and then with what that returned. Its numbers depend on what the response's own teacher said, so no response
+token is shared (``Sequences.responses_apart``).
 """
 
 from __future__ import annotations
@@ -30,13 +29,7 @@ def uses_top_k(data: TensorDict) -> bool:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """What the teacher said of N labels.
-
-    Attributes:
-        loss: verl's ``distillation_ppo_loss`` with its configs.
-        log_probs: (N, K) float32, nats.
-        ids: (N, K) integers.
-    """
+    """What the teacher said of N labels: (N, K) log-probs in nats and ids; ``loss`` is verl's, with its configs."""
 
     loss: Callable[..., Any]
     log_probs: torch.Tensor

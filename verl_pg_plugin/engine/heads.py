@@ -1,9 +1,8 @@
 """What an actor reads from the logits, computed inside the head so that logits never have to leave it.
 
-A transformers decoder ends with ``logits = lm_head(hidden_states)``. The head is given a request before the forward: to
-return log-probs (and entropy) in place of logits, where FSDP has gathered its weight. It computes them chunk by chunk,
-since for many response tokens times a vocabulary of 150k the logits and their gradient are larger than everything else,
-or by verl's fused linear cross entropy (``model.use_fused_kernels``).
+A transformers decoder ends with ``logits = lm_head(hidden_states)``. Before the forward the head is asked for log-probs
+(and entropy) in place of logits. It computes them where FSDP has gathered its weight: chunk by chunk, since the logits
+of many response tokens and their gradient are larger than everything else, or by verl's fused linear cross entropy.
 """
 
 from __future__ import annotations
@@ -11,17 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tensordict import TensorDict
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
 from verl_pg_plugin.engine.batch import FUSED_OFF
-from verl_pg_plugin.engine.distillation import TOP_K_OUTPUTS, TeacherTopK
+from verl_pg_plugin.engine.distillation import TOP_K_OUTPUTS, TeacherTopK, uses_top_k
+from verl_pg_plugin.engine.inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -36,9 +40,9 @@ class LogProbRequest:
         labels: (N,) int64.
         temperature: (N,) float32, or one for all labels.
         with_entropy, with_sum_pi_squared: outputs beside the log-probs.
-        entropy_from_logits: verl's entropy function, as the engine configured it.
+        entropy_from_logits: verl's function.
         checkpoint_entropy: recompute the entropy in the backward (verl's ``entropy_checkpointing``).
-        top_k: what a teacher said, if the loss asks for its top k.
+        top_k: what a teacher said, if the loss asks for it.
         with_log_probs: False where that is the whole loss.
     """
 
@@ -54,9 +58,8 @@ class LogProbRequest:
     @property
     def names(self) -> list[str]:
         """verl's names of the outputs, in the order of the columns of ``outputs``."""
-        optional = {"sum_pi_squared": self.with_sum_pi_squared, "entropy": self.with_entropy}
-        optional["log_probs"] = self.with_log_probs
-        return [*(TOP_K_OUTPUTS if self.top_k else ()), *(name for name, wanted in optional.items() if wanted)]
+        wanted = (self.with_sum_pi_squared, self.with_entropy, self.with_log_probs)
+        return [*(TOP_K_OUTPUTS if self.top_k else ()), *compress(("sum_pi_squared", "entropy", "log_probs"), wanted)]
 
     def outputs(self, logits_NV: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         """(N, len(names)) float32 from the logits of the labels in ``part``, through verl's own functions."""
@@ -71,11 +74,34 @@ class LogProbRequest:
             columns.append(checkpoint(self.entropy_from_logits, logits_NV, use_reentrant=False))
         elif self.with_entropy:
             columns.append(self.entropy_from_logits(logits_NV))
-        # flash-attn's cross entropy may write the gradient over the logits only if nothing else reads them.
         if self.with_log_probs:
-            log_probs = verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=len(columns) == 0)
-            columns.append(log_probs)
+            alone = not columns  # only then flash-attn's cross entropy may write the gradient over the logits
+            columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=alone))
         return torch.stack([column.to(_wide(column.dtype)) for column in columns], dim=-1)
+
+
+def read_request(
+    micro_batch: TensorDict, inputs: ModelInputs, config: Any, entropy: Callable[..., torch.Tensor]
+) -> LogProbRequest:
+    """What the trainer asks for of a micro-batch on the device; ``config`` is verl's of the engine."""
+    temperature = micro_batch["temperature"]
+    if isinstance(temperature, torch.Tensor):
+        per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
+        temperature = per_sample.index_select(0, inputs.label_sequence)
+    else:
+        temperature = float(temperature)
+    if config.entropy_from_logits_with_chunking:
+        entropy = partial(entropy, chunk_size=config.entropy_from_logits_chunk_size)
+    return LogProbRequest(
+        labels=inputs.labels,
+        temperature=temperature,
+        with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
+        with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
+        entropy_from_logits=entropy,
+        checkpoint_entropy=config.entropy_checkpointing,
+        top_k=TeacherTopK.of_labels(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
+        with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
+    )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -85,19 +111,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class LogProbHead:
     """Stands in for the ``forward`` of a model's output embedding; without a request it is the linear layer.
 
-    Args:
-        head: the output embedding, whose ``forward`` this replaces.
-        chunk_size: labels whose logits are held at once. A request of up to two chunks is left to the linear layer,
-            since computing logits twice costs more there.
-        fused: computes every request, and ``chunk_size`` counts nothing.
-
-    Attributes:
-        request: what the next forward returns in place of logits; it is for one forward.
+    ``chunk_size`` labels have their logits held at once. A request of up to two chunks is left to the linear layer,
+    since computing logits twice costs more there. A ``fused`` kernel computes every request.
     """
 
     def __init__(self, head: nn.Linear, chunk_size: int = 0, fused: FusedKernel | None = None) -> None:
         self.head, self.chunk_size, self.fused = head, chunk_size, fused
-        self.request: LogProbRequest | None = None
+        self.request: LogProbRequest | None = None  # of the next forward alone
         head.forward = self.forward
 
     def takes(self, request: LogProbRequest) -> bool:
@@ -117,12 +137,7 @@ class LogProbHead:
 
 
 def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
-    """Put a chunked head into a transformers model; None, with a warning, where it could change the numbers.
-
-    Args:
-        module: see ``head_obstacle``.
-        chunk_size: see ``LogProbHead``; 0 for all logits at once.
-    """
+    """Put a chunked head into a transformers model; None with ``chunk_size`` 0, and where numbers could change."""
     if chunk_size <= 0:
         return None
     if obstacle := head_obstacle(module):
@@ -132,11 +147,7 @@ def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
 
 
 def install_fused_head(module: Any, backend: str | None) -> LogProbHead:
-    """Put verl's fused linear cross entropy into a transformers model.
-
-    Args:
-        module: see ``head_obstacle``.
-        backend: verl's ``model.fused_kernel_options.impl_backend``; which ones a machine has is a rule of ``config``.
+    """Put verl's fused linear cross entropy, of one of its back ends, into a transformers model.
 
     Raises:
         ValueError: the model's head is not a plain matrix, or it does not come last.
@@ -151,9 +162,7 @@ def fused_kernel(backend: str | None) -> FusedKernel:
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
-        return lambda hidden, weight, labels, temperature: linear_cross_entropy(
-            hidden, weight, labels, temperature, "none"
-        )
+        return lambda *tensors_and_temperature: linear_cross_entropy(*tensors_and_temperature, "none")
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     # verl 0.9.0 has torch alone and takes no name.
@@ -167,16 +176,15 @@ def _fused_outputs(
     columns = [entropy, log_probs] if request.with_entropy else [log_probs]
     for column in columns:
         if column.requires_grad:
-            # The Triton kernels insist on it, and the gradient of a column is strided.
-            column.register_hook(torch.Tensor.contiguous)
+            column.register_hook(torch.Tensor.contiguous)  # as the Triton kernels insist; stack's gradient is strided
     return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1)
 
 
 class _ChunkedOutputs(torch.autograd.Function):
     """``request.outputs(linear(hidden, weight, bias))`` with the logits of one chunk of labels at a time.
 
-    The backward recomputes the logits of one chunk at a time and adds the weight's gradient in float32, so that cutting
-    rounds no more than the one product it replaces.
+    The backward recomputes them and adds the weight's gradient in float32, so that cutting rounds no more than the one
+    product it replaces.
     """
 
     @staticmethod
@@ -191,11 +199,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V)
         ctx.request, ctx.chunk_size = request, chunk_size
         device = hidden_NE.device.type
-        ctx.autocast = {
-            "device_type": device,
-            "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-        }
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         parts = [slice(start, start + chunk_size) for start in range(0, len(hidden_NE), chunk_size)]
         return torch.cat([request.outputs(F.linear(hidden_NE[part], weight_VE, bias_V), part) for part in parts])
 
@@ -211,7 +215,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for start in range(0, len(hidden_NE), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 logits = F.linear(hidden_NE[part], weight_VE.detach(), None if bias_V is None else bias_V.detach())
                 logits = logits.detach().requires_grad_()
                 outputs = ctx.request.outputs(logits, part)
