@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_pg_plugin.engine.verify import Tolerance, compare, read_responses, relative_errors
+from verl_pg_plugin.engine.verify import Tolerance, compare, read_responses, relative_errors, rounding_noise
 
 
 @pytest.mark.parametrize("noise", [[1e-7] * 100, [float("nan"), 1e-7], [float("inf")]], ids=["little", "nan", "inf"])
@@ -59,3 +59,16 @@ def test_responses_are_read_from_the_rows_in_front_of_their_tokens() -> None:
     jagged = torch.nested.nested_tensor_from_jagged(torch.arange(9.0), torch.tensor([0, 4, 9]))
     responses = read_responses({"log_probs": jagged}, [1, 0], np.array([2, 3]))
     assert [row.tolist() for row in responses["log_probs"]] == [[6.0, 7.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_are_rounded_each_in_their_own_way_and_alike_in_every_process(dtype: torch.dtype) -> None:
+    """Equal signs in all layers would add up, or cancel, and measure no rounding."""
+    out = torch.linspace(1, 2, 4096).reshape(64, 64).to(dtype)
+    first, second = (torch.stack([move(out) for _ in range(3)]) for move in (rounding_noise(), rounding_noise()))
+    assert torch.equal(first, second)
+    signs = (first.double() - out.double()).sign()
+    assert (signs != 0).double().mean() > 0.9
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert abs((signs[a] * signs[b]).mean()) < 0.1
+    assert ((first.double() - out.double()).abs() / out.double()).max() < 32 * torch.finfo(dtype).eps

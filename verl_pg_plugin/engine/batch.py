@@ -56,10 +56,8 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
     name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     limit = tu.get_non_tensor_data(data, name, default=None)
-    if limit is None:
-        raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
-    if limit < 1:
-        raise BatchError(f"{name}={limit} lets a micro-batch hold nothing; set at least 1")
+    if limit is None or limit < 1:
+        raise BatchError(f"{name}={limit} bounds no micro-batch; set at least 1")
     if by_tokens:
         return MicroBatchLimits(max_tokens=int(limit) * sp_size)
     return MicroBatchLimits(max_sequences=int(limit))

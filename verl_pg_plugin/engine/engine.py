@@ -1,15 +1,10 @@
 """verl's FSDP engines with shared prefixes: every prefix of a mini-batch is stored and computed once.
 
-``SharedPrefixEngine.forward_backward_batch`` runs a mini-batch:
-
-1. ``plan.plan_mini_batch`` reads it, cuts it into micro-batches, lays each one out and agrees with the other ranks;
-2. the sequences of each micro-batch are selected on the host and sent to the device, behind the launch of the backward
-   before; ``inputs`` makes the model's keywords of the layout, and the model runs (``compute``);
-3. verl's loss and backward follow;
-4. ``metrics`` adds up what it cost.
-
-Of verl's ``FSDPEngine`` this overrides how the model is built and the loop over micro-batches. Sharding, optimizer,
-checkpoints and losses are verl's.
+``SharedPrefixEngine.forward_backward_batch`` runs a mini-batch. ``plan.plan_mini_batch`` reads it, cuts it into
+micro-batches, lays each one out and agrees with the other ranks. The sequences of a micro-batch are selected on the
+host and sent to the device, behind the launch of the backward before; ``inputs`` makes the model's keywords of the
+layout, and ``compute`` runs the model. verl's loss and backward follow, and ``metrics`` adds up what it cost. Sharding,
+optimizer, checkpoints and losses are verl's.
 """
 
 from __future__ import annotations
@@ -70,8 +65,7 @@ class SharedPrefixEngine(FSDPEngine):
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
-        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks differ in kernels
-            or in whether they compile.
+        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks chose differently.
     """
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
@@ -145,10 +139,9 @@ class SharedPrefixEngine(FSDPEngine):
         cache, costs, results = PrefixCache(), MiniBatchCosts(), []
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
-            syncs = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
-            grads = torch.no_grad() if forward_only else nullcontext()
+            grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
             compiler = compiling() if self.compiles else nullcontext()
-            with grads, syncs, compiler, torch.profiler.record_function(f"micro_batch{index}"):
+            with grads, compiler, torch.profiler.record_function(f"micro_batch{index}"):
                 result = self._run(planned, plan, cache, costs, loss_function, forward_only)
             if not returns_outputs:
                 del result["model_output"]
@@ -160,10 +153,9 @@ class SharedPrefixEngine(FSDPEngine):
         for result in results:
             result["loss"] = result["loss"].item()
         weigh_means([result["metrics"] for result in results], self._loss_weights(plan, num_loss_tokens))
-        indices = [planned.sequences for planned in plan.micro_batches]
         order = plan.data.select("pad_mode", strict=False)
         tu.assign_non_tensor(order, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
-        output = postprocess_batch_func(results, indices, order)
+        output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], order)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
 from verl_pg_plugin.engine.batch import FUSED_OFF
@@ -41,7 +42,6 @@ class LogProbRequest:
         temperature: (N,) float32, or one for all labels.
         with_entropy, with_sum_pi_squared: outputs beside the log-probs.
         entropy_from_logits: verl's function.
-        checkpoint_entropy: recompute the entropy in the backward (verl's ``entropy_checkpointing``).
         top_k: what a teacher said, if the loss asks for it.
         with_log_probs: False where that is the whole loss.
     """
@@ -51,7 +51,6 @@ class LogProbRequest:
     with_entropy: bool
     with_sum_pi_squared: bool
     entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]
-    checkpoint_entropy: bool = False
     top_k: TeacherTopK | None = None
     with_log_probs: bool = True
 
@@ -70,14 +69,12 @@ class LogProbRequest:
         columns = self.top_k.outputs(logits_NV, part) if self.top_k else []
         if self.with_sum_pi_squared:
             columns.append(verl_F.calculate_sum_pi_squared_from_logits(logits_NV))
-        if self.with_entropy and self.checkpoint_entropy:
-            columns.append(checkpoint(self.entropy_from_logits, logits_NV, use_reentrant=False))
-        elif self.with_entropy:
+        if self.with_entropy:
             columns.append(self.entropy_from_logits(logits_NV))
         if self.with_log_probs:
             alone = not columns  # only then flash-attn's cross entropy may write the gradient over the logits
             columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=alone))
-        return torch.stack([column.to(_wide(column.dtype)) for column in columns], dim=-1)
+        return torch.stack([column.to(_wide(column)) for column in columns], dim=-1)
 
 
 def read_request(
@@ -92,20 +89,21 @@ def read_request(
         temperature = float(temperature)
     if config.entropy_from_logits_with_chunking:
         entropy = partial(entropy, chunk_size=config.entropy_from_logits_chunk_size)
+    if config.entropy_checkpointing:
+        entropy = partial(checkpoint, entropy, use_reentrant=False)
     return LogProbRequest(
         labels=inputs.labels,
         temperature=temperature,
         with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
         with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
         entropy_from_logits=entropy,
-        checkpoint_entropy=config.entropy_checkpointing,
         top_k=TeacherTopK.of_labels(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
         with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
     )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 class LogProbHead:
@@ -154,19 +152,13 @@ def install_fused_head(module: Any, backend: str | None) -> LogProbHead:
     """
     if obstacle := fused_obstacle(module):
         raise ValueError(f"use_fused_kernels=True: {obstacle}; {FUSED_OFF}")
-    return LogProbHead(module.get_output_embeddings(), fused=fused_kernel(backend))
-
-
-def fused_kernel(backend: str | None) -> FusedKernel:
-    """verl's, by the name of its back end."""
+    head = module.get_output_embeddings()
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
-        return lambda *tensors_and_temperature: linear_cross_entropy(*tensors_and_temperature, "none")
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    # verl 0.9.0 has torch alone and takes no name.
-    return FusedLinearForPPO() if backend == "torch" else FusedLinearForPPO(impl_backend=backend)
+        return LogProbHead(head, fused=lambda *given: linear_cross_entropy(*given, "none"))
+    options = {} if backend == "torch" else {"impl_backend": backend}  # verl 0.9.0 has torch alone and takes no name
+    return LogProbHead(head, fused=FusedLinearForPPO(**options))
 
 
 def _fused_outputs(
@@ -207,7 +199,7 @@ class _ChunkedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_NC,) = grad_outputs
         hidden_NE, weight_VE, bias_V = ctx.saved_tensors
-        wide = _wide(weight_VE.dtype)
+        wide = _wide(weight_VE)
         # A frozen head, as under LoRA, gets no gradient: as large as the weight, and a third of the backward.
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_NE) if needs_hidden else None

@@ -77,7 +77,7 @@ def figures_of_rank(
         "forward_alone": float(flops.alone(lengths).sum()) + sum(flops.images(shown) for _, shown in costs.patches),
         "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
         "cached_bytes": costs.peak_cached_bytes,
-        "host_bytes": plan.host_bytes,
+        "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
     if flops.vision is not None:
         figures["patches"] = sum(int(computed.sum()) for computed, _ in costs.patches)

@@ -16,15 +16,14 @@ from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import Agreement
-from verl_pg_plugin.layout import Layout, PackedLayout, PrefixOrder
+from verl_pg_plugin.layout import Layout, PackedLayout
 from verl_pg_plugin.modalities import BatchError, Modality
-from verl_pg_plugin.planning.activation_level import Level, Levels, WholeGroups
+from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
     CacheWeights,
     MicroBatch,
-    MicroBatchLimits,
     cut_micro_batches,
     first_label,
     tokens_of_stock,
@@ -72,11 +71,6 @@ class Plan:
     groups: list[list[MicroBatch]]
     runs_encoder: bool
     levels: Levels
-
-    @property
-    def host_bytes(self) -> float:
-        """Most that layers of a micro-batch keep on the host of this rank."""
-        return max(self.levels.host_bytes(p.level, p.layout.num_tokens) for p in self.micro_batches)
 
     @cached_property
     def selector(self) -> SequenceSelector:
@@ -126,16 +120,14 @@ def plan_mini_batch(
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
-        modality: of the model.
-        flops: what a forward of the model costs.
+        modality, flops: of the model.
         packed: packed mode, else upstream's padded groups.
-        weights: what cached tokens take of the budget; None where no group is carried from one micro-batch to the next.
+        weights: what cached tokens take of the budget; None where no group is split.
         forward_only: there is no backward.
-        levels: how a micro-batch gets its activation level, from what is free on this rank; ranks that share tokens
-            have the same.
+        levels: from what is free on this rank; ranks that share tokens have the same.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
-        micro_batch_cost: fixed cost of a micro-batch, in tokens; decides how short a prefix is worth carrying.
+        micro_batch_cost: see ``cut_micro_batches``.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -151,13 +143,28 @@ def plan_mini_batch(
             whole, weights = within.whole_groups(), weights and weights.times(within.shortage)
 
         def drafted(at_least: int) -> _Draft:
-            return _draft(sequences, order, limits, weights, at_least, packed, forward_only, micro_batch_cost, whole)
+            groups = cut_micro_batches(
+                order,
+                limits,
+                weights,
+                at_least,
+                forward_only=forward_only,
+                micro_batch_cost=micro_batch_cost,
+                whole=whole,
+            )
+            return [_running(group, sequences, packed, forward_only) for group in groups]
 
         draft = drafted(1)
         ranks.tell(_told(draft, flops, sequences, levels))
     wanted = max(told.num_micro_batches for told in ranks.told)
     if any(told.num_micro_batches < wanted for told in ranks.told):
         with Agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
+            if wanted > len(order.sequences):
+                raise BatchError(
+                    f"this rank has {len(order.sequences)} sequences and another needs {wanted} micro-batches, of "
+                    "which all ranks must run as many; spread sequences evenly over ranks, or raise "
+                    "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
+                )
             if sum(map(len, draft)) < wanted:
                 draft = drafted(wanted)
             ranks.tell(_told(draft, flops, sequences, levels))
@@ -182,42 +189,17 @@ def plan_mini_batch(
     return Plan(data, sequences, planned, groups, any(rank.needs_encoder for rank in told), levels)
 
 
-def _draft(
-    sequences: Sequences,
-    order: PrefixOrder,
-    limits: MicroBatchLimits,
-    weights: CacheWeights | None,
-    at_least: int,
-    packed: bool,
-    forward_only: bool,
-    micro_batch_cost: float,
-    whole: WholeGroups | None,
-) -> _Draft:
-    """Cut and lay out a mini-batch, into as many micro-batches as the limits ask for, or ``at_least``."""
-    if at_least > len(order.sequences):
-        raise BatchError(
-            f"this rank has {len(order.sequences)} sequences and another needs {at_least} micro-batches, of which all "
-            "ranks must run as many; spread sequences evenly over ranks, or raise ppo_max_token_len_per_gpu and "
-            "log_prob_max_token_len_per_gpu"
-        )
-    groups = cut_micro_batches(
-        order,
-        limits,
-        weights,
-        at_least,
-        forward_only=forward_only,
-        micro_batch_cost=micro_batch_cost,
-        whole=whole,
-    )
-    draft: _Draft = []
-    for group in groups:
-        first = first_label(group, sequences.prompt_lengths) if len(group) > 1 else 0
-        draft.append([])
-        for micro_batch in group if forward_only else group[::-1]:
-            selected, chunk = sequences.select(micro_batch.sequences), micro_batch.chunk
-            layout = selected.lay_out(packed) if chunk is None else selected.lay_out_chunk(chunk, first, forward_only)
-            draft[-1].append((micro_batch, layout))
-    return draft
+def _running(
+    group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool
+) -> list[tuple[MicroBatch, Layout]]:
+    """A group as it runs, laid out."""
+    first = first_label(group, sequences.prompt_lengths) if len(group) > 1 else 0
+    found = []
+    for micro_batch in group if forward_only else group[::-1]:
+        selected, chunk = sequences.select(micro_batch.sequences), micro_batch.chunk
+        layout = selected.lay_out(packed) if chunk is None else selected.lay_out_chunk(chunk, first, forward_only)
+        found.append((micro_batch, layout))
+    return found
 
 
 def _told(draft: _Draft, flops: ModelFlops, sequences: Sequences, levels: Levels) -> _Told:

@@ -29,8 +29,6 @@ from verl_pg_plugin.layout import IntArray
 
 logger = logging.getLogger(__name__)
 
-FIRST_WITHIN = 100
-"""Micro-batches of each kind among which ``verify=first`` looks for one to verify."""
 NUM_SAMPLES = 2
 """Samples that are computed alone in a micro-batch."""
 NOISE_FACTOR = 4.0
@@ -160,7 +158,7 @@ class Verifier:
             return False
         if period:
             return index % period == 0
-        if self._verified.get(kind) or index >= FIRST_WITHIN:
+        if self._verified.get(kind):
             return False
         # The first that shares anything on any rank. Where no sequence attended to tokens of another in it (turns that
         # only continue one another, the chunk that computes a prompt), the first in which one does has its turn too.
