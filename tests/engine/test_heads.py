@@ -22,7 +22,7 @@ from tests.support import (
     save_tiny_model,
 )
 from verl_pg_plugin.architectures import skeleton
-from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head
+from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_head
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
@@ -78,7 +78,7 @@ def adapted_head() -> SimpleNamespace:
 def test_it_steps_aside_with_a_warning_where_the_head_is_not_the_last_product(
     model: Callable, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert install_chunked_head(model(), 4) is None
+    assert install_head(model(), SimpleNamespace(use_fused_kernels=False), 4) is None
     assert why in caplog.text
 
 

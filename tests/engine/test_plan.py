@@ -1,7 +1,6 @@
 """Ranks plan a mini-batch together: as many micro-batches on each, and whatever FSDP does on all ranks or on none."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,31 +50,17 @@ def test_ranks_with_one_and_nine_sequences_both_say_what_cannot_be_met(monkeypat
         assert "this rank has 1 sequences and another needs 9 micro-batches" in str(error)
 
 
-def split_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """Of an update with a group above the budget on the first rank alone."""
-    oversized, others = group(20, [6, 9, 5, 8], 1), [*LONE, *group(7, [3, 6, 4], 9)]
-    batches = [make_batch(samples, max_token_len_per_gpu=36) for samples in (oversized, others)]
-    return plans_of(batches, monkeypatch, weights=CacheWeights(), micro_batch_cost=4.0)
-
-
 def test_every_rank_prefills_where_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP gathers weights in a prefill: a rank that ran none would leave the others waiting."""
-    first, second = split_plans(monkeypatch)
+    oversized, others = group(20, [6, 9, 5, 8], 1), [*LONE, *group(7, [3, 6, 4], 9)]
+    batches = [make_batch(samples, max_token_len_per_gpu=36) for samples in (oversized, others)]
+    first, second = plans_of(batches, monkeypatch, weights=CacheWeights(), micro_batch_cost=4.0)
     prefills = [[planned.prefill is not None for planned in plan.micro_batches] for plan in (first, second)]
     assert prefills[0] == prefills[1]
     assert any(prefills[0])
     assert all(len(group) == 1 for group in second.groups)
     idle = [planned.prefill.num_tokens for planned in second.micro_batches if planned.prefill is not None]
     assert set(idle) == {1}, "a token that nobody reads"
-
-
-def test_chunks_of_a_group_come_with_their_own_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, _ = split_plans(monkeypatch)
-    (chunks,) = [group for group in plan.groups if len(group) > 1]
-    first = [planned.sequences for planned in plan.micro_batches].index(chunks[0].sequences)
-    running = plan.micro_batches[first : first + len(chunks)]
-    assert [planned.layout.num_cached for planned in running] == [c.chunk.num_cached for c in chunks]
-    assert running[-1].layout.num_cached == 0, "the chunk that computes the prompt runs last and takes its gradients"
 
 
 @dataclass(frozen=True)
@@ -132,14 +117,3 @@ def test_the_order_is_that_of_cost_and_not_of_tokens(process_group: None) -> Non
         costs = [flops.forward([layout]) for layout in layouts]
         assert costs == sorted(costs, reverse=True)
         assert (layouts[0].num_tokens > layouts[1].num_tokens) == (flops is BY_TOKENS), "more tokens, fewer pairs here"
-
-
-@pytest.mark.parametrize("forward_only", [True, False])
-def test_chunks_of_a_group_run_one_after_the_other(forward_only: bool, process_group: None) -> None:
-    small, oversized = [*group(28, [1], 1), *group(20, [2], 2)], group(10, [6] * 8, 3)
-    batch = make_batch([*oversized, *small], max_token_len_per_gpu=30)
-    plan = plan_of(batch, weights=CacheWeights(0.1, 0.1), forward_only=forward_only, micro_batch_cost=1.0)
-    (chunks,) = [group for group in plan.groups if len(group) > 1]
-    running = [planned.sequences for planned in plan.micro_batches]
-    places = [running.index(chunk.sequences) for chunk in chunks]
-    assert all(b == a + 1 for a, b in pairwise(places))

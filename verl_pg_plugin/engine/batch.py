@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.gather import send
-from verl_pg_plugin.engine.distillation import uses_top_k
 from verl_pg_plugin.layout import (
     Chunk,
     IntArray,
@@ -29,6 +28,11 @@ from verl_pg_plugin.modalities.text import counted
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
+
+
+def uses_top_k(data: TensorDict) -> bool:
+    """Whether the trainer asks for the losses of a teacher's top k (``forward_kl_topk``)."""
+    return tu.get_non_tensor_data(data, "distillation_use_topk", default=False)
 
 
 def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
@@ -96,7 +100,10 @@ class Sequences:
         return replace(self, classes=np.arange(len(self.prompt_lengths)))
 
     def responses_apart(self) -> Sequences:
-        """The same sequences, no two of which share a token that predicts a response token."""
+        """The same sequences, no two of which share a token that predicts a response token.
+
+        For losses that depend on what the response's own teacher said.
+        """
         keys = self.content.keys.astype(np.int64)
         own = counted(self.offsets) >= np.repeat(self.prompt_lengths, np.diff(self.offsets))
         keys[own] = keys.max() + 1 + np.arange(own.sum())
@@ -228,12 +235,8 @@ class SequenceSelector:
             lengths = [bounds[i + 1] - bounds[i] for i in indices]
             offsets = send(torch.tensor([0, *lengths]).cumsum(0), next(iter(fields.values())).device)
             for name, values in fields.items():
-                selected[name] = torch.nested.nested_tensor_from_jagged(
-                    torch.cat([values[begin:end] for begin, end in pieces]),
-                    offsets,
-                    min_seqlen=min(lengths),
-                    max_seqlen=max(lengths),
-                )
+                chosen = torch.cat([values[begin:end] for begin, end in pieces])
+                selected[name] = torch.nested.nested_tensor_from_jagged(chosen, offsets)
         return selected
 
 

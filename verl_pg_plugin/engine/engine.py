@@ -30,13 +30,11 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.config.engine_config import assert_in_force
-from verl_pg_plugin.engine import chunks
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier
-from verl_pg_plugin.engine.batch import on_device
+from verl_pg_plugin.engine.batch import on_device, uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
-from verl_pg_plugin.engine.distillation import LOSS_OF_LOGITS, uses_top_k
-from verl_pg_plugin.engine.heads import LogProbHead, install_chunked_head, install_fused_head, read_request
-from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, packed_inputs, padded_inputs
+from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
+from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, cache_access, consume, keep_published, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
@@ -51,7 +49,7 @@ from verl_pg_plugin.engine.ranks import gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
 from verl_pg_plugin.engine.verify import Responses, Tolerance, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
-from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
@@ -234,12 +232,11 @@ class SharedPrefixEngine(FSDPEngine):
         host = plan.selector.select(planned.sequences)
         micro_batch = on_device(host, self._device)
 
-        consumed = [] if forward_only else chunks.consume(cache, planned.layout)
+        consumed = [] if forward_only else consume(cache, planned.layout)
         if planned.prefill is not None:
             self._prefill(planned.prefill, planned, plan, cache)
         check = self._compute_alone(planned, plan) if self.verifier.is_due(planned, kind) else None
-
-        access = chunks.access(cache, planned.layout, publishes=forward_only, consumed=consumed)
+        access = cache_access(cache, planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, host, plan.runs_encoder, access)
         self.activations.begin(planned.level)
         loss, metrics = torch.tensor(1.0, device=self._device), {}
@@ -249,7 +246,7 @@ class SharedPrefixEngine(FSDPEngine):
                 group = self.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
         if forward_only:
-            chunks.keep_published(cache, access)
+            keep_published(cache, access)
         else:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
@@ -276,14 +273,14 @@ class SharedPrefixEngine(FSDPEngine):
     def _prefill(self, layout: PackedLayout, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache) -> None:
         """Compute without gradient what a chunk reads and no earlier one has published."""
         first = plan.selector.select(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
-        access = chunks.access(cache, layout, publishes=True, prefill=True)
+        access = cache_access(cache, layout, publishes=True, prefill=True)
         inputs = self._inputs(layout, first, plan.runs_encoder, access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         with torch.no_grad(), self._autocast():
             self.compute(inputs, on_device(first, self._device))
         self.module.train(training)
-        chunks.keep_published(cache, access)
+        keep_published(cache, access)
 
     def _compute_alone(
         self, planned: PlannedMicroBatch, plan: Plan
@@ -315,9 +312,7 @@ class SharedPrefixEngine(FSDPEngine):
         cache: CacheAccess | None = None,
         perturb: Perturb | None = None,
     ) -> ModelInputs:
-        if isinstance(layout, PaddedLayout):
-            return padded_inputs(layout, self.kernel, self._device, perturb)
-        return packed_inputs(
+        return make_inputs(
             layout,
             micro_batch,
             self.kernel,
@@ -331,17 +326,16 @@ class SharedPrefixEngine(FSDPEngine):
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._autocast_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+        dtype = self._autocast_dtype
+        return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
     def _tell_loss(self, data: TensorDict) -> float:
         """Add what verl's losses scale by; returns the tokens that the loss counts on all ranks."""
-        num_tokens = data["loss_mask"].sum().to(get_device_id())
-        dist.all_reduce(num_tokens, op=dist.ReduceOp.SUM, group=self.get_data_parallel_group())
-        sp_size, dp_size = self.ulysses_sequence_parallel_size, self.get_data_parallel_size()
-        tu.assign_non_tensor(data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=num_tokens.item())
-        return num_tokens.item()
+        of_ranks = data["loss_mask"].sum().to(self._device)
+        dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
+        num_tokens, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
+        tu.assign_non_tensor(data, sp_size=sp_size, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens)
+        return num_tokens
 
     def _loss_weights(self, plan: Plan, num_loss_tokens: float) -> list[float]:
         """Loss tokens of each micro-batch, over their mean in those of all ranks; ranks have as many."""
@@ -353,19 +347,11 @@ class SharedPrefixEngine(FSDPEngine):
 class SharedPrefixLanguageModel(SharedPrefixEngine):
     """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the tokens in front of responses."""
 
-    def _build_module(self) -> nn.Module:
-        module = super()._build_module()
-        refuse(module, lm_head_issues(type(module)))
-        return module
-
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        base = module.get_base_model() if self._is_lora else module
+        refuse(base, lm_head_issues(type(base)))
         if self.packed:  # a head with a request takes the tokens it is given, and columns of padded groups hold others
-            base = module.get_base_model() if self._is_lora else module
-            if self.model_config.use_fused_kernels:
-                backend = self.model_config.fused_kernel_options.get("impl_backend")
-                self.log_prob_head = install_fused_head(base, backend)
-            else:
-                self.log_prob_head = install_chunked_head(base, self.options.logits_chunk_size)
+            self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
         return super()._build_fsdp_module(module)
 
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:

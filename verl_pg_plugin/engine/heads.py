@@ -8,7 +8,7 @@ of many response tokens and their gradient are larger than everything else, or b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -22,15 +22,47 @@ from torch.utils.checkpoint import checkpoint
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
-from verl_pg_plugin.engine.batch import FUSED_OFF
-from verl_pg_plugin.engine.distillation import TOP_K_OUTPUTS, TeacherTopK, uses_top_k
+from verl_pg_plugin.engine.batch import FUSED_OFF, uses_top_k
 from verl_pg_plugin.engine.inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
+TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
+"""What verl's loss of a teacher's top k returns of each token."""
+LOSS_OF_LOGITS = "loss_of_logits"
+"""Field of a mini-batch: that loss. verl calls it inside the forward with the student's logits, here of a chunk of
+labels, and then with what that returned."""
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature."""
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """What the teacher said of N labels: (N, K) log-probs in nats and ids; ``loss`` is verl's, with its configs."""
+
+    loss: Callable[..., Any]
+    log_probs: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of_labels(cls, micro_batch: TensorDict, index: torch.Tensor) -> TeacherTopK:
+        """``index`` (N,) is the place of each label's token in the sequences laid one after the other."""
+        of_labels = (micro_batch[name].values().index_select(0, index) for name in ("teacher_logprobs", "teacher_ids"))
+        return cls(tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None), *of_labels)
+
+    def outputs(self, logits_NV: torch.Tensor, part: slice) -> list[torch.Tensor]:
+        """``TOP_K_OUTPUTS``, (N,) each, from the logits of the labels in ``part``."""
+        # verl's loss takes this rank's equal part of what it is given, and all of this is of this rank.
+        ranks = get_ulysses_sequence_parallel_world_size()
+        bounds = torch.tensor([0, ranks * len(logits_NV)], device=logits_NV.device)
+        teacher = {
+            name: torch.nested.nested_tensor_from_jagged(values[part].repeat(ranks, 1), bounds)
+            for name, values in (("teacher_logprobs", self.log_probs), ("teacher_ids", self.ids))
+        }
+        found = self.loss(student_logits=logits_NV.unsqueeze(0), data=teacher)
+        return [found[name].squeeze(0) for name in TOP_K_OUTPUTS]
 
 
 @dataclass(frozen=True)
@@ -134,8 +166,18 @@ class LogProbHead:
         return _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size).unsqueeze(0)
 
 
-def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
-    """Put a chunked head into a transformers model; None with ``chunk_size`` 0, and where numbers could change."""
+def install_head(module: Any, model_config: Any, chunk_size: int) -> LogProbHead | None:
+    """Let the head of a transformers model compute log-probs; None where all logits are held at once.
+
+    That is so with ``chunk_size`` 0, and, with a warning, where chunks could change the numbers.
+
+    Raises:
+        ValueError: verl's config asks for fused kernels, and the head is not a plain matrix or does not come last.
+    """
+    if model_config.use_fused_kernels:
+        if obstacle := fused_obstacle(module):
+            raise ValueError(f"use_fused_kernels=True: {obstacle}; {FUSED_OFF}")
+        return LogProbHead(module.get_output_embeddings(), fused=_kernel(model_config.fused_kernel_options))
     if chunk_size <= 0:
         return None
     if obstacle := head_obstacle(module):
@@ -144,21 +186,14 @@ def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
     return LogProbHead(module.get_output_embeddings(), chunk_size)
 
 
-def install_fused_head(module: Any, backend: str | None) -> LogProbHead:
-    """Put verl's fused linear cross entropy, of one of its back ends, into a transformers model.
-
-    Raises:
-        ValueError: the model's head is not a plain matrix, or it does not come last.
-    """
-    if obstacle := fused_obstacle(module):
-        raise ValueError(f"use_fused_kernels=True: {obstacle}; {FUSED_OFF}")
-    head = module.get_output_embeddings()
+def _kernel(options: Mapping[str, Any]) -> FusedKernel:
+    backend = options.get("impl_backend")
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
-        return LogProbHead(head, fused=lambda *given: linear_cross_entropy(*given, "none"))
-    options = {} if backend == "torch" else {"impl_backend": backend}  # verl 0.9.0 has torch alone and takes no name
-    return LogProbHead(head, fused=FusedLinearForPPO(**options))
+        return lambda *given: linear_cross_entropy(*given, "none")
+    # verl 0.9.0 has torch alone and takes no name.
+    return FusedLinearForPPO() if backend == "torch" else FusedLinearForPPO(impl_backend=backend)
 
 
 def _fused_outputs(

@@ -1,8 +1,14 @@
-"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
+"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions.
+
+The prefix of a split group is handed from chunk to chunk, see ``attention.cache``. Without gradient the chunks run in
+order, and each publishes keys, values and outputs for the next. In an update they run in reverse: a *prefill* without
+gradient publishes what a chunk reads, the chunk's backward adds to the pending gradients, and the chunk that computes
+the prefix with gradient, which comes later, takes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +18,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils.ulysses import gather_outputs_and_unpad
 
-from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.cache import CacheAccess, CachedTokens, PrefixCache
 from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.layout import IntArray, PackedLayout, PaddedLayout
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout
 from verl_pg_plugin.modalities import Modality
 
 Perturb = Callable[[torch.Tensor], torch.Tensor]
@@ -98,8 +104,8 @@ class ModelInputs:
         return torch.nested.nested_tensor_from_jagged(flat, offsets)
 
 
-def packed_inputs(
-    layout: PackedLayout,
+def make_inputs(
+    layout: Layout,
     micro_batch: TensorDict,
     kernel: Kernel,
     modality: Modality,
@@ -111,7 +117,7 @@ def packed_inputs(
     cache: CacheAccess | None = None,
     perturb: Perturb | None = None,
 ) -> ModelInputs:
-    """What this rank needs of a packed forward, sent to ``device`` without waiting for it.
+    """What this rank needs of a forward, sent to ``device`` without waiting for it.
 
     Args:
         layout: of the tokens.
@@ -124,6 +130,8 @@ def packed_inputs(
         sp_group: Ulysses group whose ranks share the tokens.
         cache, perturb: see ``CacheAccess`` and ``AttentionContext``.
     """
+    if isinstance(layout, PaddedLayout):
+        return _padded_inputs(layout, kernel, device, perturb)
     ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
     num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
     for multiple in (token_multiple, ranks):
@@ -169,10 +177,8 @@ def packed_inputs(
     )
 
 
-def padded_inputs(
-    layout: PaddedLayout, kernel: Kernel, device: torch.device, perturb: Perturb | None = None
-) -> ModelInputs:
-    """The same of padded groups, with PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
+def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device, perturb: Perturb | None) -> ModelInputs:
+    """With PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
@@ -195,3 +201,42 @@ def padded_inputs(
 
 def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return to_device(array, torch.int64, device)
+
+
+def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
+    """Take the tokens off the cache that a chunk of an update computes with gradient, before its prefill comes.
+
+    Returns:
+        Their pending gradients; the values are dropped, since the chunk computes them again.
+    """
+    if not isinstance(layout, PackedLayout) or not len(layout.publish):
+        return []
+    blocks = cache.pop(layout.publish_start)
+    for block in blocks:
+        block.drop_values()
+    return blocks
+
+
+def cache_access(
+    cache: PrefixCache,
+    layout: Layout,
+    *,
+    publishes: bool,
+    consumed: Sequence[CachedTokens] = (),
+    prefill: bool = False,
+) -> CacheAccess | None:
+    """What a chunk or a prefill reads, publishes and consumes; None for what neither reads nor publishes."""
+    if not isinstance(layout, PackedLayout) or not layout.is_chunk:
+        return None
+    start = layout.publish_start
+    publish = CachedTokens(start, start + len(layout.publish)) if publishes else None
+    return CacheAccess(layout, list(cache), publish, consumed, prefill)
+
+
+def keep_published(cache: PrefixCache, access: CacheAccess | None) -> None:
+    """Put what a forward has published on the cache, in place of what it replaces there."""
+    if access is None or access.publish is None:
+        return
+    cache.pop(access.layout.publish_start)
+    if len(access.layout.publish):
+        cache.push(access.publish)

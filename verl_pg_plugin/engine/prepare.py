@@ -59,25 +59,20 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
         kernel = select_kernel(engine_config.prefix_grouper.attention_kernel, get_device_name(), needs)
         compiles, why_layers = compiles_layers(engine_config, model_config)
         layers = "layers compiled" if compiles else "layers not compiled"
-        ranks.tell((platform.node(), (kernel.name, kernel.reason), (layers, why_layers)))
-    hosts, kernels, compilers = zip(*ranks.told, strict=True)
-    found = []
-    for what, choices, fix in (
-        ("attention kernels: ", kernels, f"++{ATTENTION_KERNEL}=<one that all can run>"),
-        ("", compilers, f"++{COMPILE_LAYERS}=False"),
-    ):
-        if len({name for name, _ in choices}) > 1:
-            each = [
-                f"{name} on rank {rank} of {hosts[rank]} ({why})"
-                for rank, (name, why) in enumerate(choices)
-                if (name, why) not in choices[:rank]
-            ]
-            found.append(f"{what}{', '.join(each)}; give all machines what some lack, or set {fix}")
-    if found:
-        raise RanksDifferError(f"ranks decided differently, as their machines differ: {'; '.join(found)}")
+        why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
+        ranks.tell((kernel.name, compiles, f"{platform.node()} has {why}"))
+    if len({(name, compiled) for name, compiled, _ in ranks.told}) > 1:
+        by_choice: dict[str, list[int]] = {}
+        for rank, (_, _, choice) in enumerate(ranks.told):
+            by_choice.setdefault(choice, []).append(rank)
+        each = "; ".join(f"{choice} on ranks {found}" for choice, found in by_choice.items())
+        raise RanksDifferError(
+            f"ranks decided differently, as their machines differ: {each}; give all machines what some lack, or set "
+            f"++{ATTENTION_KERNEL}=<one that all can run> and ++{COMPILE_LAYERS}=False"
+        )
     if compiles:  # gradients of queries, keys and values are to lie as the compiled forward wrote these
         kernel = replace(kernel, heads_first=True)
-    return kernel, compiles, f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
+    return kernel, compiles, why
 
 
 @dataclass(frozen=True)
