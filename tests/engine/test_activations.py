@@ -280,14 +280,6 @@ def test_no_more_than_two_layers_are_on_the_device_and_neighbours_come_back_earl
     assert len(seen["backward"][-1]) == 0 or not any(seen["backward"][-1])
 
 
-def test_a_layer_that_was_not_checkpointed_keeps_all(qwen3: str, calls: list) -> None:
-    engine = make_engine(qwen3, packed=True, model={"enable_gradient_checkpointing": False})
-    batch = make_batch(SAMPLES)
-    got = update(engine, batch, "inputs_on_host")
-    assert not calls
-    assert_same(got, replace(run_reference(qwen3, batch, actor_loss()), outputs={}))
-
-
 def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
     qwen3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,12 +73,15 @@ def test_gradients_of_two_ranks_equal_the_rows_alone(ranks: list, qwen3: str, sp
 def fail_on_rank_one(rank: int, path: str) -> list[str]:
     good, bad = make_batch(SAMPLES), make_batch([*SAMPLES[:-1], Sample([1, 2], [])])
     long = make_batch(SAMPLES, max_token_len_per_gpu=15)
+    lone = [sample for seed in range(1 if rank else 9) for sample in group(5, [3], seed)]
+    few = make_batch(lone, max_token_len_per_gpu=8)
     engine = make_engine(path, packed=True)
     messages = []
-    for wrong in (bad, make_batch(SAMPLES).exclude("responses"), long):
+    wrong = [bad, make_batch(SAMPLES).exclude("responses"), long]
+    for batch in (*(wrong if rank == 1 else [good] * 3), few):
         try:
             with engine.train_mode():
-                engine.forward_backward_batch(clone(wrong if rank == 1 else good), actor_loss())
+                engine.forward_backward_batch(clone(batch), actor_loss())
         except (ValueError, RuntimeError) as error:
             messages.append(str(error))
     with engine.train_mode():
@@ -153,7 +156,12 @@ def test_a_rank_that_cannot_compile_as_it_is_told_stops_both(failures: list) -> 
 
 def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list) -> None:
     (first, _), (second, _) = failures
-    expected = ("sequence 7 has an empty response", "no responses", "ppo_max_token_len_per_gpu")
+    expected = (
+        "sequence 7 has an empty response",
+        "no responses",
+        "ppo_max_token_len_per_gpu",
+        "this rank has 1 sequences and another needs 9 micro-batches",
+    )
     assert len(first) == len(second) == len(expected)
     for told, raised, cause in zip(first, second, expected, strict=True):
         assert cause in raised

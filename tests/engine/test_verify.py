@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from verl.utils import tensordict_utils as tu
 
@@ -17,9 +16,8 @@ from tests.engine.value_models import (
     make_value_engine,
     save_value_model,
 )
-from tests.engine.verifying import ALWAYS, SAMPLES, break_layouts, infer, update, wrong_kv_row
+from tests.engine.verifying import SAMPLES, break_layouts, infer, update, wrong_kv_row
 from tests.support import group, make_engine
-from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import SHARING_OFF
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -78,28 +76,6 @@ def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) 
     assert [verified(infer(engine, turns)) for _ in range(2)] == [2, 0]
     with pytest.raises(MismatchError, match="update micro-batch 0"):
         update(engine, WHOLE)
-
-
-def test_samples_take_turns_and_the_one_that_shares_most_comes_first(
-    qwen3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(qwen3, packed=True, engine={**ALWAYS})
-    chosen: list[list[int]] = []
-    choose = engine.verifier.choose
-
-    def record(sequences: Sequences) -> list[int]:
-        rows = choose(sequences)
-        chosen.append((sequences.prompt_lengths + np.diff(sequences.offsets))[rows].tolist())
-        return rows
-
-    monkeypatch.setattr(engine.verifier, "choose", record)
-    fillers = [Sample([2] * 127, [2], mask=[0])] * 2
-    for _ in range(5):
-        infer(engine, make_batch([*SAMPLES, *fillers]))
-    sizes = [2 * len(s.prompt) + len(s.response) for s in [*SAMPLES, *fillers]]
-    assert chosen[0][0] == sizes[2], "the longest response of the longest shared prompt"
-    assert set(chosen[0]).isdisjoint(sizes[6:]), "no lone sample and no filler row"
-    assert {size for rows in chosen for size in rows} == set(sizes)
 
 
 def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:

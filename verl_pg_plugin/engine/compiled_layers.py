@@ -71,7 +71,7 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
-            leave_out(product)
+            product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
         layer.forward = compile_forward(layer.forward)
     return layers
 
@@ -159,12 +159,10 @@ def _first_line(error: BaseException) -> str:
 def decoder_layers(module: Any) -> list[nn.Module]:
     """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
     names = set(module._no_split_modules or ())
-    return [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
-
-
-def _text_part(module: Any) -> Any:
-    """All but the encoders of a multimodal model."""
-    return module if module.config.get_text_config() is module.config else module.get_decoder()
+    if not names:
+        return []
+    text = module if module.config.get_text_config() is module.config else module.get_decoder()  # without encoders
+    return [layer for layer in text.modules() if type(layer).__name__ in names]
 
 
 def last_product(layer: nn.Module) -> nn.Linear | None:
@@ -175,15 +173,8 @@ def last_product(layer: nn.Module) -> nn.Linear | None:
     return product if type(product) is nn.Linear else None
 
 
-def leave_out(product: Any) -> None:
-    """Let a matrix stand between graphs that are yet to be compiled, wherever gradients are wanted.
-
-    One that is frozen stays inside, as under LoRA, whose own products come behind it.
-    """
-    product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
-
-
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Between graphs. A frozen matrix stays inside, as under LoRA, whose own products come behind it."""
     if torch.is_grad_enabled() and self.weight.requires_grad:
         return _uncompiled(input, self.weight, self.bias)
     return F.linear(input, self.weight, self.bias)

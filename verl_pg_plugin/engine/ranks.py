@@ -49,11 +49,10 @@ class Agreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # a process that is told to stop
-        if error is not None:
+        if isinstance(error, Exception):  # and not a process that is told to stop
             gather((f"{type(error).__name__}: {error}", None))
-            return  # raised on by itself
+        if error is not None:
+            return
         outcomes = gather((None, self._mine))
         if failed := [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]:
             raise RankError("; ".join(failed))
