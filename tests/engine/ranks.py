@@ -3,9 +3,8 @@
 import atexit
 import gc
 import os
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -23,90 +22,42 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: 
     With ``device="cuda"`` every process has a GPU of its own, and collectives go through nccl. Two CPU ranks are the
     same processes in all tests, since importing torch and verl takes longer than most of what they run.
     """
-    key = (world_size, device)
-    pool = _pools.pop(key, None) or _Pool(*key)
+    pool = _pools.pop((world_size, device), None) or _start(world_size, device)
+    futures = [executor.submit(_call, function, rank, *args) for rank, executor in enumerate(pool)]
     try:
-        results = pool.run(function, args)
+        _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        wait(waiting, timeout=SECONDS_BEHIND_A_FAILURE)  # for the rank that failed
+        errors = [future.exception() for future in futures if future.done()]
+        for error in filter(None, errors):
+            raise error
+        results = [future.result() for future in futures]
     except BaseException:  # a test's timeout too: ranks that wait for each other would keep pytest from ending
-        pool.close()
+        _kill(pool)
         raise
-    if key == (2, "cpu"):
-        _pools[key] = pool
+    if (world_size, device) == (2, "cpu"):
+        _pools[world_size, device] = pool
     else:
-        pool.close()
+        _kill(pool)
     return results
 
 
-class _Pool:
-    """Ranks of one process group, which wait for functions to run."""
+_pools: dict[tuple[int, str], list[ProcessPoolExecutor]] = {}
+atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 
-    def __init__(self, world_size: int, device: str) -> None:
-        context = mp.get_context("spawn")
-        store = f"tcp://127.0.0.1:{free_port()}"
-        self.processes, self.connections = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, device, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.connections.append(ours)
 
-    def run(self, function: Callable[..., Any], args: tuple) -> list[Any]:
-        for connection in self.connections:
-            connection.send((function, args))
-        results: dict[int, Any] = {}
-        while len(results) < len(self.processes):
-            waiting = [rank for rank in range(len(self.processes)) if rank not in results]
-            failed = any(isinstance(result, Failure) for result in results.values())
-            ready = wait(
-                [*(self.connections[rank] for rank in waiting), *(p.sentinel for p in self.processes)],
-                timeout=SECONDS_BEHIND_A_FAILURE if failed else None,
-            )
-            if not ready:
-                break  # the others wait for the rank that failed
-            for rank in waiting:
-                if self.connections[rank] in ready:
-                    results[rank] = self._answer(rank)
-                elif self.processes[rank].sentinel in ready:
-                    raise self._ended(rank)
-        failures = [result.text for result in results.values() if isinstance(result, Failure)]
-        if failures:
-            raise AssertionError("\n".join(failures))
-        return [results[rank] for rank in range(len(self.processes))]
+def _start(world_size: int, device: str) -> list[ProcessPoolExecutor]:
+    """A process for each rank of a new group."""
+    store, context = f"tcp://127.0.0.1:{free_port()}", mp.get_context("spawn")
+    return [ProcessPoolExecutor(1, context, _join, (rank, world_size, device, store)) for rank in range(world_size)]
 
-    def _answer(self, rank: int) -> Any:
-        try:
-            return self.connections[rank].recv()
-        except EOFError:
-            raise self._ended(rank) from None
 
-    def _ended(self, rank: int) -> "RankEndedError":
-        self.processes[rank].join()
-        return RankEndedError(rank, self.processes[rank].exitcode)
-
-    def close(self) -> None:
-        for process in self.processes:
+def _kill(pool: list[ProcessPoolExecutor]) -> None:
+    for executor in pool:
+        for process in (executor._processes or {}).values():
             process.kill()
 
 
-class RankEndedError(RuntimeError):
-    """A rank's process ended before it answered."""
-
-    def __init__(self, rank: int, exit_code: int | None) -> None:
-        super().__init__(f"rank {rank} ended with exit code {exit_code}")
-
-
-_pools: dict[tuple[int, str], _Pool] = {}
-atexit.register(lambda: [pool.close() for pool in _pools.values()])
-
-
-class Failure:
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def _serve(rank: int, world_size: int, device: str, store: str, connection: Connection) -> None:
+def _join(rank: int, world_size: int, device: str, store: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -114,12 +65,8 @@ def _serve(rank: int, world_size: int, device: str, store: str, connection: Conn
         torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
-    while True:
-        function, args = connection.recv()
-        try:
-            result = function(rank, *args)
-        except Exception:
-            result = Failure(traceback.format_exc())
-        connection.send(result)  # tensors travel in memory of this process, which lives on
-        del function, args, result
-        gc.collect()
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    gc.collect()  # tensors that were returned travel in memory of this process, which lives on
+    return function(*args)

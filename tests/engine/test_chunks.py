@@ -1,13 +1,24 @@
 """Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, carrying, carrying_engine, split_groups
+from tests.engine.carried_cases import (
+    CASES,
+    DUPLICATES,
+    MIXED,
+    ONE_GROUP,
+    carry_always,
+    carrying,
+    carrying_engine,
+    split_groups,
+)
+from tests.engine.test_moe import MODELS as EXPERTS
+from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine, save_value_model
 from tests.support import (
     Result,
     actor_loss,
@@ -91,11 +102,6 @@ def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: st
     assert bool(split_groups(engine, batch, forward_only=False)) == carries
 
 
-def test_two_updates_of_one_batch_give_the_same_bits(engine: Any) -> None:
-    first, second = (update_outputs(engine, batch_of("a_trie_of_three_levels")) for _ in range(2))
-    assert all(torch.equal(gradient, second.gradients[name]) for name, gradient in first.gradients.items())
-
-
 def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> None:
     batch = batch_of("one_group_of_8")
     rows = {}
@@ -136,3 +142,27 @@ def test_split_groups_stay_exact_where_every_micro_batch_is_reduced(qwen3: str) 
     engine = carrying_engine(qwen3, engine=options)
     with carrying(engine):
         check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=56))
+
+
+WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3}
+MODELS = {
+    "windows": ("qwen3", WINDOW, MIXED, 56),
+    "experts": ("qwen3_moe", EXPERTS["qwen3_moe"], ONE_GROUP, 36),
+}
+
+
+@pytest.mark.parametrize("layers", MODELS)
+def test_layers_read_cached_tokens_as_their_own(tmp_path: Path, layers: str) -> None:
+    model_type, sizes, samples, budget = MODELS[layers]
+    path = save_tiny_model(tmp_path, model_type, **sizes)
+    engine = carrying_engine(path)
+    with carrying(engine):
+        check_exact(engine, path, make_batch(samples, max_token_len_per_gpu=budget))
+
+
+def test_values_of_cached_tokens_reach_the_critic(tmp_path: Path) -> None:
+    path = save_value_model(tmp_path)
+    engine = make_value_engine(path)
+    carry_always(engine)
+    with carrying(engine):
+        check_exact_values(engine, path, critic_batch(MIXED, max_token_len_per_gpu=56))

@@ -11,7 +11,6 @@ from tests.support import (
     Result,
     actor_loss,
     assert_same,
-    clone,
     fsdp1_takes_models_on_a_cpu,
     group,
     run_engine,
@@ -42,17 +41,14 @@ def used(split: str) -> list[int]:
 def run_splits(rank: int, path: str) -> dict[tuple[str, str], Result]:
     """Results of every split."""
     fsdp1_takes_models_on_a_cpu()
-    engines = {
-        "fsdp2": carrying_engine(path),
-        "fsdp": carrying_engine(path, strategy="fsdp"),
-    }
+    engines = {strategy: carrying_engine(path, strategy=strategy) for strategy in STRATEGIES}
     results = {}
     for strategy, split in RUNS:
         engine, rows = engines[strategy], SPLITS[split]
         batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
         local = tu.index_select_tensor_dict(batch, [used(split).index(row) for row in rows[rank]])
         with carrying(engine):
-            results[strategy, split] = run_engine(engine, clone(local), actor_loss())
+            results[strategy, split] = run_engine(engine, local, actor_loss())
     return results
 
 
@@ -91,7 +87,7 @@ def run_hybrid(rank: int, path: str, split: str) -> tuple[list[int], Result]:
     mine = [used(split).index(row) for row in SPLITS[split][engine.get_data_parallel_rank()]]
     batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=28)
     with carrying(engine):
-        return mine, run_engine(engine, clone(tu.index_select_tensor_dict(batch, mine)), actor_loss())
+        return mine, run_engine(engine, tu.index_select_tensor_dict(batch, mine), actor_loss())
 
 
 @pytest.mark.slow

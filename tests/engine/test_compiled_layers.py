@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported
@@ -25,8 +24,6 @@ from verl_pg_plugin.engine.compiled_layers import (
     compile_forward,
     compile_layers,
     compiling,
-    last_product,
-    leave_out,
 )
 from verl_pg_plugin.synthetic import make_batch
 
@@ -212,54 +209,8 @@ def test_settings_hold_where_layers_are_compiled_in_every_thread_and_not_in_a_lo
     assert settings() == torchs != ours
 
 
-def test_numbers_of_a_layer_are_no_inputs_of_its_graphs(compile_with) -> None:
-    """Each would be wrapped into a tensor, checked and read again in every call."""
-    inputs = []
-
-    def backend(graph: Any, given: Any) -> Any:
-        inputs.extend(given)
-        return graph.forward
-
-    compile_with(backend)
-    norm = torch.nn.LayerNorm(3, eps=1e-3)
-    compile_forward(lambda x: norm(x) * norm.eps)(torch.ones(5, 3))
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    assert sorted(tensor.dim() for tensor in tensors) == [1, 1, 2]
-
-
-def test_auto_compiles_nothing_on_a_cpu_and_says_why(qwen3: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine(qwen3, packed=True)
-    run_update(engine, actor_loss())
-    assert not counters["stats"]["unique_graphs"]
-    (line,) = [record.getMessage() for record in caplog.records if "layers not compiled" in record.getMessage()]
-    assert "compile_layers=auto: compiling pays on a GPU" in line
-
-
 def test_a_model_that_names_no_layers_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     module._no_split_modules = None
     with pytest.raises(ValueError, match="compile_layers=False"):
         compile_layers(module)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_frozen_product_stays_inside_of_the_graph(frozen: bool) -> None:
-    """Under LoRA its own products come behind it, so nothing could stop in front of it."""
-    product, graphs = nn.Linear(3, 3).requires_grad_(not frozen), []
-    leave_out(product)
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        graphs.append(graph.code)
-        return graph.forward
-
-    torch.compile(lambda x: product(x.sin()).sin(), backend=compiler)(torch.ones(2, 3, requires_grad=True))
-    assert any("linear" in graph for graph in graphs) == frozen
-
-
-@pytest.mark.parametrize("norm", ["post_feedforward_layernorm", "post_mlp_layernorm", None])
-def test_a_product_that_a_norm_reads_is_not_the_last(norm: str | None) -> None:
-    """Its result is wanted in the backward, so it is computed again anyway."""
-    layer = nn.ModuleDict({"mlp": nn.ModuleDict({"down_proj": nn.Linear(3, 3)})})
-    if norm:
-        layer[norm] = nn.Identity()
-    assert (last_product(layer) is None) == (norm is not None)

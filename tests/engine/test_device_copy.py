@@ -1,7 +1,5 @@
 """A micro-batch is on the device before verl moves it, whole, and by copies that nothing waits for."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def micro_batch() -> TensorDict:
-    """With a plain field, positions of several dimensions, one with gaps, and two that are one ragged shape."""
+    """With a plain field, positions of several dimensions, and two fields that are one ragged shape."""
     batch = make_batch([*group(9, [4, 7, 2], 1), *group(5, [3], 2)])
     batch["weight"] = torch.arange(4.0)
     rows = SequenceSelector(batch).select([2, 0, 3])
@@ -26,8 +24,6 @@ def micro_batch() -> TensorDict:
     rows["position_ids"] = tu.nested_tensor_from_tensor_list(
         [torch.arange(4 * n).view(4, n) for n in lengths], ragged_idx=2
     )
-    starts, sizes = torch.tensor([0, 2, 1]), torch.tensor([3, 1, 5])
-    rows["narrowed"] = torch.nested.narrow(torch.arange(30).view(3, 10), 1, starts, sizes, torch.jagged)
     rows["twice"] = rows["advantages"] * 2
     tu.assign_non_tensor(rows, uid=np.array(["a", "b", "c"], dtype=object))
     return rows
@@ -50,7 +46,6 @@ def test_verl_finds_nothing_left_to_move_and_no_field_is_lost() -> None:
     moved = on_device(before, torch.device(get_device_id()))
     assert moved.to(get_device_id()) is moved
     assert_same_fields(moved, before)
-    assert [row.tolist() for row in moved["narrowed"].unbind()] == [[0, 1, 2], [12], [21, 22, 23, 24, 25]]
     assert tu.get(moved, "uid").tolist() == ["a", "b", "c"]
     assert tu.get_non_tensor_data(moved, "temperature", default=None) == 1.0
     # torch would refuse to multiply a mask with what it masks, were their ragged shapes two.
@@ -68,7 +63,7 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
         return copy
 
     monkeypatch.setattr(batches, "send", send)
-    before = micro_batch().exclude("position_ids", "narrowed")  # these go as in verl
+    before = micro_batch().exclude("position_ids")  # these go as in verl
     moved = on_device(before, CPU)
     assert_same_fields(moved, before)
     parts = [
@@ -79,23 +74,3 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
     ]
     assert len(parts) == 2 * 9 + 1, "nine jagged fields and a plain one"
     assert all(part.data_ptr() in sent for part in parts)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_the_host_goes_on_while_the_gpu_is_at_work() -> None:
-    device, before = torch.device("cuda", torch.cuda.current_device()), micro_batch()
-    expected = on_device(before, device)  # the first one allocates
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        torch.cuda._sleep(2_000_000_000)  # about a second
-        start = time.perf_counter()
-        moved = on_device(before, device)
-        seconds = time.perf_counter() - start
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert seconds < 0.2
-    assert moved.to(torch.cuda.current_device()) is moved
-    assert_same_fields(moved, before)
-    assert_same_fields(expected, before)

@@ -16,17 +16,16 @@ from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDP
 
 from tests.engine.carried_cases import NESTED, carrying, carrying_engine
 from tests.engine.ranks import on_ranks
-from tests.engine.test_exactness import CASES, MIXED
+from tests.engine.test_exactness import CASES, MIXED, PADDED, engine_of
 from tests.support import (
     VOCAB,
     Result,
     assert_same,
+    check_exact,
     clone,
     full_gradients,
     group,
     make_engine,
-    run_engine,
-    run_reference,
     save_tiny_model,
 )
 from verl_pg_plugin.modalities import BatchError
@@ -96,20 +95,14 @@ def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> tuple[Result, d
     return Result({}, {name: p.grad for name, p in model.named_parameters()}, value.item()), metrics
 
 
-@pytest.fixture(scope="module")
-def packed(qwen3: str, process_group: None) -> Any:
-    return make_engine(qwen3, packed=True)
-
-
 @pytest.mark.parametrize("task_rewards", [True, False], ids=["task rewards", "alone"])
 @pytest.mark.parametrize(("mode", "policy_gradient"), LOSSES)
 def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
     packed: Any, qwen3: str, mode: str, policy_gradient: bool, task_rewards: bool
 ) -> None:
     loss = loss_of(mode, policy_gradient, task_rewards)
-    for samples, tokens in ((MIXED, 1 << 30), (MIXED, 36), (BEGINNINGS, 1 << 30)):
-        batch = with_teacher(make_batch(samples, calculate_entropy=False, max_token_len_per_gpu=tokens))
-        assert_same(run_engine(packed, batch, loss), run_reference(qwen3, batch, loss))
+    batch = with_teacher(make_batch([*MIXED, *BEGINNINGS], calculate_entropy=False, max_token_len_per_gpu=50))
+    check_exact(packed, qwen3, batch, loss)
 
 
 @pytest.mark.parametrize("chunk", [0, 3], ids=["all logits", "logits in chunks"])
@@ -120,14 +113,13 @@ def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
 ) -> None:
     loss, only = loss_of("forward_kl_topk", policy_gradient, task_rewards), not policy_gradient and not task_rewards
     engine = make_engine(qwen3, packed=True, engine={"logits_chunk_size": chunk})
-    for samples, temperature in ((MIXED, 1.0), (BEGINNINGS, 0.7)):
-        batch = top_k_batch(samples, only, temperature=temperature, max_token_len_per_gpu=tokens)
-        expected, expected_metrics = top_k_alone(qwen3, batch, loss)
-        found, metrics = update(engine, batch, loss)
-        assert_same(found, expected)
-        if tokens > 100:
-            for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
-                assert metrics[f"distillation/{name}"][0] == pytest.approx(expected_metrics[f"distillation/{name}"])
+    batch = top_k_batch([*MIXED, *BEGINNINGS], only, temperature=0.7, max_token_len_per_gpu=tokens)
+    expected, expected_metrics = top_k_alone(qwen3, batch, loss)
+    found, metrics = update(engine, batch, loss)
+    assert_same(found, expected)
+    if tokens > 100:
+        for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
+            assert metrics[f"distillation/{name}"][0] == pytest.approx(expected_metrics[f"distillation/{name}"])
 
 
 def test_another_teacher_gives_another_loss_so_the_tests_above_show_something(packed: Any) -> None:
@@ -142,12 +134,7 @@ OPTIONS: dict[str, dict] = {
     "verified": {"engine": {"verify": "every_1"}},
 }
 LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
-REACHING = [
-    *NESTED,
-    Sample(LONG_PROMPT, [4, 4]),
-    Sample(LONG_PROMPT, [4, 5]),
-    *group(8, [3, 4], 2),
-]
+REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *group(8, [3, 4], 2)]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -160,10 +147,9 @@ def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> N
 
 
 def test_top_k_in_padded_groups(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"use_dynamic_bsz": False}, model={"use_remove_padding": False})
-    batch = top_k_batch(MIXED, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
-    loss = loss_of("forward_kl_topk", False, False)
-    assert_same(update(engine, batch, loss)[0], top_k_alone(qwen3, batch, loss)[0])
+    batch, loss = top_k_batch(MIXED, **PADDED), loss_of("forward_kl_topk", False, False)
+    found, _ = update(engine_of(qwen3, "padded groups"), batch, loss)
+    assert_same(found, top_k_alone(qwen3, batch, loss)[0])
 
 
 def update_under_ulysses(rank: int, path: str) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Packed mode gives the log-probs, entropies and gradients of every sequence computed alone."""
+"""Both modes give the log-probs, entropies and gradients of every sequence computed alone."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import actor_loss, check_exact, clone, group, make_engine, save_tiny_model
+from verl_pg_plugin.modalities import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 PAD = 0
 MIXED = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
 TURN = [*range(40, 52)]
+WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
 ONE_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 
 CASES: dict[str, list[Sample]] = {
@@ -53,50 +55,88 @@ CASES: dict[str, list[Sample]] = {
 }
 
 
+PADDED = {"use_remove_padding": False, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 64}
+MODES: dict[str, dict[str, Any]] = {"packed": {}, "padded groups": PADDED}
+"""Fields of a batch."""
+
+
+def engine_of(path: str, mode: str, engine: dict | None = None, model: dict | None = None) -> Any:
+    of_engine, of_model = {}, {}
+    if mode == "padded groups":
+        of_engine, of_model = {"use_dynamic_bsz": False}, {"use_remove_padding": False}
+    return make_engine(path, packed=True, engine=of_engine | (engine or {}), model=of_model | (model or {}))
+
+
+@pytest.fixture(scope="module")
+def engines(qwen3: str, packed: Any) -> dict[str, Any]:
+    return {"packed": packed, "padded groups": engine_of(qwen3, "padded groups")}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_and_gradient_equals_the_sequence_alone(packed: Any, qwen3: str, case: str) -> None:
-    check_exact(packed, qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True))
+def test_every_token_and_gradient_equals_the_sequence_alone(
+    engines: dict[str, Any], qwen3: str, case: str, mode: str
+) -> None:
+    check_exact(engines[mode], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **MODES[mode]))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
-def test_sliding_window_shorter_than_the_prompt(model_type: str, tmp_path: Path) -> None:
-    window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}
-    path = save_tiny_model(tmp_path, model_type, **window)
-    check_exact(make_engine(path, packed=True), path, make_batch(MIXED))
+def test_windows_shorter_than_the_prompt(mode: str, model_type: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, model_type, **WINDOW)
+    check_exact(engine_of(path, mode), path, make_batch(MIXED, **MODES[mode]))
 
 
 @pytest.mark.parametrize(
-    "cut",
+    ("mode", "cut"),
     [
-        {"max_token_len_per_gpu": 36},
-        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1},
-        {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5},
+        ("packed", {"max_token_len_per_gpu": 36}),
+        *(("packed", {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": size}) for size in (1, 5)),
+        *(("padded groups", {**PADDED, "micro_batch_size_per_gpu": size}) for size in (1, 4, 5)),
     ],
-    ids=str,
 )
-def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(packed: Any, qwen3: str, cut: dict) -> None:
-    check_exact(packed, qwen3, make_batch(MIXED, **cut))
+def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(
+    engines: dict[str, Any], qwen3: str, mode: str, cut: dict
+) -> None:
+    check_exact(engines[mode], qwen3, make_batch(MIXED, **cut))
 
 
-def test_more_than_4096_tokens(tmp_path: Path) -> None:
+def test_temperature_of_each_sample_within_one_padded_group(engines: dict[str, Any], qwen3: str) -> None:
+    batch = make_batch(MIXED, **PADDED)
+    batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3])
+    check_exact(engines["padded groups"], qwen3, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({"engine": {"logits_chunk_size": 3}}, MIXED),
+        ({"engine": {"logits_chunk_size": 3}}, MIXED[:4]),
+        ({"engine": {"entropy_checkpointing": True}}, MIXED),
+        ({"model": {"enable_gradient_checkpointing": False}, "engine": {"reshard_after_forward": False}}, MIXED),
+    ],
+    ids=["chunks_of_several_groups", "chunks_of_one_group", "entropy_checkpointing", "no_checkpointing, no_reshard"],
+)
+def test_options_keep_the_numbers_of_padded_groups(qwen3: str, options: dict, samples: list[Sample]) -> None:
+    check_exact(engine_of(qwen3, "padded groups", **options), qwen3, make_batch(samples, **PADDED))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_than_4096_tokens(tmp_path: Path, mode: str) -> None:
     path = save_tiny_model(tmp_path, **ONE_HEAD)
-    check_exact(make_engine(path, packed=True), path, make_batch(group(4200, [6, 9], 4)))
+    check_exact(engine_of(path, mode), path, make_batch(group(4200, [6, 9], 4), **MODES[mode]))
 
 
-def assert_siblings_are_alone(engine: Any, **settings: Any) -> None:
-    """The log-probs of two responses do not change by a bit where those of their sibling do."""
+@pytest.mark.parametrize("mode", MODES)
+def test_log_probs_change_by_no_bit_where_those_of_a_sibling_do(engines: dict[str, Any], mode: str) -> None:
     samples = group(12, [6, 6, 6], 8)
     changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
-    with engine.eval_mode():
+    with engines[mode].eval_mode():
         before, after = (
-            engine.infer_batch(make_batch(some, **settings))["model_output"]["log_probs"].unbind()
+            engines[mode].infer_batch(make_batch(some, **MODES[mode]))["model_output"]["log_probs"].unbind()
             for some in (samples, changed)
         )
     assert [torch.equal(*rows) for rows in zip(before, after, strict=True)] == [True, False, True]
-
-
-def test_sibling_responses_never_see_each_other(packed: Any) -> None:
-    assert_siblings_are_alone(packed)
 
 
 def test_positions_that_nobody_reads_hold_zero(packed: Any) -> None:
@@ -137,3 +177,16 @@ def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> No
     metrics = metrics_of(packed, make_batch(CASES["turns_that_only_continue_one_another"]))
     assert metrics["prefix_grouper/rmpad_micro_batches"] == [0.0]
     assert metrics["prefix_grouper/physical_tokens"] == [4 * 8 + 3 + 2 - 1]
+
+
+def test_metrics_count_padding_of_groups_as_work(engines: dict[str, Any]) -> None:
+    metrics = metrics_of(engines["padded groups"], make_batch(MIXED, **PADDED))
+    longest_line = 19 + 5 + 9 + 1 + 7
+    assert metrics["prefix_grouper/physical_tokens"] == [3 * longest_line]
+    assert metrics["prefix_grouper/groups_per_micro_batch"] == [3]
+
+
+def test_dynamic_micro_batches_of_padded_groups_are_refused_with_both_ways_out(engines: dict[str, Any]) -> None:
+    batch = make_batch(MIXED, use_remove_padding=False, max_token_len_per_gpu=100)
+    with pytest.raises(BatchError, match=r"use_remove_padding=True.*use_dynamic_bsz=False"):
+        metrics_of(engines["padded groups"], batch)

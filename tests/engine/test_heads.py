@@ -1,7 +1,6 @@
 """The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +22,7 @@ from tests.support import (
     save_tiny_model,
 )
 from verl_pg_plugin.architectures import skeleton
-from verl_pg_plugin.engine import heads
-from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head
+from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_head
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
@@ -46,28 +44,23 @@ def test_two_ranks_with_temperature_and_all_outputs(tmp_path: Path, tied: bool) 
         assert_same(result, Result(outputs, reference.gradients))
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden"])
-def test_what_is_frozen_costs_no_gradient_and_the_rest_gets_its_own(
-    frozen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden", None])
+def test_gradients_through_chunks_are_those_of_the_whole_head(frozen: str | None) -> None:
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(6, 11), torch.randn(1, 10, 6)
     leaves = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name != frozen)
-    request = LogProbRequest(torch.arange(10), 0.7, True, False, verl_F.entropy_from_logits)
+    request = LogProbRequest(torch.arange(10), torch.linspace(0.5, 2, 10), True, True, verl_F.entropy_from_logits)
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     whole = request.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
     expected = torch.autograd.grad(whole.square().sum(), wanted)
     chunked = LogProbHead(head, 3)
     assert chunked.takes(request)
-    add_product = heads._add_product
-    products: list[torch.Tensor] = []
-    monkeypatch.setattr(heads, "_add_product", lambda *args: (products.append(args[0]), add_product(*args)))
     found = torch.autograd.grad(head(hidden).square().sum(), wanted)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
-    assert len(products) == (0 if frozen == "weight" else 4), "one for each chunk"
+    assert head(hidden).shape == (1, 10, 11), "a request is for one forward"
 
 
 def adapted_head() -> SimpleNamespace:
@@ -85,7 +78,7 @@ def adapted_head() -> SimpleNamespace:
 def test_it_steps_aside_with_a_warning_where_the_head_is_not_the_last_product(
     model: Callable, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert install_chunked_head(model(), 4) is None
+    assert install_head(model(), SimpleNamespace(use_fused_kernels=False), 4) is None
     assert why in caplog.text
 
 
@@ -106,13 +99,6 @@ def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
         assert error <= 2**-7, "one step of bf16"
 
 
-def test_up_to_two_chunks_are_left_whole() -> None:
-    head = LogProbHead(torch.nn.Linear(2, 3), 4)
-    request = LogProbRequest(torch.zeros(8, dtype=torch.int64), 1.0, False, False, verl_F.entropy_from_logits)
-    assert not head.takes(request)
-    assert head.takes(replace(request, labels=torch.zeros(9, dtype=torch.int64)))
-
-
 def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
     seen = []
 
@@ -127,35 +113,3 @@ def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
         outputs = head(torch.randn(1, 6, 4))
     outputs.sum().backward()
     assert seen == [torch.bfloat16] * 6, "three chunks, there and back"
-
-
-LOGITS = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-REQUEST = LogProbRequest(torch.arange(6), 1.0, False, False, verl_F.entropy_from_logits)
-
-
-def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return logits.log_softmax(-1).gather(-1, labels[:, None])
-
-
-def test_a_chunk_takes_the_temperatures_and_labels_of_its_own_tokens() -> None:
-    temperature = torch.linspace(0.5, 2.0, 6)
-    request, rows = replace(REQUEST, temperature=temperature), slice(2, 5)
-    expected = log_probs(LOGITS[rows] / temperature[rows].double()[:, None], REQUEST.labels[rows])
-    torch.testing.assert_close(request.outputs(LOGITS[rows], rows), expected)
-    torch.testing.assert_close(request.outputs(LOGITS)[rows], expected)
-
-
-def test_outputs_of_bf16_logits_are_float32() -> None:
-    request = replace(REQUEST, with_entropy=True, with_sum_pi_squared=True)
-    outputs = request.outputs(LOGITS.bfloat16())
-    assert outputs.dtype == torch.float32
-    assert outputs.shape == (6, len(request.names))
-
-
-def test_a_request_is_done_in_one_forward_and_the_next_has_logits() -> None:
-    head = torch.nn.Linear(4, 11)
-    chunked = LogProbHead(head, chunk_size=2)
-    assert chunked.takes(REQUEST)
-    hidden = torch.randn(1, 6, 4)
-    assert head(hidden).shape == (1, 6, 1)
-    assert head(hidden).shape == (1, 6, 11)

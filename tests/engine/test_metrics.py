@@ -12,6 +12,7 @@ from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities import Content
+from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 
 FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
@@ -27,10 +28,10 @@ SEQUENCES = Sequences(
 def metrics(indices: list[list[int]], *costs: MiniBatchCosts, sp_size: int = 1, **options: Any) -> dict[str, list]:
     """Of ranks that have the same micro-batches, one for each of ``costs``."""
     micro_batches = [
-        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(packed=True), None, True, True, True)
+        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(packed=True), None, Level.ATTENTION, True, True)
         for members in indices
     ]
-    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, [[] for _ in indices], runs_encoder=False)
+    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, [[] for _ in indices], False, Levels())
     ranks = [figures_of_rank(plan, FLOPS, of_rank, **options) for of_rank in costs]
     return mini_batch_metrics(ranks, sp_size, "sdpa")
 

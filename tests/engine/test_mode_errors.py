@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -55,6 +56,15 @@ def test_attention_dropout_is_refused_in_every_mode_that_shares(tmp_path: Path, 
     path = save_tiny_model(tmp_path, attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0"):
         make_engine(path, packed=True, engine=FIXED, model={"use_remove_padding": not padded})
+
+
+def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.1, target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*use_prefix_grouper=False"):
+        make_engine(qwen3, packed=True, model=lora)
 
 
 def test_architecture_outside_the_attention_interface_is_named() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from verl.utils import model as verl_model
-from verl.workers.engine import EngineRegistry
 
 from tests.engine.test_exactness import CASES, MIXED
 from tests.engine.value_models import (
@@ -19,7 +18,6 @@ from tests.engine.value_models import (
 from tests.models.models import save_qwen3
 from tests.support import assert_same, clone, run_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
-from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithValueHead
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -34,11 +32,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def packed(path: str, process_group: None) -> Any:
     return make_value_engine(path)
-
-
-def test_verl_builds_our_engine_for_the_critic() -> None:
-    for strategy in ("fsdp", "fsdp2"):
-        assert EngineRegistry.get_engine_cls("value_model", strategy) is PrefixGrouperFSDPEngineWithValueHead
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,8 @@ from verl_pg_plugin.synthetic import Sample
 
 Fault = Callable[[PackedLayout], PackedLayout]
 SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
-NUM_LOGICAL = sum(len(sample.prompt) + len(sample.response) for sample in SAMPLES)
+
+
 ALWAYS = {"verify": "every_1"}
 PRECISIONS = {
     name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}

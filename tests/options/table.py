@@ -45,7 +45,7 @@ MICRO_BATCHES = (
         EVERYWHERE,
         batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 38},
         splits=True,
-        proofs=tuple(f"{CHUNKS}{name}.py" for name in ("", "_gpu", "_models", "_ranks")),
+        proofs=tuple(f"{CHUNKS}{name}.py" for name in ("", "_gpu", "_ranks")),
         note="its chunks read what they share from a prefix KV cache (`prefix_grouper.carry`)",
     ),
     Option(

@@ -1,9 +1,9 @@
 """What decoder layers keep for their backward, and where that waits: one level for each micro-batch.
 
 Gradient checkpointing keeps a layer's inputs and, in the levels of attention, what the attention kernel computed; the
-rest of the layer runs once more in its backward. Levels ``on_host`` copy what is kept to pinned memory behind the layer
-and bring it back while the layer behind it runs backwards, so that at most two layers are on the device. Each call of a
-layer knows the one in front of it, weakly, and nothing is counted: a graph that dies takes its copies along.
+rest runs once more in the backward. Levels ``on_host`` copy what is kept to pinned memory behind the layer and bring it
+back while the layer behind it runs backwards, so that at most two layers are on the device. Each call of a layer knows
+the one in front of it, weakly: a graph that dies takes its copies along.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,33 +29,28 @@ SLAB = 64 << 20
 
 
 class Activations:
-    """Stands in for the checkpoint around each decoder layer.
+    """Stands in for the checkpoint around each decoder layer of a transformers model.
 
-    A copier has ``out``, which starts a copy of a tensor to the host, ``back``, which starts one to a new tensor with
-    the sizes and strides of ``like``, and ``wait``, behind which what is launched finds a copy done.
-
-    Attributes:
-        level: of forwards from here on, see ``begin``; a backward follows what its forward was asked.
+    ``copier`` is None on a CPU, where all memory is the host's.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], copier: Any) -> None:
-        """Take over the checkpoints of ``layers`` of a transformers model that has gradient checkpointing on."""
+    def __init__(self, layers: Iterable[nn.Module], copier: PinnedCopier | None) -> None:
         self.level, self._copier = Level.ATTENTION, copier
         self._last: Callable[[], _LayerCall | None] = lambda: None
         for layer in layers:
             layer._gradient_checkpointing_func = self._checkpoint
 
     def begin(self, level: Level) -> None:
-        """To be called in front of the forward of a micro-batch."""
+        """Set the level of the micro-batch whose forward comes next; a backward follows what its forward was asked."""
         self.level, self._last = level, lambda: None
 
     def _checkpoint(self, call: Callable[..., Any], *args: Any) -> Any:
         if self.level is Level.ALL or not torch.is_grad_enabled():
             return call(*args)
-        layer, before = _LayerCall(self._copier, self.level.on_host, self._last), self._last()
+        layer, before = _LayerCall(self._copier if self.level.on_host else None, self._last), self._last()
         self._last = weakref.ref(layer)
-        contexts = layer.contexts if self.level.keeps_attention else noop_context_fn
-        # torch saves the inputs of a checkpoint for autograd. A hook around it sees those and nothing from inside.
+        contexts = partial(checkpoint_contexts, layer) if self.level.keeps_attention else noop_context_fn
+        # A hook around a checkpoint sees its inputs, which torch saves for autograd, and nothing from inside.
         hooks = saved_tensors_hooks(layer.put, layer.get) if self.level.on_host else nullcontext()
         with hooks:
             out = checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
@@ -66,7 +62,7 @@ class Activations:
 class _Copy:
     """A tensor on the host, and on the device (``x``) until it has left and from when it is on its way back."""
 
-    def __init__(self, x: Tensor, like: Tensor, copier: Any) -> None:
+    def __init__(self, x: Tensor, like: Tensor, copier: PinnedCopier) -> None:
         self.x: Tensor | None = None  # until the host has a place for it
         self.like, self.copier, self.taken = like, copier, False
         self.host, self.event = copier.out(x)
@@ -82,25 +78,22 @@ class _Copy:
         self.x = None
 
     def __del__(self) -> None:
-        if self.x is not None:  # of a graph that dies half way, as in an error: the copy may still write
+        if self.x is not None:  # the graph dies half way, as in an error: the copy may still write
             self.leave_device()
 
 
 class _LayerCall(Tape):
     """One call of a layer and what it keeps; autograd's graph is what holds it."""
 
-    def __init__(self, copier: Any, on_host: bool, before: Callable[[], _LayerCall | None]) -> None:
+    def __init__(self, copier: PinnedCopier | None, before: Callable[[], _LayerCall | None]) -> None:
         super().__init__()
-        self._copier, self._on_host, self._before = copier, on_host, before
+        self._copier, self._before = copier, before
         self._copies: list[_Copy] = []
-
-    def contexts(self) -> tuple[Any, Any]:
-        return checkpoint_contexts(self)
 
     def put(self, x: Tensor) -> Any:
         x = x.detach()  # what requires grad would hold the graph that holds this call: a cycle that no collector sees
         like = torch.empty_like(x, device="meta")
-        if not self._on_host or x.nbytes < SMALLEST or like.stride() != x.stride():
+        if self._copier is None or x.nbytes < SMALLEST or like.stride() != x.stride():
             return x
         self._copies.append(_Copy(x, like, self._copier))
         return self._copies[-1]
@@ -111,31 +104,13 @@ class _LayerCall(Tape):
         kept.taken = False  # a second backward takes it again
         for copy in (*self._copies, *(before._copies if (before := self._before()) else ())):
             copy.fetch()
-        self._copier.wait(kept.event)
+        kept.copier.wait(kept.event)
         x, kept.x, kept.taken = kept.x, None, True
         return x
 
     def leave_device(self) -> None:
         for copy in self._copies:
             copy.leave_device()
-
-
-class PlainCopier:
-    """Copies on a CPU."""
-
-    def out(self, x: Tensor) -> tuple[Tensor, None]:
-        return x.clone(), None
-
-    def back(self, host: Tensor, like: Tensor) -> tuple[Tensor, None]:
-        return host.clone(), None
-
-    def wait(self, event: None) -> None:
-        pass
-
-
-def _flat(x: Tensor) -> Tensor:
-    """All bytes of a tensor without gaps, in the order in which they lie."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class PinnedCopier:
@@ -150,23 +125,26 @@ class PinnedCopier:
         self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def out(self, x: Tensor) -> tuple[list[Tensor], torch.cuda.Event]:
-        pieces = list(self._pieces(x.nbytes))
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for piece, part in zip(pieces, _flat(x).split(list(map(len, pieces))), strict=True):
-                piece.copy_(part, non_blocking=True)
-            return pieces, self._stream.record_event()
+        """Start a copy to the host."""
+        host = list(self._pieces(x.nbytes))
+        return host, self._copy(zip(host, _parts(x, host), strict=True))
 
     def back(self, host: list[Tensor], like: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Start a copy to a new tensor with the sizes and strides of ``like``."""
         x = torch.empty_like(like, device=self._stream.device)
-        self._stream.wait_stream(torch.cuda.current_stream())  # what had this memory before may still be running
-        with torch.cuda.stream(self._stream):
-            for piece, part in zip(host, _flat(x).split(list(map(len, host))), strict=True):
-                part.copy_(piece, non_blocking=True)
-            return x, self._stream.record_event()
+        return x, self._copy(zip(_parts(x, host), host, strict=True))
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """What is launched from here on finds the copy done."""
         torch.cuda.current_stream().wait_event(event)
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        # Behind what writes the source, and what still runs in memory that the target has taken over.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
 
     def _pieces(self, nbytes: int) -> Iterator[Tensor]:
         """Pinned memory of so many bytes, out of slabs that neighbours share."""
@@ -176,3 +154,8 @@ class PinnedCopier:
             piece = self._slab[self._used : self._used + nbytes]
             self._used, nbytes = self._used + len(piece), nbytes - len(piece)
             yield piece
+
+
+def _parts(x: Tensor, host: list[Tensor]) -> tuple[Tensor, ...]:
+    """The bytes of a tensor without gaps as they lie, in parts as long as ``host``."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).split(list(map(len, host)))

@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.gather import send
-from verl_pg_plugin.engine.distillation import uses_top_k
 from verl_pg_plugin.layout import (
     Chunk,
     IntArray,
@@ -31,12 +30,13 @@ from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
 
 
-def check_batch(data: TensorDict, packed: bool, fused_head: bool = False) -> None:
-    """Refuse what a mini-batch asks for and the engines do not hand out, in packed mode or upstream's padded groups.
+def uses_top_k(data: TensorDict) -> bool:
+    """Whether the trainer asks for the losses of a teacher's top k (``forward_kl_topk``)."""
+    return tu.get_non_tensor_data(data, "distillation_use_topk", default=False)
 
-    Raises:
-        BatchError: no mask of what the loss counts, or settings that the mode or the head refuses.
-    """
+
+def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
+    """Raise BatchError for what a mini-batch lacks, and for settings that the mode or the head refuses."""
     if "loss_mask" not in data:
         raise BatchError("the batch has no loss_mask, whose ones verl sums over ranks; add it, as verl's trainers do")
     if not packed and tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
@@ -56,18 +56,12 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool = False) -> Non
 
 
 def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
-    """The limit that verl's flags select; see ``verl.workers.engine.utils.prepare_micro_batches``.
-
-    Raises:
-        BatchError: it is not set, or below 1.
-    """
+    """The limit that verl's flags select; raises BatchError where it is not set, or below 1."""
     by_tokens = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
     name = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     limit = tu.get_non_tensor_data(data, name, default=None)
-    if limit is None:
-        raise BatchError(f"{name} is not set: it bounds the size of a micro-batch")
-    if limit < 1:
-        raise BatchError(f"{name}={limit} lets a micro-batch hold nothing; set at least 1")
+    if limit is None or limit < 1:
+        raise BatchError(f"{name}={limit} bounds no micro-batch; set at least 1")
     if by_tokens:
         return MicroBatchLimits(max_tokens=int(limit) * sp_size)
     return MicroBatchLimits(max_sequences=int(limit))
@@ -80,7 +74,7 @@ class Sequences:
     Attributes:
         content: their tokens, and what else they hold.
         prompt_lengths: (B,) leading tokens that are the prompt.
-        classes: (B,) or None; sequences of different class share nothing (they differ in temperature).
+        classes: (B,) or None; sequences of different class, that is temperature, share nothing.
     """
 
     content: Content
@@ -97,19 +91,19 @@ class Sequences:
         return build_prefix_order(self.content.keys, self.offsets, self.classes, self.content.inside)
 
     def select(self, indices: list[int]) -> Sequences:
-        """Some of the sequences, in the order of ``indices``."""
-        return Sequences(
-            content=self.content.select(indices),
-            prompt_lengths=self.prompt_lengths[indices],
-            classes=None if self.classes is None else self.classes[indices],
-        )
+        """In the order of ``indices``."""
+        classes = None if self.classes is None else self.classes[indices]
+        return Sequences(self.content.select(indices), self.prompt_lengths[indices], classes)
 
     def unshared(self) -> Sequences:
-        """The same sequences, none of which shares anything with another in packed mode."""
+        """The same sequences, none of which shares anything in packed mode."""
         return replace(self, classes=np.arange(len(self.prompt_lengths)))
 
     def responses_apart(self) -> Sequences:
-        """The same sequences, no two of which share a token that predicts one of their response tokens."""
+        """The same sequences, no two of which share a token that predicts a response token.
+
+        For losses that depend on what the response's own teacher said.
+        """
         keys = self.content.keys.astype(np.int64)
         own = counted(self.offsets) >= np.repeat(self.prompt_lengths, np.diff(self.offsets))
         keys[own] = keys.max() + 1 + np.arange(own.sum())
@@ -131,13 +125,13 @@ class Sequences:
         return self.content.put_into(build_packed_layout(*self._arrays))
 
     def lay_out_chunk(self, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
-        """The tokens of one chunk of a split group, see ``build_chunk_layout``."""
+        """See ``build_chunk_layout``."""
         layout = build_chunk_layout(*self._arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
         prefill = layout.prefill and self.content.put_into(layout.prefill)
         return replace(self.content.put_into(layout), prefill=prefill)
 
     def lay_out_idle_prefill(self) -> PackedLayout:
-        """The shortest forward there is, see ``idle_prefill``."""
+        """See ``idle_prefill``."""
         return self.content.put_into(idle_prefill(self.content.keys, self.offsets, self.content.inside))
 
     @property
@@ -149,13 +143,13 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
     Args:
-        data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an
-            ``attention_mask`` (legacy left-right padding), or neither of them and a jagged ``loss_mask`` over all
-            tokens (SFT); ``position_ids`` jagged or absent; ``temperature``.
+        data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an ``attention_mask``
+            (legacy), or neither of them and a jagged ``loss_mask`` over all tokens (SFT); ``position_ids`` jagged or
+            absent; ``temperature``.
         modality: of the model.
 
     Raises:
-        BatchError: no sequences, or a field is missing, of the wrong type, or a prompt or response is empty.
+        BatchError: no sequences, a field is missing or of the wrong type, or a prompt or response is empty.
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")
@@ -187,7 +181,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
-    sequences = Sequences(content=content, prompt_lengths=prompt_lengths, classes=classes)
+    sequences = Sequences(content, prompt_lengths, classes)
     return sequences.responses_apart() if uses_top_k(data) else sequences
 
 
@@ -203,7 +197,7 @@ def _before_loss(loss_mask: IntArray, offsets: IntArray) -> IntArray:
 
 
 def _lengths(data: TensorDict, name: str) -> IntArray:
-    """Tokens (B,) of ``prompts`` or ``responses``, jagged or padded."""
+    """(B,) tokens of ``prompts`` or ``responses``, jagged or padded."""
     field = data[name]
     if field.is_nested:
         return _numpy(field.offsets().diff()).astype(np.int64)
@@ -218,16 +212,13 @@ class SequenceSelector:
     """Selects sequences like ``tu.index_select_tensor_dict``, but reads every jagged field of the batch once.
 
     verl's function unbinds all sequences of a field at every call, which for a thousand sequences in a hundred
-    micro-batches takes longer than planning them. Sequences that lie side by side are copied in one piece.
-
-    Args:
-        data: any batch; jagged fields are ragged in their second dimension or passed to verl's function.
+    micro-batches takes longer than planning them. It gets what is not ragged in its second dimension.
     """
 
     def __init__(self, data: TensorDict) -> None:
         self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
         for name, field in data.items():
-            if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1:
+            if _is_ragged(field):
                 self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
         self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
 
@@ -239,49 +230,44 @@ class SequenceSelector:
             for i in indices:
                 begin, end = bounds[i], bounds[i + 1]
                 if pieces and pieces[-1][1] == begin:
-                    begin, _ = pieces.pop()
+                    begin, _ = pieces.pop()  # neighbours are copied in one piece
                 pieces.append((begin, end))
             lengths = [bounds[i + 1] - bounds[i] for i in indices]
             offsets = send(torch.tensor([0, *lengths]).cumsum(0), next(iter(fields.values())).device)
             for name, values in fields.items():
-                selected[name] = torch.nested.nested_tensor_from_jagged(
-                    torch.cat([values[begin:end] for begin, end in pieces]),
-                    offsets,
-                    min_seqlen=min(lengths),
-                    max_seqlen=max(lengths),
-                )
+                chosen = torch.cat([values[begin:end] for begin, end in pieces])
+                selected[name] = torch.nested.nested_tensor_from_jagged(chosen, offsets)
         return selected
 
 
+def _is_ragged(field: object) -> bool:
+    """Whether a field of a batch is jagged in its second dimension."""
+    return isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1
+
+
 def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
-    """The same micro-batch, on ``device`` as soon as the work before it is done there.
+    """The same micro-batch, regular and on the host, on ``device`` as soon as the work before it is done there.
 
-    verl moves a micro-batch with ``micro_batch.to(device)``, for which torch copies the offsets of every jagged field
-    from pageable memory: each of these copies waits for the backward of the micro-batch before, and the device then for
-    the host, which only now begins to launch the forward. What is on the device already stays as it is.
-
-    Args:
-        micro_batch: on the host. Jagged fields with gaps, or ragged in another than their second dimension, and what is
-            no tensor, go the way they would in verl.
-        device: of this process.
+    For ``micro_batch.to(device)`` torch copies the offsets of every jagged field from pageable memory: each of these
+    copies waits for the backward of the micro-batch before, and the device then for the host, which only now begins to
+    launch the forward.
     """
     sent: dict[str, torch.Tensor] = {}
-    # Fields with the same offsets have one raggedness, and keep it.
-    bounds: dict[int, tuple[torch.Tensor, int, int]] = {}
+    there: dict[int, torch.Tensor] = {}  # fields with the same offsets keep one raggedness
     for name, field in micro_batch.items():
-        if not isinstance(field, torch.Tensor):
-            continue
-        if not field.is_nested:
-            sent[name] = send(field, device)
-        elif field.layout == torch.jagged and field.lengths() is None and getattr(field, "_ragged_idx", 1) == 1:
+        if _is_ragged(field):
             offsets = field.offsets()
-            if id(offsets) not in bounds:
-                lengths = offsets.diff()
-                bounds[id(offsets)] = send(offsets, device), int(lengths.min()), int(lengths.max())
-            there, shortest, longest = bounds[id(offsets)]
+            if id(offsets) not in there:
+                there[id(offsets)] = send(offsets, device)
+            lengths = offsets.diff()
             sent[name] = torch.nested.nested_tensor_from_jagged(
-                send(field.values(), device), there, min_seqlen=shortest, max_seqlen=longest
+                send(field.values(), device),
+                there[id(offsets)],
+                min_seqlen=int(lengths.min()),
+                max_seqlen=int(lengths.max()),
             )
+        elif isinstance(field, torch.Tensor) and not field.is_nested:
+            sent[name] = send(field, device)
     moved = micro_batch.exclude(*sent).to(device)
     for name, field in sent.items():
         moved[name] = field
@@ -289,15 +275,14 @@ def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
 
 
 def regular(data: TensorDict) -> TensorDict:
-    """The same batch, stored as verl's losses and everything here read it; itself where it already is.
+    """The same batch, stored as verl's losses and everything here read it.
 
     No jagged field skips some of its values, as those of ``torch.nested.narrow`` do, and ``position_ids`` of several
     dimensions are stored as (dimensions, tokens of all sequences). Where all B sequences have one length L, torch takes
     the dimensions for the ragged axis when verl's transfer queue puts the sequences together, and stores
-    (B * dimensions, L). ``maybe_fix_3d_position_ids`` of verl 0.9.1 then calls the last axis ragged without moving a
-    number, and nothing can unbind the sequences any more.
+    (B * dimensions, L); ``maybe_fix_3d_position_ids`` of verl 0.9.1 then moves no number.
     """
-    changed = {}
+    changed = data.copy()
     position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)
     if position_ids is not None and position_ids.is_nested and position_ids.dim() == 3 and input_ids.is_nested:
         values, lengths = position_ids.values(), set(input_ids.offsets().diff().tolist())
@@ -307,9 +292,4 @@ def regular(data: TensorDict) -> TensorDict:
     for name, field in data.items():
         if isinstance(field, torch.Tensor) and field.layout == torch.jagged and field.lengths() is not None:
             changed[name] = torch.nested.as_nested_tensor(list(field.unbind()), layout=torch.jagged)
-    if not changed:
-        return data
-    copy = data.copy()
-    for name, field in changed.items():
-        copy[name] = field
-    return copy
+    return changed

@@ -1,9 +1,8 @@
 """Decoder layers under ``torch.compile``: everything between the attention calls, fused by the compiler.
 
-In most models nothing in a layer reads what the second matrix of its MLP returns: the result goes into the sum that is
-the next layer's input. A checkpoint stops recomputing once it has what the backward needs, and so would stop in front
-of that product, a quarter of the FLOPs of a recomputed layer of Qwen3-4B. But a compiled graph runs as a whole. So the
-last product of a layer is left out of its graphs; it stays one matrix product of the same library, and nothing was
+In most models nothing in a layer reads what the second matrix of its MLP returns. A checkpoint stops recomputing once
+it has what the backward needs, and so would stop in front of that product, a quarter of the FLOPs of a recomputed layer
+of Qwen3-4B. But a compiled graph runs as a whole. So the last product of a layer is left out of its graphs; nothing was
 fused with it.
 """
 
@@ -25,21 +24,20 @@ from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompil
 from torch.utils.checkpoint import CheckpointError
 
 DYNAMO_SETTINGS: dict[str, Any] = {
-    # Graphs that one function may be compiled to. Kinds of layers count, and with and without gradient; torch stops at
-    # 8, after which it would run the rest uncompiled and say so in a warning among others.
+    # Graphs that one function may be compiled to: kinds of layers count, and with and without gradient. Behind its own
+    # limit of 8 torch would run the rest uncompiled.
     "recompile_limit": 64,
     "fail_on_recompile_limit_hit": True,
-    # Numbers of a layer (epsilons, scales) never change, and layers of a kind have the same. As symbols each would be
-    # made a tensor, checked and read again in every call of a graph; so those that differ make a graph each.
+    # Numbers of a layer (epsilons, scales) never change. As symbols each would be made a tensor, checked and read again
+    # in every call of a graph.
     "specialize_float": True,
 }
 AUTOGRAD_SETTINGS: dict[str, Any] = {
-    # Gradients of queries, keys and values come as attention's kernel writes them, which is how the forward has written
-    # queries, keys and values themselves. Later torch expects that by default; 2.11 would copy them.
+    # Gradients of queries, keys and values lie as the forward has written these. Later torch expects that by default;
+    # 2.11 would copy them.
     "guess_tangent_strides_as_outputs": True,
-    # What torch's partitioner would save for the sake of a fusion: products and sums are saved, and the backward
-    # computes what is elementwise. At the shape of Qwen3-4B a layer holds a quarter less so.
-    # ``aggressive_recomputation`` would compute the products of experts again, which are no matrix products to it.
+    # Products and sums are saved, and the backward computes what is elementwise: a layer of Qwen3-4B holds a quarter
+    # less. ``aggressive_recomputation`` would compute the products of experts again.
     "ban_recompute_used_far_apart": False,
     "ban_recompute_long_fusible_chains": False,
     "ban_recompute_materialized_backward": False,
@@ -51,8 +49,7 @@ COMPILING_OFF = "set ++prefix_grouper.compile_layers=False"
 OF_A_CALL = (TorchDynamoException, FailOnRecompileLimitHit)
 """What torch raises out of the call of a layer that it cannot compile."""
 OF_A_BACKWARD = (InductorError, CppCompileError, InvalidCxxCompiler, OperatorIssue, CheckpointError)
-"""What it raises out of a backward: that is compiled when it first runs, and a layer that is recomputed in it may take
-another graph than its forward took."""
+"""What it raises out of a backward: that is compiled when it first runs, and may recompute a layer by another graph."""
 
 
 class LayerCompilerError(RuntimeError):
@@ -60,18 +57,11 @@ class LayerCompilerError(RuntimeError):
 
 
 def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
-    """Compile every decoder layer in place, when it first runs.
+    """Compile every decoder layer of an unwrapped model in place, when it first runs, and return the layers.
 
-    Layers are compiled one by one and not the model as a whole, so that FSDP can gather and free each one's weights
-    and gradient checkpointing can recompute it. Attention stays outside (``attention.interface``): its index maps
-    differ in every micro-batch.
-
-    Args:
-        module: an unwrapped transformers model.
-        recomputed: layers are checkpointed, so their last product stays outside too.
-
-    Returns:
-        The layers.
+    One by one, so that FSDP can gather and free each one's weights and gradient checkpointing can recompute it.
+    Attention stays outside (``attention.interface``), since its index maps differ in every micro-batch, and the last
+    product of layers that are ``recomputed``.
 
     Raises:
         ValueError: the model does not say which of its modules are layers.
@@ -81,7 +71,7 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
-            leave_out(product)
+            product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
         layer.forward = compile_forward(layer.forward)
     return layers
 
@@ -89,12 +79,10 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
 def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's ``forward``, compiled for any number of tokens.
 
-    It gets the same kind of tensors from the recomputation of a checkpoint as from the forward.
-    FSDP2 hands a layer views of its inputs, and in the recomputation the inputs themselves. torch compiles a graph for
-    each, the second one inside of the backward, where the checkpoint then finds operators that the forward never ran.
-    Behind the hooks of a module, where FSDP2 has made its views, is its ``forward``.
+    FSDP2 hands a layer views of its inputs, and in the recomputation of a checkpoint the inputs themselves. torch would
+    compile a graph for each, the second one inside of the backward, where the checkpoint then finds operators that the
+    forward never ran. So no view is handed on.
     """
-
     compiled = torch.compile(forward, dynamic=True)
 
     @wraps(forward)
@@ -124,12 +112,9 @@ class _SameStorage(torch.autograd.Function):
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Around a call of a layer alone, since losses and heads may be compiled too, with torch's own settings.
-
-    In every call: in later torch settings are a thread's own, and a GPU's backward, which recomputes, has a thread of
-    its own. This way to set them takes a third of the time of ``config.patch``.
-    """
+    """Around each call of a layer: losses may be compiled too, and a GPU's backward has a thread of its own."""
     settings = ((config, DYNAMO_SETTINGS), (functorch_config, AUTOGRAD_SETTINGS))
+    # A third of the time of ``config.patch``.
     undo = [torchs._make_closure_patcher(**ours)() for torchs, ours in settings]
     # Where several graphs fit a call, the forward and its recomputation in the backward must take the same one: by
     # default torch tries the one first that ran last (https://github.com/pytorch/pytorch/issues/166926).
@@ -146,13 +131,11 @@ def _settings() -> Iterator[None]:
 def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator[None]:
     """Around compiled layers and their backwards: what torch cannot compile is an error that names the option.
 
-    Args:
-        failures: what torch may raise there. Around a whole mini-batch not those of a call, which a loss that is
-            compiled too raises as well; a layer's own are met in its call.
+    ``failures`` are what torch may raise there: around a whole micro-batch not those of a call, which a loss that is
+    compiled too raises as well.
 
     Raises:
-        LayerCompilerError: from torch's own error. Nothing falls back to uncompiled layers, which would be slower and
-            tell nobody.
+        LayerCompilerError: from torch's own error; nothing falls back to slower layers.
     """
     try:
         yield
@@ -176,12 +159,10 @@ def _first_line(error: BaseException) -> str:
 def decoder_layers(module: Any) -> list[nn.Module]:
     """Layers of a transformers model, in the order of its modules; empty where it does not say which they are."""
     names = set(module._no_split_modules or ())
-    return [layer for layer in _text_part(module).modules() if type(layer).__name__ in names] if names else []
-
-
-def _text_part(module: Any) -> Any:
-    """All but the encoders of a multimodal model, whose blocks see images of any size and are few beside the layers."""
-    return module if module.config.get_text_config() is module.config else module.get_decoder()
+    if not names:
+        return []
+    text = module if module.config.get_text_config() is module.config else module.get_decoder()  # without encoders
+    return [layer for layer in text.modules() if type(layer).__name__ in names]
 
 
 def last_product(layer: nn.Module) -> nn.Linear | None:
@@ -192,15 +173,8 @@ def last_product(layer: nn.Module) -> nn.Linear | None:
     return product if type(product) is nn.Linear else None
 
 
-def leave_out(product: Any) -> None:
-    """Let a matrix stand between compiled graphs wherever gradients are wanted; call it before they are compiled.
-
-    One that is frozen stays inside, as under LoRA, whose own products come behind it.
-    """
-    product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
-
-
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Between graphs. A frozen matrix stays inside, as under LoRA, whose own products come behind it."""
     if torch.is_grad_enabled() and self.weight.requires_grad:
         return _uncompiled(input, self.weight, self.bias)
     return F.linear(input, self.weight, self.bias)

@@ -1,15 +1,10 @@
 """verl's FSDP engines with shared prefixes: every prefix of a mini-batch is stored and computed once.
 
-A mini-batch is followed from ``SharedPrefixEngine.forward_backward_batch``:
-
-1. ``plan.plan_mini_batch`` reads it, cuts it into micro-batches, lays each one out and agrees with the other ranks;
-2. for each micro-batch its sequences are selected on the host and sent to the device, behind the launch of the backward
-   before; ``inputs`` makes the model's keywords of the layout, and the model runs (``compute``);
-3. verl's loss and backward follow, as in verl's own loop;
-4. ``metrics`` adds up what it cost.
-
-Of ``verl.workers.engine.fsdp.transformer_impl.FSDPEngine`` this overrides how the model is built and the loop over
-micro-batches. Sharding, optimizer, checkpoints and losses are verl's.
+``SharedPrefixEngine.forward_backward_batch`` runs a mini-batch. ``plan.plan_mini_batch`` reads it, cuts it into
+micro-batches, lays each one out and agrees with the other ranks. The sequences of a micro-batch are selected on the
+host and sent to the device, behind the launch of the backward before; ``inputs`` makes the model's keywords of the
+layout, and ``compute`` runs the model. verl's loss and backward follow, and ``metrics`` adds up what it cost. Sharding,
+optimizer, checkpoints and losses are verl's.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,19 +30,16 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.config.engine_config import assert_in_force
-from verl_pg_plugin.engine import chunks
-from verl_pg_plugin.engine.activations import Activations, PinnedCopier, PlainCopier
-from verl_pg_plugin.engine.batch import on_device
+from verl_pg_plugin.engine.activations import Activations, PinnedCopier
+from verl_pg_plugin.engine.batch import on_device, uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
-from verl_pg_plugin.engine.distillation import LOSS_OF_LOGITS, TeacherTopK, uses_top_k
-from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_chunked_head, install_fused_head
-from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, packed_inputs, padded_inputs
+from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
+from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, cache_access, consume, keep_published, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
     check_no_dropout,
     choose_alike,
-    kernel_for_compiled_layers,
     load_value_model,
     prepare_config,
     prepare_model,
@@ -55,9 +47,9 @@ from verl_pg_plugin.engine.prepare import (
 )
 from verl_pg_plugin.engine.ranks import gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
-from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
+from verl_pg_plugin.engine.verify import Responses, Tolerance, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
-from verl_pg_plugin.layout import Layout, PaddedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
@@ -67,54 +59,35 @@ logger = logging.getLogger(__name__)
 
 
 class SharedPrefixEngine(FSDPEngine):
-    """What the two engines have in common.
-
-    Prefixes are shared in packed mode if the model config has ``use_remove_padding=True``, else in upstream's padded
-    groups.
-
-    Attributes:
-        packed: packed mode.
-        modality: what the model reads.
-        kernel: of attention.
-        compiles: decoder layers are compiled.
-        shared_model: what is known of the model, once it is built.
-        activations: of its decoder layers.
-        verifier: checks live micro-batches.
-        log_prob_head: computes log-probs in place of logits; None where all logits are held at once.
-        micro_batch_cost: see ``plan_mini_batch``.
+    """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups.
 
     Raises:
         ValueError: an option that the mode does not support, or a model it cannot run.
-        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks would run
-            different ones or compile on some alone.
+        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks chose differently.
     """
 
-    log_prob_head: LogProbHead | None = None
+    log_prob_head: LogProbHead | None = None  # None where all logits are held at once
     micro_batch_cost = MICRO_BATCH_COST
     _told_level = False
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        choices = choose_alike(engine_config, model_config)  # first: a setting is refused in our words, not in verl's
+        # First: a setting is refused in our words, not in verl's.
+        self.kernel, self.compiles, why = choose_alike(engine_config, model_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
         assert_in_force(engine_config.strategy, model_config.model_type)
         self.packed = bool(model_config.use_remove_padding)
         self.modality = modality_of(model_config.hf_config)
-        self.compiles = choices.compiles
-        self.kernel = kernel_for_compiled_layers(choices.kernel) if choices.compiles else choices.kernel
         self.options = engine_config.prefix_grouper
+        self._device = torch.device(get_device_id())
         if self.rank == 0:  # a warning, because verl's workers hide all below and this decides a run's speed
-            logger.warning("%s mode: %s", "packed" if self.packed else "prefix_grouper", choices.why)
+            logger.warning("%s mode: %s", "packed" if self.packed else "prefix_grouper", why)
 
     def _build_module(self) -> nn.Module:
         prepare_config(self.model_config.hf_config, self.modality)
         with upstream.forwards_left_alone():  # verl's own forwards drop keywords, ours among them
             module = super()._build_module()
-        self.shared_model = prepare_model(
-            module,
-            self.modality,
-            compiles=self.compiles,
-            sp_size=self.ulysses_sequence_parallel_size,
-        )
+        sp_size = self.ulysses_sequence_parallel_size
+        self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, sp_size=sp_size)
         layers = [layer for layer in decoder_layers(module) if getattr(layer, "_gradient_checkpointing_func", None)]
         if self.model_config.enable_gradient_checkpointing and not layers:
             asked = self.options.activations  # transformers' own checkpoints keep inputs
@@ -123,7 +96,7 @@ class SharedPrefixEngine(FSDPEngine):
                 refuse(module, [Issue("", why, "++prefix_grouper.activations=inputs")])
             self.options = replace(self.options, activations=Level.INPUTS.value)
         self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
-        self.activations = Activations(layers, PlainCopier() if get_device_name() == "cpu" else PinnedCopier())
+        self.activations = Activations(layers, None if get_device_name() == "cpu" else PinnedCopier())
         return module
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
@@ -132,11 +105,11 @@ class SharedPrefixEngine(FSDPEngine):
             module = super()._build_fsdp_module(module)
         if self.compiles:
             upstream.let_flat_parameters_compile(module)
+        config = self.model_config.hf_config.get_text_config()
+        self._token_bytes = TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
         self.verifier = Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
         return module
-
-    # ------------------------------------------------------------------------------------------- the loop
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -144,9 +117,8 @@ class SharedPrefixEngine(FSDPEngine):
         """Run a mini-batch, as verl's engine does.
 
         Args:
-            data: mini-batch in verl's no-padding format; ``sp_size``, ``dp_size`` and ``batch_num_tokens`` are added.
-            loss_function: takes ``model_output``, ``data`` and ``dp_group``; returns the loss and metrics. May be None
-                if ``forward_only``.
+            data: in verl's no-padding format.
+            loss_function: takes ``model_output``, ``data`` and ``dp_group``; may be None if ``forward_only``.
             forward_only: no backward.
 
         Returns:
@@ -158,35 +130,36 @@ class SharedPrefixEngine(FSDPEngine):
             MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
         """
         plan = self.plan(data, forward_only)
-        self._tell_loss(plan.data)
+        num_loss_tokens = self._tell_loss(plan.data)
         if uses_top_k(plan.data):
             tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
         cache, costs, results = PrefixCache(), MiniBatchCosts(), []
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
-            syncs = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
-            grads = torch.no_grad() if forward_only else nullcontext()
+            grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
             compiler = compiling() if self.compiles else nullcontext()
-            with grads, syncs, compiler, torch.profiler.record_function(f"micro_batch{index}"):
+            with grads, compiler, torch.profiler.record_function(f"micro_batch{index}"):
                 result = self._run(planned, plan, cache, costs, loss_function, forward_only)
             if not returns_outputs:
                 del result["model_output"]
             results.append(result)
+        if cache.num_tokens:
+            raise RuntimeError(f"the gradients of {cache.num_tokens} cached tokens were never consumed")
 
-        chunks.check_all_consumed(cache)
         costs.peak_cached_bytes = cache.peak_bytes
         for result in results:
             result["loss"] = result["loss"].item()
-        weigh_means([result["metrics"] for result in results], self._loss_weights(plan))
-        output = _in_order(results, plan)
+        weigh_means([result["metrics"] for result in results], self._loss_weights(plan, num_loss_tokens))
+        order = plan.data.select("pad_mode", strict=False)
+        tu.assign_non_tensor(order, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
+        output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], order)
         figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
             output["metrics"].update(metrics)
         else:  # verl's SFT trainer hands metrics to its loggers as lists of lists, which these do not take
-            ratio = metrics["prefix_grouper/dedup_ratio"][0]
-            logger.info("shared prefixes: dedup ratio %.2f", ratio)
+            logger.info("shared prefixes: dedup ratio %.2f", metrics["prefix_grouper/dedup_ratio"][0])
         return output
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
@@ -199,17 +172,16 @@ class SharedPrefixEngine(FSDPEngine):
             packed=self.packed,
             weights=self._cache_weights(levels, forward_only),
             forward_only=forward_only,
-            fused_head=levels.fused_kernels,
+            levels=levels,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
             micro_batch_cost=self.micro_batch_cost,
-            levels=levels,
         )
-        if not (forward_only or self._told_level) and self.rank == 0:
-            self._told_level = True
+        if self.rank == 0 and not (forward_only or self._told_level):
             largest = max(plan.micro_batches, key=lambda planned: planned.layout.num_tokens)
             tokens = largest.layout.num_tokens
             logger.warning("activations: %s for %d tokens (%s)", largest.level.value, tokens, plan.levels.why)
+            self._told_level = True
         return plan
 
     def _levels(self, forward_only: bool) -> Levels:
@@ -235,15 +207,16 @@ class SharedPrefixEngine(FSDPEngine):
         return replace(levels, room=room)
 
     @cached_property
-    def _token_bytes(self) -> TokenBytes | None:
-        config = self.model_config.hf_config.get_text_config()
-        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
-
-    @cached_property
     def _host_bytes(self) -> float:
         """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
         config, weights = self.engine_config, self._weight_bytes
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
+
+    def _cache_weights(self, levels: Levels, forward_only: bool) -> CacheWeights | None:
+        """What cached tokens take of the budget; None where no group is carried from one micro-batch to the next."""
+        if self.options.carry == "never" or not (self.packed and self.shared_model.prefix_cache):
+            return None
+        return cache_weights(levels, forward_only)
 
     def _run(
         self,
@@ -255,23 +228,25 @@ class SharedPrefixEngine(FSDPEngine):
         forward_only: bool,
     ) -> dict[str, Any]:
         """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
-        kind, device = "forward-only" if forward_only else "update", torch.device(get_device_id())
+        kind = "forward-only" if forward_only else "update"
         host = plan.selector.select(planned.sequences)
-        micro_batch = on_device(host, device)
+        micro_batch = on_device(host, self._device)
 
-        consumed = [] if forward_only else chunks.consume(cache, planned.layout)
+        consumed = [] if forward_only else consume(cache, planned.layout)
         if planned.prefill is not None:
-            self._prefill(planned, plan, cache, device)
-        check = self._compute_alone(planned, plan, device) if self.verifier.is_due(planned, kind) else None
-
-        access = chunks.chunk_access(cache, planned.layout, consumed, forward_only)
-        inputs = self._inputs(planned.layout, host, device, plan.runs_encoder, cache=access)
+            self._prefill(planned.prefill, planned, plan, cache)
+        check = self._compute_alone(planned, plan) if self.verifier.is_due(planned, kind) else None
+        access = cache_access(cache, planned.layout, publishes=forward_only, consumed=consumed)
+        inputs = self._inputs(planned.layout, host, plan.runs_encoder, access)
         self.activations.begin(planned.level)
+        loss, metrics = torch.tensor(1.0, device=self._device), {}
         with self._autocast():
             outputs = self.compute(inputs, micro_batch)
-            loss, metrics = self._loss(loss_function, outputs, micro_batch)
+            if loss_function is not None:
+                group = self.get_data_parallel_group()
+                loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
         if forward_only:
-            chunks.keep_published(cache, access)
+            keep_published(cache, access)
         else:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
@@ -285,12 +260,7 @@ class SharedPrefixEngine(FSDPEngine):
         return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
 
     def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
-        """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them.
-
-        Args:
-            inputs: of the model, on the device.
-            micro_batch: the sequences, on the device.
-        """
+        """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them."""
         names, columns_NC = self._columns(inputs, micro_batch)
         self.shared_model.check_every_layer_mixed(inputs.context)
         columns_AC, offsets = inputs.of_all_ranks(columns_NC), micro_batch["input_ids"].offsets()
@@ -300,26 +270,21 @@ class SharedPrefixEngine(FSDPEngine):
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
         """Call the model; names of C outputs, and (N, C) of them for the labels of this rank."""
 
-    def _loss(
-        self, loss_function: Callable | None, outputs: dict[str, torch.Tensor], micro_batch: TensorDict
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        if loss_function is None:
-            return torch.tensor(1.0, device=get_device_name()), {}
-        return loss_function(model_output=outputs, data=micro_batch, dp_group=self.get_data_parallel_group())
-
-    def _prefill(self, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache, device: torch.device) -> None:
+    def _prefill(self, layout: PackedLayout, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache) -> None:
         """Compute without gradient what a chunk reads and no earlier one has published."""
-        assert planned.prefill is not None
         first = plan.selector.select(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
-        access = chunks.prefill_access(cache, planned.prefill)
-        inputs = self._inputs(planned.prefill, first, device, plan.runs_encoder, cache=access)
-        with torch.no_grad(), chunks.evaluating(self.module), self._autocast():
-            self.compute(inputs, on_device(first, device))
-        chunks.keep_published(cache, access)
+        access = cache_access(cache, layout, publishes=True, prefill=True)
+        inputs = self._inputs(layout, first, plan.runs_encoder, access)
+        training = self.module.training
+        self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
+        with torch.no_grad(), self._autocast():
+            self.compute(inputs, on_device(first, self._device))
+        self.module.train(training)
+        keep_published(cache, access)
 
     def _compute_alone(
-        self, planned: PlannedMicroBatch, plan: Plan, device: torch.device
-    ) -> tuple[list[int], Responses, dict[str, Any]]:
+        self, planned: PlannedMicroBatch, plan: Plan
+    ) -> tuple[list[int], Responses, dict[str, Tolerance]]:
         """Some samples of a micro-batch with nothing shared, and how exactly they can be told.
 
         In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
@@ -327,10 +292,10 @@ class SharedPrefixEngine(FSDPEngine):
         samples = self.verifier.choose(plan.sequences.select(planned.sequences))
         chosen = [planned.sequences[sample] for sample in samples]
         host, sequences = plan.selector.select(chosen), plan.sequences.select(chosen)
-        micro_batch, layout = on_device(host, device), sequences.unshared().lay_out(self.packed)
+        micro_batch, layout = on_device(host, self._device), sequences.unshared().lay_out(self.packed)
 
         def responses(perturb: Perturb | None = None) -> Responses:
-            inputs = self._inputs(layout, host, device, plan.runs_encoder, perturb=perturb)
+            inputs = self._inputs(layout, host, plan.runs_encoder, perturb=perturb)
             with torch.no_grad(), self._autocast():
                 outputs = self.compute(inputs, micro_batch)
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
@@ -339,25 +304,20 @@ class SharedPrefixEngine(FSDPEngine):
         perturbed = alone if self.options.verify_tolerance is not None else responses(rounding_noise())
         return samples, alone, self.verifier.tolerances(alone, perturbed)
 
-    # ------------------------------------------------------------------------------------ what it is given
-
     def _inputs(
         self,
         layout: Layout,
         micro_batch: TensorDict,
-        device: torch.device,
         runs_encoder: bool,
         cache: CacheAccess | None = None,
         perturb: Perturb | None = None,
     ) -> ModelInputs:
-        if isinstance(layout, PaddedLayout):
-            return padded_inputs(layout, self.kernel, device, perturb)
-        return packed_inputs(
+        return make_inputs(
             layout,
             micro_batch,
             self.kernel,
             self.modality,
-            device,
+            self._device,
             runs_encoder=runs_encoder,
             token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
             sp_group=self.ulysses_parallel_group,
@@ -365,56 +325,37 @@ class SharedPrefixEngine(FSDPEngine):
             perturb=perturb,
         )
 
-    def _cache_weights(self, levels: Levels, forward_only: bool) -> CacheWeights | None:
-        """What cached tokens take of the budget; None where no group is carried from one micro-batch to the next."""
-        if self.options.carry == "never" or not (self.packed and self.shared_model.prefix_cache):
-            return None
-        return cache_weights(levels, forward_only)
-
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._autocast_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+        dtype = self._autocast_dtype
+        return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
-    def _tell_loss(self, data: TensorDict) -> None:
-        """Add what verl's losses scale by: sizes of groups of ranks, and tokens that the loss counts on all of them."""
-        num_tokens = data["loss_mask"].sum().to(get_device_id())
-        dist.all_reduce(num_tokens, op=dist.ReduceOp.SUM, group=self.get_data_parallel_group())
-        tu.assign_non_tensor(
-            data,
-            sp_size=self.ulysses_sequence_parallel_size,
-            dp_size=self.get_data_parallel_size(),
-            batch_num_tokens=num_tokens.item(),
-        )
+    def _tell_loss(self, data: TensorDict) -> float:
+        """Add what verl's losses scale by; returns the tokens that the loss counts on all ranks."""
+        of_ranks = data["loss_mask"].sum().to(self._device)
+        dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
+        num_tokens, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
+        tu.assign_non_tensor(data, sp_size=sp_size, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens)
+        return num_tokens
 
-    def _loss_weights(self, plan: Plan) -> list[float]:
+    def _loss_weights(self, plan: Plan, num_loss_tokens: float) -> list[float]:
         """Loss tokens of each micro-batch, over their mean in those of all ranks; ranks have as many."""
         tokens = [mask.sum().item() for mask in plan.data["loss_mask"].unbind()]
-        of_all = tu.get_non_tensor_data(plan.data, "batch_num_tokens", default=None)
-        mean = of_all / self.get_data_parallel_size() / len(plan.micro_batches)
+        mean = num_loss_tokens / self.get_data_parallel_size() / len(plan.micro_batches)
         return [sum(tokens[i] for i in planned.sequences) / mean if mean else 1.0 for planned in plan.micro_batches]
 
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):
     """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the tokens in front of responses."""
 
-    def _build_module(self) -> nn.Module:
-        module = super()._build_module()
-        refuse(module, lm_head_issues(type(module)))
-        return module
-
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        base = module.get_base_model() if self._is_lora else module
+        refuse(base, lm_head_issues(type(base)))
         if self.packed:  # a head with a request takes the tokens it is given, and columns of padded groups hold others
-            base = module.get_base_model() if self._is_lora else module
-            if self.model_config.use_fused_kernels:
-                backend = self.model_config.fused_kernel_options.get("impl_backend")
-                self.log_prob_head = install_fused_head(base, backend)
-            else:
-                self.log_prob_head = install_chunked_head(base, self.options.logits_chunk_size)
+            self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
         return super()._build_fsdp_module(module)
 
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
-        request = self._request(inputs, micro_batch)
+        request = read_request(micro_batch, inputs, self.engine_config, self.compute_entropy_from_logits)
         in_head = self.log_prob_head is not None and self.log_prob_head.takes(request)
         logits_NV = inputs.at_labels(self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits)
         if not in_head:
@@ -425,28 +366,6 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
                 "actor_rollout_ref.model.use_fused_kernels=False"
             )
         return request.names, logits_NV
-
-    def _request(self, inputs: ModelInputs, micro_batch: TensorDict) -> LogProbRequest:
-        temperature = micro_batch["temperature"]
-        if isinstance(temperature, torch.Tensor):
-            per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
-            temperature = per_sample.index_select(0, inputs.label_sequence)
-        entropy_from_logits = self.compute_entropy_from_logits
-        if self.engine_config.entropy_from_logits_with_chunking:
-            entropy_from_logits = partial(
-                entropy_from_logits, chunk_size=self.engine_config.entropy_from_logits_chunk_size
-            )
-        top_k = TeacherTopK.of_labels(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None
-        return LogProbRequest(
-            labels=inputs.labels,
-            temperature=temperature if isinstance(temperature, torch.Tensor) else float(temperature),
-            with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
-            with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
-            entropy_from_logits=entropy_from_logits,
-            checkpoint_entropy=self.engine_config.entropy_checkpointing,
-            top_k=top_k,
-            with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
-        )
 
 
 class SharedPrefixValueModel(SharedPrefixEngine):
@@ -463,10 +382,3 @@ class SharedPrefixValueModel(SharedPrefixEngine):
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
         values_GS1 = self.module(**inputs.keywords).logits
         return ["values"], inputs.at_labels(values_GS1.index_select(1, inputs.head_columns))
-
-
-def _in_order(results: list[dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """What verl returns of a mini-batch; verl restores the order of sequences where it takes the batch for dynamic."""
-    options = plan.data.select("pad_mode", strict=False)
-    tu.assign_non_tensor(options, use_dynamic_bsz=True)
-    return postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], options)

@@ -1,31 +1,68 @@
 """What an actor reads from the logits, computed inside the head so that logits never have to leave it.
 
-A transformers decoder ends with ``logits = lm_head(hidden_states)``. The head is given a request before the forward: to
-return log-probs (and entropy) in place of logits, where FSDP has gathered its weight. It computes them chunk by chunk,
-since for many response tokens times a vocabulary of 150k the logits and their gradient are larger than everything else,
-or by verl's fused linear cross entropy (``model.use_fused_kernels``).
+A transformers decoder ends with ``logits = lm_head(hidden_states)``. Before the forward the head is asked for log-probs
+(and entropy) in place of logits. It computes them where FSDP has gathered its weight: chunk by chunk, since the logits
+of many response tokens and their gradient are larger than everything else, or by verl's fused linear cross entropy.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tensordict import TensorDict
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
+from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
-from verl_pg_plugin.engine.batch import FUSED_OFF
-from verl_pg_plugin.engine.distillation import TOP_K_OUTPUTS, TeacherTopK
+from verl_pg_plugin.engine.batch import FUSED_OFF, uses_top_k
+from verl_pg_plugin.engine.inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
+TOP_K_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap_count", "overlap_token_advantage")
+"""What verl's loss of a teacher's top k returns of each token."""
+LOSS_OF_LOGITS = "loss_of_logits"
+"""Field of a mini-batch: that loss. verl calls it inside the forward with the student's logits, here of a chunk of
+labels, and then with what that returned."""
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature."""
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """What the teacher said of N labels: (N, K) log-probs in nats and ids; ``loss`` is verl's, with its configs."""
+
+    loss: Callable[..., Any]
+    log_probs: torch.Tensor
+    ids: torch.Tensor
+
+    @classmethod
+    def of_labels(cls, micro_batch: TensorDict, index: torch.Tensor) -> TeacherTopK:
+        """``index`` (N,) is the place of each label's token in the sequences laid one after the other."""
+        of_labels = (micro_batch[name].values().index_select(0, index) for name in ("teacher_logprobs", "teacher_ids"))
+        return cls(tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None), *of_labels)
+
+    def outputs(self, logits_NV: torch.Tensor, part: slice) -> list[torch.Tensor]:
+        """``TOP_K_OUTPUTS``, (N,) each, from the logits of the labels in ``part``."""
+        # verl's loss takes this rank's equal part of what it is given, and all of this is of this rank.
+        ranks = get_ulysses_sequence_parallel_world_size()
+        bounds = torch.tensor([0, ranks * len(logits_NV)], device=logits_NV.device)
+        teacher = {
+            name: torch.nested.nested_tensor_from_jagged(values[part].repeat(ranks, 1), bounds)
+            for name, values in (("teacher_logprobs", self.log_probs), ("teacher_ids", self.ids))
+        }
+        found = self.loss(student_logits=logits_NV.unsqueeze(0), data=teacher)
+        return [found[name].squeeze(0) for name in TOP_K_OUTPUTS]
 
 
 @dataclass(frozen=True)
@@ -36,9 +73,8 @@ class LogProbRequest:
         labels: (N,) int64.
         temperature: (N,) float32, or one for all labels.
         with_entropy, with_sum_pi_squared: outputs beside the log-probs.
-        entropy_from_logits: verl's entropy function, as the engine configured it.
-        checkpoint_entropy: recompute the entropy in the backward (verl's ``entropy_checkpointing``).
-        top_k: what a teacher said, if the loss asks for its top k.
+        entropy_from_logits: verl's function.
+        top_k: what a teacher said, if the loss asks for it.
         with_log_probs: False where that is the whole loss.
     """
 
@@ -47,16 +83,14 @@ class LogProbRequest:
     with_entropy: bool
     with_sum_pi_squared: bool
     entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]
-    checkpoint_entropy: bool = False
     top_k: TeacherTopK | None = None
     with_log_probs: bool = True
 
     @property
     def names(self) -> list[str]:
         """verl's names of the outputs, in the order of the columns of ``outputs``."""
-        optional = {"sum_pi_squared": self.with_sum_pi_squared, "entropy": self.with_entropy}
-        optional["log_probs"] = self.with_log_probs
-        return [*(TOP_K_OUTPUTS if self.top_k else ()), *(name for name, wanted in optional.items() if wanted)]
+        wanted = (self.with_sum_pi_squared, self.with_entropy, self.with_log_probs)
+        return [*(TOP_K_OUTPUTS if self.top_k else ()), *compress(("sum_pi_squared", "entropy", "log_probs"), wanted)]
 
     def outputs(self, logits_NV: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         """(N, len(names)) float32 from the logits of the labels in ``part``, through verl's own functions."""
@@ -67,37 +101,53 @@ class LogProbRequest:
         columns = self.top_k.outputs(logits_NV, part) if self.top_k else []
         if self.with_sum_pi_squared:
             columns.append(verl_F.calculate_sum_pi_squared_from_logits(logits_NV))
-        if self.with_entropy and self.checkpoint_entropy:
-            columns.append(checkpoint(self.entropy_from_logits, logits_NV, use_reentrant=False))
-        elif self.with_entropy:
+        if self.with_entropy:
             columns.append(self.entropy_from_logits(logits_NV))
-        # flash-attn's cross entropy may write the gradient over the logits only if nothing else reads them.
         if self.with_log_probs:
-            log_probs = verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=len(columns) == 0)
-            columns.append(log_probs)
-        return torch.stack([column.to(_wide(column.dtype)) for column in columns], dim=-1)
+            alone = not columns  # only then flash-attn's cross entropy may write the gradient over the logits
+            columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=alone))
+        return torch.stack([column.to(_wide(column)) for column in columns], dim=-1)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def read_request(
+    micro_batch: TensorDict, inputs: ModelInputs, config: Any, entropy: Callable[..., torch.Tensor]
+) -> LogProbRequest:
+    """What the trainer asks for of a micro-batch on the device; ``config`` is verl's of the engine."""
+    temperature = micro_batch["temperature"]
+    if isinstance(temperature, torch.Tensor):
+        per_sample = temperature.to(torch.float32).reshape(-1).expand(len(micro_batch))
+        temperature = per_sample.index_select(0, inputs.label_sequence)
+    else:
+        temperature = float(temperature)
+    if config.entropy_from_logits_with_chunking:
+        entropy = partial(entropy, chunk_size=config.entropy_from_logits_chunk_size)
+    if config.entropy_checkpointing:
+        entropy = partial(checkpoint, entropy, use_reentrant=False)
+    return LogProbRequest(
+        labels=inputs.labels,
+        temperature=temperature,
+        with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
+        with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
+        entropy_from_logits=entropy,
+        top_k=TeacherTopK.of_labels(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
+        with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
+    )
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 class LogProbHead:
     """Stands in for the ``forward`` of a model's output embedding; without a request it is the linear layer.
 
-    Args:
-        head: the output embedding, whose ``forward`` this replaces.
-        chunk_size: labels whose logits are held at once. A request of up to two chunks is left to the linear layer,
-            since computing logits twice costs more there.
-        fused: computes every request, and ``chunk_size`` counts nothing.
-
-    Attributes:
-        request: what the next forward returns in place of logits; it is for one forward.
+    ``chunk_size`` labels have their logits held at once. A request of up to two chunks is left to the linear layer,
+    since computing logits twice costs more there. A ``fused`` kernel computes every request.
     """
 
     def __init__(self, head: nn.Linear, chunk_size: int = 0, fused: FusedKernel | None = None) -> None:
         self.head, self.chunk_size, self.fused = head, chunk_size, fused
-        self.request: LogProbRequest | None = None
+        self.request: LogProbRequest | None = None  # of the next forward alone
         head.forward = self.forward
 
     def takes(self, request: LogProbRequest) -> bool:
@@ -116,13 +166,18 @@ class LogProbHead:
         return _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size).unsqueeze(0)
 
 
-def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
-    """Put a chunked head into a transformers model; None, with a warning, where it could change the numbers.
+def install_head(module: Any, model_config: Any, chunk_size: int) -> LogProbHead | None:
+    """Let the head of a transformers model compute log-probs; None where all logits are held at once.
 
-    Args:
-        module: see ``head_obstacle``.
-        chunk_size: see ``LogProbHead``; 0 for all logits at once.
+    That is so with ``chunk_size`` 0, and, with a warning, where chunks could change the numbers.
+
+    Raises:
+        ValueError: verl's config asks for fused kernels, and the head is not a plain matrix or does not come last.
     """
+    if model_config.use_fused_kernels:
+        if obstacle := fused_obstacle(module):
+            raise ValueError(f"use_fused_kernels=True: {obstacle}; {FUSED_OFF}")
+        return LogProbHead(module.get_output_embeddings(), fused=_kernel(model_config.fused_kernel_options))
     if chunk_size <= 0:
         return None
     if obstacle := head_obstacle(module):
@@ -131,31 +186,12 @@ def install_chunked_head(module: Any, chunk_size: int) -> LogProbHead | None:
     return LogProbHead(module.get_output_embeddings(), chunk_size)
 
 
-def install_fused_head(module: Any, backend: str | None) -> LogProbHead:
-    """Put verl's fused linear cross entropy into a transformers model.
-
-    Args:
-        module: see ``head_obstacle``.
-        backend: verl's ``model.fused_kernel_options.impl_backend``; which ones a machine has is a rule of ``config``.
-
-    Raises:
-        ValueError: the model's head is not a plain matrix, or it does not come last.
-    """
-    if obstacle := fused_obstacle(module):
-        raise ValueError(f"use_fused_kernels=True: {obstacle}; {FUSED_OFF}")
-    return LogProbHead(module.get_output_embeddings(), fused=fused_kernel(backend))
-
-
-def fused_kernel(backend: str | None) -> FusedKernel:
-    """verl's, by the name of its back end."""
+def _kernel(options: Mapping[str, Any]) -> FusedKernel:
+    backend = options.get("impl_backend")
     if backend == "triton":
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
-        return lambda hidden, weight, labels, temperature: linear_cross_entropy(
-            hidden, weight, labels, temperature, "none"
-        )
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
+        return lambda *given: linear_cross_entropy(*given, "none")
     # verl 0.9.0 has torch alone and takes no name.
     return FusedLinearForPPO() if backend == "torch" else FusedLinearForPPO(impl_backend=backend)
 
@@ -167,16 +203,15 @@ def _fused_outputs(
     columns = [entropy, log_probs] if request.with_entropy else [log_probs]
     for column in columns:
         if column.requires_grad:
-            # The Triton kernels insist on it, and the gradient of a column is strided.
-            column.register_hook(torch.Tensor.contiguous)
+            column.register_hook(torch.Tensor.contiguous)  # as the Triton kernels insist; stack's gradient is strided
     return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1)
 
 
 class _ChunkedOutputs(torch.autograd.Function):
     """``request.outputs(linear(hidden, weight, bias))`` with the logits of one chunk of labels at a time.
 
-    The backward recomputes the logits of one chunk at a time and adds the weight's gradient in float32, so that cutting
-    rounds no more than the one product it replaces.
+    The backward recomputes them and adds the weight's gradient in float32, so that cutting rounds no more than the one
+    product it replaces.
     """
 
     @staticmethod
@@ -191,11 +226,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V)
         ctx.request, ctx.chunk_size = request, chunk_size
         device = hidden_NE.device.type
-        ctx.autocast = {
-            "device_type": device,
-            "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-        }
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         parts = [slice(start, start + chunk_size) for start in range(0, len(hidden_NE), chunk_size)]
         return torch.cat([request.outputs(F.linear(hidden_NE[part], weight_VE, bias_V), part) for part in parts])
 
@@ -203,7 +234,7 @@ class _ChunkedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_NC,) = grad_outputs
         hidden_NE, weight_VE, bias_V = ctx.saved_tensors
-        wide = _wide(weight_VE.dtype)
+        wide = _wide(weight_VE)
         # A frozen head, as under LoRA, gets no gradient: as large as the weight, and a third of the backward.
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
@@ -211,7 +242,7 @@ class _ChunkedOutputs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for start in range(0, len(hidden_NE), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            with torch.enable_grad(), torch.autocast(*ctx.autocast):
                 logits = F.linear(hidden_NE[part], weight_VE.detach(), None if bias_V is None else bias_V.detach())
                 logits = logits.detach().requires_grad_()
                 outputs = ctx.request.outputs(logits, part)

@@ -1,8 +1,14 @@
-"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions."""
+"""What goes into one forward of the model, and values of its labels back onto verl's jagged positions.
+
+The prefix of a split group is handed from chunk to chunk, see ``attention.cache``. Without gradient the chunks run in
+order, and each publishes keys, values and outputs for the next. In an update they run in reverse: a *prefill* without
+gradient publishes what a chunk reads, the chunk's backward adds to the pending gradients, and the chunk that computes
+the prefix with gradient, which comes later, takes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,62 +18,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils.ulysses import gather_outputs_and_unpad
 
-from verl_pg_plugin.attention.cache import CacheAccess
-from verl_pg_plugin.attention.context import (
-    AttentionContext,
-    PackedAttention,
-    PaddedGroupsAttention,
-    UlyssesAttention,
-)
+from verl_pg_plugin.attention.cache import CacheAccess, CachedTokens, PrefixCache
+from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.layout import IntArray, PackedLayout, PaddedLayout
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout
 from verl_pg_plugin.modalities import Modality
 
 Perturb = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class TokenShard:
-    """An equal slice of the padded tokens of a packed forward: all of them, or one for each rank under Ulysses.
-
-    Attributes:
-        num_padded: tokens of all ranks of the group, those of the layout first; a multiple of the group's size.
-        group: ranks that share the tokens, in the order of their slices; None where this rank has all of them.
-    """
-
-    num_padded: int
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """L: tokens of this rank."""
-        return self.num_padded // (dist.get_world_size(self.group) if self.group else 1)
-
-    @property
-    def start(self) -> int:
-        """The first of them."""
-        return self.num_tokens * dist.get_rank(self.group) if self.group else 0
-
-    def pad(self, values: IntArray) -> IntArray:
-        """(..., padded tokens) a value (..., tokens) per token of all ranks; zero at padding."""
-        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, self.num_padded - values.shape[-1])])
-
-    def take(self, values: IntArray) -> IntArray:
-        """(..., L) this rank's part of the same."""
-        return self.pad(values)[..., self.start : self.start + self.num_tokens]
-
-    def own(self, tokens: IntArray) -> IntArray:
-        """Indices into ``tokens``, which ascend, of those that are this rank's."""
-        return np.arange(*np.searchsorted(tokens, [self.start, self.start + self.num_tokens]))
-
-    def gather(self, x_LC: torch.Tensor) -> torch.Tensor:
-        """Values of all ranks on each of them.
-
-        Each rank then computes the whole loss, and verl's gather scales the gradients up by the size of the group, so
-        that they are right after FSDP has averaged them over all ranks.
-        """
-        return gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +39,16 @@ class ModelInputs:
         context: what the layers that mix tokens are handed as ``prefix_grouper``.
         input_ids, position_ids: (G, S); positions of P dimensions are (P, G, S).
         head_columns: (W,) columns that the LM head runs on.
-        head_place: (N,) place of each label's token in those columns of all lines; None if they are one and the same.
+        head_place: (N,) place of each label's token in those columns of all lines; None if they are the labels.
         labels, label_sequence: (N,) and a sequence that contains each.
         label_index: (N,) place of the token in front of the label in the sequences laid one after the other.
-        shard: this rank's part of packed tokens.
-        all_labels: (A,) tokens with a label of all ranks; None where this rank has them all.
+        sp_group: ranks that share the tokens; None where this rank has them all.
+        num_own: tokens of this rank where they are shared.
+        all_labels: (A,) tokens with a label of all ranks where they are shared.
         response_index, response_label: (M,) ``response_index`` and ``response_head`` of the layout.
         num_logical_tokens: length of verl's jagged values.
         num_padding: tokens of all ranks that are not the layout's.
-        cache: what a chunk of a split group reads and publishes; None for a forward that stands alone.
+        cache: what a chunk of a split group reads and publishes.
         content: what the model reads beside tokens, by keyword. With any, ``input_ids`` and ``position_ids`` are those
             of all ranks, and the model takes its own part behind its vision encoder.
     """
@@ -102,7 +61,8 @@ class ModelInputs:
     labels: torch.Tensor
     label_sequence: torch.Tensor
     label_index: torch.Tensor
-    shard: TokenShard
+    sp_group: dist.ProcessGroup | None = None
+    num_own: int = 0
     all_labels: torch.Tensor | None = None
     response_index: torch.Tensor
     response_label: torch.Tensor
@@ -131,22 +91,21 @@ class ModelInputs:
     def of_all_ranks(self, x_NC: torch.Tensor) -> torch.Tensor:
         """(A, C) values of the labels of all ranks that share the tokens, a collective; cached tokens first."""
         if self.all_labels is not None:
-            x_LC = x_NC.new_zeros(self.shard.num_tokens, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
-            x_NC = self.shard.gather(x_LC).index_select(0, self.all_labels)
+            x_LC = x_NC.new_zeros(self.num_own, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
+            # Each rank computes the whole loss; verl's gather scales gradients up by the size of the group, so that
+            # they are right after FSDP has averaged them over all ranks.
+            x_NC = gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.sp_group).index_select(0, self.all_labels)
         return x_NC if self.cache is None else self.cache.join_outputs(x_NC)
 
     def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Jagged (B, length) with one value per label of all ranks where verl reads it, and zero elsewhere.
-
-        ``offsets`` (B+1,) are those of verl's jagged ``input_ids``.
-        """
+        """Jagged (B, length) of ``offsets`` (B+1,), with the values where verl reads them and zero elsewhere."""
         flat = values_A.new_zeros(self.num_logical_tokens)
         flat = flat.index_copy(0, self.response_index, values_A.index_select(0, self.response_label))
         return torch.nested.nested_tensor_from_jagged(flat, offsets)
 
 
-def packed_inputs(
-    layout: PackedLayout,
+def make_inputs(
+    layout: Layout,
     micro_batch: TensorDict,
     kernel: Kernel,
     modality: Modality,
@@ -158,45 +117,56 @@ def packed_inputs(
     cache: CacheAccess | None = None,
     perturb: Perturb | None = None,
 ) -> ModelInputs:
-    """What this rank needs of a packed forward, sent to ``device`` without waiting for it.
+    """What this rank needs of a forward, sent to ``device`` without waiting for it.
 
     Args:
         layout: of the tokens.
         micro_batch: its sequences, on the host; images are read from it.
-        kernel, modality, device: of attention, of the model, of this process.
+        kernel: of attention.
+        modality: of the model.
+        device: of this process.
         runs_encoder: the vision encoder runs even if no token here shows an image.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
         sp_group: Ulysses group whose ranks share the tokens.
-        cache, perturb: see ``AttentionContext`` and ``CacheAccess``.
+        cache, perturb: see ``CacheAccess`` and ``AttentionContext``.
     """
+    if isinstance(layout, PaddedLayout):
+        return _padded_inputs(layout, kernel, device, perturb)
+    ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
     num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
-    for multiple in (token_multiple, 1 if sp_group is None else dist.get_world_size(sp_group)):
+    for multiple in (token_multiple, ranks):
         num_tokens = -(-num_tokens // multiple) * multiple
-    shard = TokenShard(num_tokens, sp_group)
+    num_own = num_tokens // ranks
+    start, stop = rank * num_own, (rank + 1) * num_own
+
+    def padded(values: IntArray) -> IntArray:
+        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, num_tokens - values.shape[-1])])
+
     context: AttentionContext = PackedAttention(layout, kernel, device, cache, perturb=perturb)
     if sp_group is not None:
         context = UlyssesAttention(context, num_tokens, sp_group)
 
-    own = shard.own(layout.head_index)
-    columns, label_sequence = layout.head_index[own] - shard.start, layout.head_sequence[own]
-    if not len(own):  # a head never runs on nothing: it computes the first token, which nobody reads
+    own = slice(*np.searchsorted(layout.head_index, [start, stop]))
+    columns, label_sequence = layout.head_index[own] - start, layout.head_sequence[own]
+    if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
         columns = label_sequence = np.zeros(1, dtype=np.int64)
-    input_ids, position_ids, tensors = layout.input_ids, layout.position_ids, {}
+    position_ids, tensors = padded(layout.position_ids), {}
     content = modality.inputs(layout, micro_batch, runs_encoder)
     if content is None:
-        input_ids, position_ids = shard.take(input_ids), shard.take(position_ids)
+        input_ids, position_ids = padded(layout.input_ids)[start:stop], position_ids[..., start:stop]
     else:
+        input_ids = padded(np.append(layout.input_ids, content.padding_ids))
         tensors = {name: send(tensor, device) for name, tensor in content.tensors.items()}
-        input_ids, position_ids = shard.pad(np.append(input_ids, content.padding_ids)), shard.pad(position_ids)
     return ModelInputs(
         context=context,
         input_ids=_sent(input_ids[None], device),
         position_ids=_sent(position_ids[..., None, :], device),
         head_columns=_sent(columns, device),
-        labels=_sent(shard.take(layout.labels)[columns], device),
+        labels=_sent(padded(layout.labels)[start + columns], device),
         label_sequence=_sent(label_sequence, device),
-        label_index=_sent(shard.take(layout.token_index)[columns], device),
-        shard=shard,
+        label_index=_sent(padded(layout.token_index)[start + columns], device),
+        sp_group=sp_group,
+        num_own=num_own,
         all_labels=_sent(layout.head_index, device) if sp_group else None,
         response_index=_sent(layout.response_index, device),
         response_label=_sent(layout.response_head, device),
@@ -207,10 +177,8 @@ def packed_inputs(
     )
 
 
-def padded_inputs(
-    layout: PaddedLayout, kernel: Kernel, device: torch.device, perturb: Perturb | None = None
-) -> ModelInputs:
-    """The same of padded groups, with PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
+def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device, perturb: Perturb | None) -> ModelInputs:
+    """With PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
@@ -225,7 +193,6 @@ def padded_inputs(
         labels=_sent(layout.labels.reshape(-1)[layout.head_index], device),
         label_sequence=_sent(layout.head_sequence, device),
         label_index=_sent(layout.response_index, device),
-        shard=TokenShard(layout.num_tokens),
         response_index=_sent(layout.response_index, device),
         response_label=_sent(layout.response_head, device),
         num_logical_tokens=layout.num_logical_tokens,
@@ -234,3 +201,42 @@ def padded_inputs(
 
 def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return to_device(array, torch.int64, device)
+
+
+def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
+    """Take the tokens off the cache that a chunk of an update computes with gradient, before its prefill comes.
+
+    Returns:
+        Their pending gradients; the values are dropped, since the chunk computes them again.
+    """
+    if not isinstance(layout, PackedLayout) or not len(layout.publish):
+        return []
+    blocks = cache.pop(layout.publish_start)
+    for block in blocks:
+        block.values.clear()
+    return blocks
+
+
+def cache_access(
+    cache: PrefixCache,
+    layout: Layout,
+    *,
+    publishes: bool,
+    consumed: Sequence[CachedTokens] = (),
+    prefill: bool = False,
+) -> CacheAccess | None:
+    """What a chunk or a prefill reads, publishes and consumes; None for what neither reads nor publishes."""
+    if not isinstance(layout, PackedLayout) or not layout.is_chunk:
+        return None
+    start = layout.publish_start
+    publish = CachedTokens(start, start + len(layout.publish)) if publishes else None
+    return CacheAccess(layout, list(cache.blocks), publish, consumed, prefill)
+
+
+def keep_published(cache: PrefixCache, access: CacheAccess | None) -> None:
+    """Put what a forward has published on the cache, in place of what it replaces there."""
+    if access is None or access.publish is None:
+        return
+    cache.pop(access.layout.publish_start)
+    if len(access.layout.publish):
+        cache.push(access.publish)

@@ -10,7 +10,7 @@ import numpy as np
 from verl.utils.metric import AggregationType, Metric
 
 from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.layout import IntArray
+from verl_pg_plugin.layout import IntArray, PackedLayout
 from verl_pg_plugin.planning.cost import ModelFlops
 
 TOTALS = (
@@ -43,10 +43,7 @@ PLAIN_MEANS = (
 class MiniBatchCosts:
     """What shows only as a mini-batch runs.
 
-    Attributes:
-        num_padding: tokens that were added; they count as physical.
-        peak_cached_bytes: most memory that cached tokens took.
-        patches: of the images of each micro-batch, those that the encoder computed and those of all its sequences.
+    ``patches`` are, of the images of each micro-batch, those that the encoder computed and those of all its sequences.
     """
 
     num_padding: int = 0
@@ -59,16 +56,11 @@ def figures_of_rank(
 ) -> dict[str, float]:
     """What the mini-batch was on this rank.
 
-    Args:
-        plan: this rank's micro-batches.
-        flops: of the model.
-        costs: of their run.
-        verified: samples and largest error of each comparison; None without verify mode.
+    ``verified`` has samples and largest error of each comparison; None without verify mode.
     """
     layouts = [planned.layout for planned in plan.micro_batches]
     groups, lengths = plan.sequences.prompt_groups, np.diff(plan.sequences.offsets)
     prompts, (_, first) = plan.sequences.prompt_lengths, np.unique(groups, return_index=True)
-    chunks = [micro_batch.chunk for group in plan.groups for micro_batch in group if micro_batch.chunk is not None]
     figures: dict[str, float] = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in layouts),
         "physical_tokens": sum(layout.num_tokens for layout in layouts) + costs.num_padding,
@@ -79,13 +71,13 @@ def figures_of_rank(
         "micro_batches": len(layouts),
         "rmpad_micro_batches": sum(not layout.shares_tokens for layout in layouts),
         "chains": sum(len(group) > 1 for group in plan.groups),
-        "carried_rows": sum(chunk.num_cached for chunk in chunks),
+        "carried_rows": sum(layout.num_cached for layout in layouts if isinstance(layout, PackedLayout)),
         "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
         "forward": flops.forward(layouts) + sum(flops.images(computed) for computed, _ in costs.patches),
         "forward_alone": float(flops.alone(lengths).sum()) + sum(flops.images(shown) for _, shown in costs.patches),
         "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
         "cached_bytes": costs.peak_cached_bytes,
-        "host_bytes": plan.host_bytes,
+        "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
     if flops.vision is not None:
         figures["patches"] = sum(int(computed.sum()) for computed, _ in costs.patches)
@@ -97,20 +89,14 @@ def figures_of_rank(
 
 
 def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str) -> dict[str, list[float]]:
-    """Totals over all ranks, so every rank reports the same figures.
-
-    Args:
-        ranks: ``figures_of_rank`` of every rank.
-        sp_size: ranks that share each sequence, and report the same of it.
-        kernel: name of the attention kernel.
-    """
+    """Totals over all ``ranks``, so every rank reports the same; ``sp_size`` of them share each sequence."""
     total = {name: sum(rank[name] for rank in ranks) / sp_size for name in ranks[0]}
     metrics = {name: total[name] for name in TOTALS if name in total} | {
         "dedup_ratio": total["logical_tokens"] / total["physical_tokens"],
         "groups_per_micro_batch": total["prompt_groups"] / total["micro_batches"],
         # What sharing whole prompts among their responses gives; the rest of dedup_ratio are prompts that begin alike.
         "dedup_ratio_of_groups": total["logical_tokens"] / total["tokens_of_groups"],
-        # Without the tokens that are prefilled, which a forward without gradient computes once more.
+        # Without prefills, which a forward without gradient computes once more.
         "flop_ratio": total["forward_alone"] / total["forward"],
         "peak_carried_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
         "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
@@ -124,14 +110,11 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
 
 
 def weigh_means(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
-    """Weigh, in place, what a loss has averaged over its tokens (``actor/ppo_kl``, ``actor/pg_clipfrac``).
+    """Weigh, in place, what a loss has averaged over the tokens of each micro-batch (``actor/ppo_kl``).
 
     verl takes the mean of such a metric over micro-batches and ranks, where one of few tokens counts as much as one of
     many: the figure depends on how a mini-batch is cut. Of weighted values that same mean is the one over all tokens.
-
-    Args:
-        micro_batches: metrics that the loss has returned of each.
-        weights: loss tokens of each, over their mean in the micro-batches of all ranks.
+    ``weights`` are the loss tokens of each, over their mean in the micro-batches of all ranks.
     """
     for metrics, weight in zip(micro_batches, weights, strict=True):
         for name, metric in metrics.items():

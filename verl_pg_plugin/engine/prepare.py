@@ -39,23 +39,8 @@ class RanksDifferError(RuntimeError):
     """Ranks decided differently, because their machines differ."""
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What depends on what a machine has installed; the same on every rank.
-
-    Attributes:
-        kernel: the attention kernel.
-        compiles: whether decoder layers are compiled.
-        why: reasons of both, for the log.
-    """
-
-    kernel: Kernel
-    compiles: bool
-    why: str
-
-
-def choose_alike(engine_config: Any, model_config: Any) -> Choices:
-    """Choose on this machine, and go on if every rank has chosen the same.
+def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, str]:
+    """The attention kernel, whether decoder layers are compiled, and why; what a machine has installed decides both.
 
     With other kernels the log-probs of ranks would differ; where one rank compiles nothing, all others wait for it.
 
@@ -74,34 +59,25 @@ def choose_alike(engine_config: Any, model_config: Any) -> Choices:
         kernel = select_kernel(engine_config.prefix_grouper.attention_kernel, get_device_name(), needs)
         compiles, why_layers = compiles_layers(engine_config, model_config)
         layers = "layers compiled" if compiles else "layers not compiled"
-        ranks.tell((platform.node(), (kernel.name, kernel.reason), (layers, why_layers)))
-    hosts, kernels, compilers = zip(*ranks.told, strict=True)
-    found = []
-    for what, choices, fix in (
-        ("attention kernels: ", kernels, f"++{ATTENTION_KERNEL}=<one that all can run>"),
-        ("", compilers, f"++{COMPILE_LAYERS}=False"),
-    ):
-        if len({name for name, _ in choices}) > 1:
-            each = [
-                f"{name} on rank {rank} of {hosts[rank]} ({why})"
-                for rank, (name, why) in enumerate(choices)
-                if (name, why) not in choices[:rank]
-            ]
-            found.append(f"{what}{', '.join(each)}; give all machines what some lack, or set {fix}")
-    if found:
-        raise RanksDifferError(f"ranks decided differently, as their machines differ: {'; '.join(found)}")
-    return Choices(kernel, compiles, f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})")
+        why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
+        ranks.tell((kernel.name, compiles, f"{platform.node()} has {why}"))
+    if len({(name, compiled) for name, compiled, _ in ranks.told}) > 1:
+        by_choice: dict[str, list[int]] = {}
+        for rank, (_, _, choice) in enumerate(ranks.told):
+            by_choice.setdefault(choice, []).append(rank)
+        each = "; ".join(f"{choice} on ranks {found}" for choice, found in by_choice.items())
+        raise RanksDifferError(
+            f"ranks decided differently, as their machines differ: {each}; give all machines what some lack, or set "
+            f"++{ATTENTION_KERNEL}=<one that all can run> and ++{COMPILE_LAYERS}=False"
+        )
+    if compiles:  # gradients of queries, keys and values are to lie as the compiled forward wrote these
+        kernel = replace(kernel, heads_first=True)
+    return kernel, compiles, why
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """What an engine remembers of the model that it built.
-
-    Attributes:
-        name: its class.
-        layers: how many of its layers each mixer computes, by the mixer's name.
-        flops: its cost.
-    """
+    """What an engine remembers of the model that it built; ``layers`` counts them by the name of their mixer."""
 
     name: str
     layers: Counter[str]
@@ -132,16 +108,9 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
 
 
 def prepare_model(module: Any, modality: Modality, *, compiles: bool, sp_size: int) -> SharedModel:
-    """Let the mixers take over, and compile as asked.
+    """Let the mixers take over an unwrapped model built from a prepared config, and compile its layers as asked.
 
-    Args:
-        module: an unwrapped transformers model, built from a config that went through ``prepare_config``.
-        modality: what it reads.
-        compiles: compile its decoder layers.
-        sp_size: ranks that share the tokens.
-
-    Raises:
-        ValueError: the model cannot run over shared prefixes.
+    ``sp_size`` ranks share the tokens. Raises ValueError where the model cannot run over shared prefixes.
     """
     refuse(module, config_issues(module.config) + class_issues(type(module)))
     layers = count_layers(module.config.get_text_config())
@@ -158,11 +127,6 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool, sp_size: i
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module))
 
 
-def kernel_for_compiled_layers(kernel: Kernel) -> Kernel:
-    """The kernel as compiled layers want it: gradients of queries, keys and values lie as the forward wrote them."""
-    return replace(kernel, heads_first=True)
-
-
 def refuse(module: nn.Module, issues: list[Issue]) -> None:
     """Raise ValueError with the name of a model's class and what speaks against it, if anything does."""
     if issues:
@@ -171,20 +135,12 @@ def refuse(module: nn.Module, issues: list[Issue]) -> None:
 
 
 def check_no_dropout(module: nn.Module) -> None:
-    """Refuse layers that drop out: tokens that samples share would all lose the same numbers.
-
-    Args:
-        module: the model with its adapters.
-
-    Raises:
-        ValueError: names the layer.
-    """
+    """Raise ValueError for layers, of adapters too, that drop out: samples would lose the same of what they share."""
     for name, layer in module.named_modules():
         if isinstance(layer, _DropoutNd) and layer.p > 0:
             raise ValueError(
                 f"use_prefix_grouper=True: {name} drops out with p={layer.p}, and samples that share a token would "
-                "share its mask; set lora_dropout of the adapter (or the model's dropout) to 0, or "
-                f"{SHARING_OFF}"
+                f"share its mask; set lora_dropout of the adapter (or the model's dropout) to 0, or {SHARING_OFF}"
             )
 
 
@@ -193,20 +149,11 @@ def load_value_model(
 ) -> PreTrainedModel:
     """A checkpoint's token classifier with one label, with the attention that ``model_config`` names.
 
-    Stands in for ``verl.utils.model.load_valuehead_model``.
-
-    Args:
-        local_path: folder of the checkpoint, of the classifier itself or of a causal LM (the head is then new).
-        torch_dtype: of the weights.
-        model_config: of the checkpoint, ``num_labels`` 1.
-        trust_remote_code: the user's own flag.
-
-    Raises:
-        ValueError: there is no token classifier for the architecture.
+    Stands in for ``verl.utils.model.load_valuehead_model``. The head is new where ``local_path`` holds a causal LM.
+    Raises ValueError where the architecture has no token classifier.
     """
-    own_classes = getattr(model_config, "auto_map", None) or {}
-    own_class = trust_remote_code and "AutoModelForTokenClassification" in own_classes
-    if not own_class and type(model_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+    own_class = "AutoModelForTokenClassification" in (getattr(model_config, "auto_map", None) or {})
+    if not (own_class and trust_remote_code) and type(model_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"transformers has no token classifier for {model_config.model_type!r}, so {local_path} cannot be a value "
             "model; set critic.model.path to a checkpoint of an architecture that has one (qwen3, qwen2, llama, ...)"

@@ -28,16 +28,7 @@ def gather(value: T) -> list[T]:
 
 
 class Agreement:
-    """A block that every rank runs, at whose end each knows what the others have told.
-
-    ::
-
-        with Agreement() as ranks:
-            ranks.tell(what_may_fail())
-        first, *others = ranks.told
-
-    Attributes:
-        told: what every rank told, in rank order.
+    """A block that every rank runs, behind which ``told`` has what each has told, in rank order.
 
     Raises:
         Exception: what the block raised here.
@@ -49,7 +40,7 @@ class Agreement:
         self._mine: Any = None
 
     def tell(self, value: Any) -> None:
-        """Tell the other ranks something that can be pickled."""
+        """Tell the other ranks something that can be pickled, at the end of the block."""
         self._mine = value
 
     def __enter__(self) -> Agreement:
@@ -58,12 +49,11 @@ class Agreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # a process that is told to stop
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        outcomes = gather((message, None if error is not None else self._mine))
+        if isinstance(error, Exception):  # and not a process that is told to stop
+            gather((f"{type(error).__name__}: {error}", None))
         if error is not None:
-            return  # raised on by itself
+            return
+        outcomes = gather((None, self._mine))
         if failed := [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]:
             raise RankError("; ".join(failed))
         self.told = [value for _, value in outcomes]

@@ -33,32 +33,32 @@ class StockValueModelOnCPU(FSDPEngineWithValueHead):
             return super()._build_module()
 
 
-class PrefixGrouperFSDPEngineWithLMHead(BaseEngine):
-    """verl's language-model engine, or ours if the engine config has ``use_prefix_grouper=True``."""
+class _Entry(BaseEngine):
+    """``ours`` if the engine config has ``use_prefix_grouper=True``, else ``stock``."""
+
+    ours: type[BaseEngine]
+    stock: type[BaseEngine]
 
     def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(engine_config, "use_prefix_grouper", False):
-            return SharedPrefixLanguageModel(model_config, engine_config, *args, **kwargs)
-        _warn_of_fault(model_config)
-        return FSDPEngineWithLMHead(model_config, engine_config, *args, **kwargs)
+            return cls.ours(model_config, engine_config, *args, **kwargs)
+        fault = rmpad_fault(model_config.hf_config, get_device_name()) if model_config.use_remove_padding else None
+        if fault and dist.get_rank() == 0:
+            logger.warning("%s; %s", fault.why, fault.fix)
+        return cls.stock(model_config, engine_config, *args, **kwargs)
 
 
-class PrefixGrouperFSDPEngineWithValueHead(BaseEngine):
-    """verl's value-model engine, or ours if the engine config has ``use_prefix_grouper=True``."""
+class PrefixGrouperFSDPEngineWithLMHead(_Entry):
+    """verl's language-model engine, or ours."""
 
-    def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(engine_config, "use_prefix_grouper", False):
-            return SharedPrefixValueModel(model_config, engine_config, *args, **kwargs)
-        _warn_of_fault(model_config)
-        stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
-        return stock(model_config, engine_config, *args, **kwargs)
+    ours, stock = SharedPrefixLanguageModel, FSDPEngineWithLMHead
 
 
-def _warn_of_fault(model_config: Any) -> None:
-    """Say what stock verl is known to compute wrongly."""
-    fault = rmpad_fault(model_config.hf_config, get_device_name()) if model_config.use_remove_padding else None
-    if fault and dist.get_rank() == 0:
-        logger.warning("%s; %s", fault.why, fault.fix)
+class PrefixGrouperFSDPEngineWithValueHead(_Entry):
+    """verl's value-model engine, or ours."""
+
+    ours = SharedPrefixValueModel
+    stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
 
 _ENTRIES: dict[str, type[BaseEngine]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Room
 
 HOST_RESERVE = 0.2
 """Of a host's memory, left free: what other processes of the run will still ask for."""
+VERSION1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+"""Of control groups: their root, files of what they may hold and do hold, and what of that can be dropped."""
 
 
 def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
@@ -35,8 +39,7 @@ def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
 def host_bytes(root: Path = Path("/")) -> float:
     """Memory that a rank may pin: what the machine or its container has, shared over the ranks of the node.
 
-    Args:
-        root: where ``proc`` and ``sys`` are mounted.
+    ``root`` is where ``proc`` and ``sys`` are mounted.
     """
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     machine = {fields[0]: 1024 * int(fields[1]) for fields in lines if len(fields) == 3}
@@ -48,26 +51,21 @@ def host_bytes(root: Path = Path("/")) -> float:
     return max(free, 0.0) / int(ranks)
 
 
-def _limits(root: Path) -> list[tuple[int, int]]:
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Bytes that control groups of this process may hold and do hold, without files that can be dropped."""
-    found: list[tuple[int, int]] = []
     own = root / "proc/self/cgroup"
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        version1 = bool(controllers)
-        top = root / ("sys/fs/cgroup/memory" if version1 else "sys/fs/cgroup")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version1 else ("memory.max", "memory.current")
+        mounted, limit, used, files = VERSION1 if controllers else VERSION2
+        top = root / mounted
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):  # a container may not show the path but its end
-            limit, used = group / names[0], group / names[1]
-            if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+            if (group / limit).is_file() and (most := (group / limit).read_text().strip()) != "max":
                 droppable = group / "memory.stat"
                 lines = droppable.read_text().splitlines() if droppable.is_file() else []
                 stat = dict(line.split() for line in lines)
-                files = int(stat.get("total_inactive_file" if version1 else "inactive_file", 0))
-                found.append((int(most), int(used.read_text()) - files))
+                yield int(most), int((group / used).read_text()) - int(stat.get(files, 0))
             if group == top:
                 break
-    return found

@@ -2,12 +2,10 @@
 
 Two forwards of one sample that add in another order differ by rounding, and how far that moves a log-prob depends on
 dtype, depth and weights: no constant is both above the noise of a large model in bf16 and below a fault in a small one.
-So the noise is measured. The sample is computed once more with every element of every attention output moved by a
-rounding step, up or down at random, which is no less than what another order of adding does; four times the change is
-the tolerance. A fault moves whole tokens in one direction and stays far above it.
-
-The largest error alone would let a faint fault in every token pass, such as positions that are off by one, so the mean
-over each response is bounded too, by four times the mean noise.
+So the noise is measured: the sample is computed once more with every element of every attention output moved by a
+rounding step, up or down at random, which is no less than what another order of adding does. Four times the change is
+the tolerance. A fault moves whole tokens in one direction and stays far above it. The mean over each response is
+bounded too, or a faint fault in every token would pass, such as positions that are off by one.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from verl_pg_plugin.layout import IntArray
 
 logger = logging.getLogger(__name__)
 
-FIRST_WITHIN = 100
-"""Micro-batches of each kind among which ``verify=first`` looks for one to verify."""
 NUM_SAMPLES = 2
 """Samples that are computed alone in a micro-batch."""
 NOISE_FACTOR = 4.0
@@ -54,12 +50,10 @@ class Tolerance:
 
     @classmethod
     def from_noise(cls, noise: list[torch.Tensor], dtype: torch.dtype) -> Tolerance:
-        """See the module.
+        """From the relative errors of each sample that come from rounding.
 
-        Args:
-            noise: relative errors of each sample that come from rounding. Tokens whose noise is not finite tell
-                nothing: a tolerance without bound could not fail.
-            dtype: the model computes in. A few eps are always let pass: noise of few tokens may be small by chance.
+        Tokens whose noise is not finite tell nothing: a tolerance without bound could not fail. A few eps of ``dtype``
+        always pass: noise of few tokens may be small by chance.
         """
         pooled, least = torch.cat(noise), _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
         pooled = pooled[pooled.isfinite()] if pooled.isfinite().any() else pooled.new_zeros(1)
@@ -71,29 +65,16 @@ class Tolerance:
         return min(self.mean + self.per_token / num_tokens, self.per_token)
 
 
-@dataclass(frozen=True)
-class Excess:
-    """The worst response token of a sample with an error beyond the tolerance, and ``text`` that says how it is off."""
+def compare(
+    got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance]
+) -> tuple[float, tuple[int, str] | None]:
+    """Hold every token of every sample against the tolerance of its output.
 
-    sample: int
-    token: int
-    num_tokens: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How many samples were compared, their largest error, and the one furthest beyond the tolerance if any is."""
-
-    num_samples: int
-    max_error: float
-    worst: Excess | None
-
-
-def compare(got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance]) -> Comparison:
-    """Hold every token of every sample against the tolerance of its output."""
-    max_error, factor, worst, errors = 0.0, 1.0, None, relative_errors(got, expected)
-    for name, of_samples in errors.items():
+    Returns:
+        The largest error, and the sample furthest beyond the tolerance, if any is, with how it is off.
+    """
+    max_error, factor, worst = 0.0, 1.0, None
+    for name, of_samples in relative_errors(got, expected).items():
         tolerance = tolerances[name]
         for sample, error_R in enumerate(of_samples):
             token, num_tokens = int(error_R.argmax()), len(error_R)
@@ -106,8 +87,8 @@ def compare(got: Responses, expected: Responses, tolerances: Mapping[str, Tolera
                     f"{expected[name][sample][token]:.6g} (error {error:.3g}, tolerance {tolerance.per_token:.3g}; "
                     f"mean over the response {mean:.3g}, tolerance {mean_tolerance:.3g})"
                 )
-                worst = Excess(sample, token, num_tokens, text)
-    return Comparison(max(map(len, errors.values())), max_error, worst)
+                worst = sample, text
+    return max_error, worst
 
 
 def relative_errors(got: Responses, expected: Responses) -> dict[str, list[torch.Tensor]]:
@@ -127,10 +108,7 @@ def relative_errors(got: Responses, expected: Responses) -> dict[str, list[torch
 def read_responses(
     outputs: Mapping[str, torch.Tensor], samples: list[int], prompt_lengths: IntArray
 ) -> dict[str, list[torch.Tensor]]:
-    """The values that verl reads of some samples: those of the tokens in front of each response token.
-
-    ``outputs`` are jagged (B, length), ``prompt_lengths`` (B,).
-    """
+    """Of jagged (B, length) outputs, what verl reads of some samples: at the tokens in front of each response token."""
     responses: dict[str, list[torch.Tensor]] = {}
     for name, jagged in outputs.items():
         bounds, values = jagged.offsets().tolist(), jagged.values().detach()
@@ -142,8 +120,7 @@ def read_responses(
 def rounding_noise() -> Callable[[torch.Tensor], torch.Tensor]:
     """For one forward: moves every element of each layer's (T, ...) up or down by a rounding step.
 
-    Each layer has signs of its own, as another order of adding would, or their errors would add up or cancel; they are
-    the same in each process.
+    Each layer has signs of its own, or errors would add up or cancel; they are the same in each process.
     """
     layers = count()
 
@@ -163,7 +140,7 @@ class MismatchError(RuntimeError):
 class Verifier:
     """Says which micro-batches are verified, and compares; ranks decide alike, as they have planned together.
 
-    ``model`` says what runs, for messages, and ``dtype`` what the model computes in.
+    ``model`` says in messages what runs; it computes in ``dtype``.
     """
 
     def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype) -> None:
@@ -174,22 +151,21 @@ class Verifier:
         self._turn = 0
 
     def is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
-        """Whether to verify this micro-batch, to be asked once of each; ``kind`` is "update" or "forward-only"."""
+        """Whether to verify a micro-batch, asked once of each; ``kind`` is "update" or "forward-only"."""
         index, period = self._seen[kind], self.options.verify_period
         self._seen[kind] += 1
         if period is None:
             return False
         if period:
             return index % period == 0
-        if self._verified.get(kind) or index >= FIRST_WITHIN:
+        if self._verified.get(kind):
             return False
-        # The first that shares anything on any rank: the others would prove nothing. Where no sequence attended to
-        # tokens of another in it (turns that only continue one another, the chunk that computes a prompt), the first in
-        # which one does has its turn too.
+        # The first that shares anything on any rank. Where no sequence attended to tokens of another in it (turns that
+        # only continue one another, the chunk that computes a prompt), the first in which one does has its turn too.
         return planned.reads_ancestors or (planned.shares_tokens and kind not in self._verified)
 
     def choose(self, sequences: Sequences) -> list[int]:
-        """Samples of a micro-batch: the one with most attention across a prefix, and one of the rest, in turn."""
+        """Samples of a micro-batch: the one with most attention across a prefix and one of the rest, in turn."""
         order = sequences.order()
         shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
         by_sharing = order.sequences[np.argsort(-shared * (order.num_tokens - shared), kind="stable")]
@@ -199,7 +175,7 @@ class Verifier:
         return chosen.tolist()
 
     def tolerances(self, alone: Responses, perturbed: Responses) -> dict[str, Tolerance]:
-        """How exactly the samples can be told, by output: from the samples alone and with ``rounding_noise``."""
+        """How exactly samples can be told, by output: from them alone, and with ``rounding_noise``."""
         if (given := self.options.verify_tolerance) is not None:
             return dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         noise = relative_errors(perturbed, alone)
@@ -220,20 +196,21 @@ class Verifier:
         Raises:
             MismatchError: they differ by more than the tolerances; on this rank alone.
         """
-        comparison = compare(got, alone, tolerances)
-        self._comparisons.append((comparison.num_samples, comparison.max_error))
+        max_error, worst = compare(got, alone, tolerances)
+        self._comparisons.append((len(samples), max_error))
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self._verified else logging.WARNING
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
-        if (worst := comparison.worst) is None:
+        if worst is None:
             text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
-            logger.log(level, text, kind, samples, comparison.max_error)
+            logger.log(level, text, kind, samples, max_error)
             return
-        sample, uids = samples[worst.sample], tu.get(micro_batch, "uid")
+        (number, how), uids = worst, tu.get(micro_batch, "uid")
+        sample = samples[number]
         uid = "" if uids is None else f" (uid {uids[sample]})"
         raise MismatchError(
             f"sample {sample}{uid} of the {len(micro_batch)} in {kind} micro-batch {self._seen[kind] - 1}: with shared "
-            f"prefixes {worst.text}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False "
+            f"prefixes {how}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False "
             "and report the message; another kernel (prefix_grouper.attention_kernel) tells whether it is to blame. If "
             "stock verl with other micro-batches differs from itself as much, set prefix_grouper.verify_tolerance"
         )
