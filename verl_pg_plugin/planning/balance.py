@@ -15,6 +15,7 @@ import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 from verl_pg_plugin.planning.order import FloatArray
+from verl_pg_plugin.planning.sessions import selected
 
 __all__ = ["Balance", "SegmentPrice", "balance_groups", "cost_together"]
 
@@ -125,12 +126,10 @@ def cost_together(
         price: of segments.
         places: (n,) ascending places in the order.
     """
-    # What one sequence shares with those before it is the least that is shared on the way from the last of them.
-    between = np.stack([places[:-1] + 1, places[1:] + 1], axis=1).ravel()
-    shared = np.append(0, np.minimum.reduceat(np.append(order.num_shared, 0), between)[::2])[: len(places)]
-    new = order.num_new[places] + order.num_shared[places] - shared
-    labels = np.minimum(response_lengths[order.sequences[places]], new)
-    return float(price(shared, new, labels).sum()), int(new.sum())
+    together = selected(order, places)
+    labels = np.minimum(response_lengths[together.sequences], together.num_new)
+    cost = price(together.num_shared, together.num_new, labels).sum()
+    return float(cost), int(together.num_new.sum())
 
 
 def _assign(groups: IntArray, costs: FloatArray, again: FloatArray, num_bins: int) -> IntArray:

@@ -20,7 +20,7 @@ import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 
-__all__ = ["common_prefix", "order_by_sessions"]
+__all__ = ["common_prefix", "order_by_sessions", "selected"]
 
 
 def order_by_sessions(
@@ -66,3 +66,11 @@ def common_prefix(prompts: Sequence[IntArray]) -> int:
     length = min(map(len, prompts))
     differs = np.any([prompt[:length] != prompts[0][:length] for prompt in prompts], axis=0)
     return int(differs.argmax()) if differs.any() else length
+
+
+def selected(order: PrefixOrder, places: IntArray) -> PrefixOrder:
+    """What some of the sequences share, those at ascending places (n,) of the order."""
+    num_shared = np.zeros_like(places)
+    if len(places) > 1:  # two sequences share what all neighbours between them share
+        num_shared[1:] = np.minimum.reduceat(order.num_shared[: places[-1] + 1], places[:-1] + 1)
+    return PrefixOrder(order.sequences[places], order.num_tokens[places], num_shared)
