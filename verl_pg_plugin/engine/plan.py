@@ -17,7 +17,7 @@ from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch
 from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.layout import Layout, PackedLayout, PrefixOrder
 from verl_pg_plugin.modalities import BatchError, Modality
-from verl_pg_plugin.planning.activation_level import Level, Levels, WholeGroups
+from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
@@ -166,9 +166,9 @@ def plan_mini_batch(
         check_batch(data, packed, fused_head)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, stock = sequences.order(), tokens_of_stock(np.diff(sequences.offsets), limits)
-        whole, within = None, levels.within_stock(stock)
-        if not forward_only:
-            whole, weights = within.whole_groups(), weights and weights.times(within.shortage)
+        whole = None if forward_only else levels.within_stock(stock)
+        if whole is not None:
+            weights = weights and weights.times(whole.shortage)
 
         def drafted(at_least: int) -> _Draft:
             return _draft(sequences, order, limits, weights, at_least, packed, forward_only, micro_batch_cost, whole)
@@ -205,7 +205,7 @@ def _draft(
     packed: bool,
     forward_only: bool,
     micro_batch_cost: float,
-    whole: WholeGroups | None,
+    whole: Levels | None,
 ) -> _Draft:
     """Cut and lay out a mini-batch, into as many micro-batches as the limits ask for, or ``at_least``."""
     if at_least > len(order.sequences):

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from verl_pg_plugin.layout import Chunk, IntArray, PrefixOrder
-from verl_pg_plugin.planning.activation_level import WholeGroups
+from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.sessions import selected
 
 MICRO_BATCH_COST = 350.0
@@ -92,7 +92,7 @@ def cut_micro_batches(
     *,
     forward_only: bool = False,
     micro_batch_cost: float = MICRO_BATCH_COST,
-    whole: WholeGroups | None = None,
+    whole: Levels | None = None,
 ) -> list[list[MicroBatch]]:
     """Partition the sequences of a mini-batch.
 
@@ -169,7 +169,7 @@ class _Planner:
         order: PrefixOrder,
         limits: MicroBatchLimits,
         weights: CacheWeights | None,
-        whole: WholeGroups | None,
+        whole: Levels | None,
         prefill_cost: float,
         micro_batch_cost: float,
     ) -> None:
@@ -217,7 +217,7 @@ class _Planner:
         if self.whole is None or group.size > self.max_sequences:
             return False
         longest = self.order.num_tokens[group.first : group.stop].max()
-        return self.whole.keeps(self.tokens(group), min(self.shared[group.first + 1 : group.stop]), int(longest))
+        return self.whole.keeps_whole(self.tokens(group), min(self.shared[group.first + 1 : group.stop]), int(longest))
 
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
@@ -349,7 +349,7 @@ class _Planner:
             group[k] = [span]
             groups.append([others])
             return
-        stop, read_next = self.end(span, self.max_tokens, SLACKS[-1], (span.size + 1) // 2)
+        stop, read_next = self.end(span, self.max_tokens, 0.5, (span.size + 1) // 2)
         # The last way is always there: a sequence by itself fits, and so does what it leaves.
         alone = span.first + 1, min(span.cached, self.shared[span.first + 1])
         for stop, cached in ((stop, read_next), (stop, 0), alone):  # noqa: B020

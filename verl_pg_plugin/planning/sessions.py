@@ -8,8 +8,7 @@ these the prefix tree follows as far as rollouts build it:
   sequence per turn, tool output and all;
 - a sequence with a shorter prompt was given an edited context, and shares with its session what its sessions share.
 
-What all prompts begin with, a system prompt, shows in the tokens of a few of them. What is not seen is sharing between
-some prompts alone, and how much an edited context kept beyond its prompt.
+What is not seen is sharing between some prompts alone, and how much an edited context kept beyond its prompt.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder
-
-__all__ = ["common_prefix", "order_by_sessions", "selected"]
 
 
 def order_by_sessions(
