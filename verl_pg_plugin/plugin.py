@@ -69,12 +69,12 @@ def _reach_v0() -> None:
     from verl_pg_plugin import upstream
 
     def regroup(*args: Any) -> None:
-        from verl_pg_plugin.trainer.mixins import regroup
+        from verl_pg_plugin.trainer.groups import regroup_v0
 
-        regroup(*args)
+        regroup_v0(*args)
 
     def updated(*args: Any) -> None:
-        from verl_pg_plugin.trainer.gain import log_gain
+        from verl_pg_plugin.trainer.groups import log_gain
 
         log_gain(*args)
 

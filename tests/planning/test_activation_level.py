@@ -61,7 +61,7 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
         levels = Levels(sizes=sizes, room=weights.room(card, host), fused_kernels=fused).within_stock(stock)
         group = whole = prompt - 1 + n * response
         pending = 0
-        if group > budget and not levels.whole_groups().keeps(group, prompt - 1, prompt + response - 1):
+        if group > budget and not levels.keeps_whole(group, prompt - 1, prompt + response - 1):
             pending = prompt - 1
             takes = cache_weights(levels, forward_only=False)
             group = int(budget - takes.published * pending)
@@ -139,7 +139,7 @@ class Group:
     def micro_batches(self, budget: int, levels: Levels) -> int:
         batch = Batch.of_lengths([self.prompt], [[self.response] * self.n])
         limits = MicroBatchLimits(budget)
-        whole = levels.within_stock(tokens_of_stock(batch.lengths, limits)).whole_groups()
+        whole = levels.within_stock(tokens_of_stock(batch.lengths, limits))
         order = build_prefix_order(batch.tokens, batch.offsets)
         return sum(map(len, cut_micro_batches(order, limits, whole=whole)))
 

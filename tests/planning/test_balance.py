@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.planning import balance
 from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.sessions import order_by_sessions
@@ -32,15 +34,9 @@ class Problem:
     def solve(self, may_cut: bool = True) -> Balance:
         rows = np.arange(len(self.group))
         order = order_by_sessions(self.group, rows, np.zeros_like(rows), self.prompt_lengths, self.response_lengths)
-        return balance_groups(
-            order,
-            self.group,
-            self.response_lengths,
-            FLOPS.segments,
-            self.num_ranks,
-            self.num_mini_batches,
-            may_cut,
-        )
+        shape = self.num_ranks, self.num_mini_batches
+        with patch.object(balance, "LEVEL", balance.LEVEL if may_cut else np.inf):
+            return balance_groups(order, self.group, self.response_lengths, FLOPS.segments, *shape)
 
     def cells(self, order: np.ndarray) -> list[np.ndarray]:
         return np.split(order, self.num_ranks * self.num_mini_batches)

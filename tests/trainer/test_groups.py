@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.trainer.workers import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.trainer.groups import Samples, actor_flops, mini_batches_of_config, num_ranks_of, some_prompts
+from verl_pg_plugin.trainer.groups import actor_flops, group_order, mini_batches_of_config, num_ranks_of, some_prompts
 
 
 def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
@@ -26,12 +26,13 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
 
 def test_two_runs_whose_uids_are_drawn_anew_assign_alike(make_config: Callable[..., DictConfig]) -> None:
     """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
-    flops = actor_flops(make_config())
-    lengths = np.full(12, 7)
-    orders = []
+    trainer = SimpleNamespace(model_flops=actor_flops(make_config()), actor_rollout_wg=Workers())
+    lengths, orders = np.full(12, 7), []
     for uids in ("abcdef", "fbdace"):
-        samples = Samples([uid for uid in uids for _ in range(2)], np.arange(12), lengths * 0, lengths, lengths)
-        orders.append(samples.balance(flops, num_ranks=2, num_mini_batches=3).order.tolist())
+        columns = {"sessions": np.arange(12), "places": lengths * 0, "common_tokens": 0}
+        columns |= {"uids": [uid for uid in uids for _ in range(2)]}
+        columns |= {"prompt_lengths": lengths, "response_lengths": lengths}
+        orders.append(group_order(trainer, {}, "", 3, **columns).tolist())
     assert orders[0] == orders[1]
 
 

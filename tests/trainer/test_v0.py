@@ -15,8 +15,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
-from verl_pg_plugin.trainer.gain import log_gain
-from verl_pg_plugin.trainer.mixins import regroup
+from verl_pg_plugin.trainer.groups import log_gain, regroup_v0
 
 PROMPT, RESPONSE = 12, 40
 
@@ -98,7 +97,7 @@ def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.Monke
     monkeypatch.setattr(RayPPOTrainer, "_balance_batch", inspect.unwrap(RayPPOTrainer._balance_batch))
     monkeypatch.setattr(RayPPOTrainer, method, lambda self, other: None)
     with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
-        upstream.regroup_after_v0_balance(regroup, log_gain)
+        upstream.regroup_after_v0_balance(regroup_v0, log_gain)
 
 
 def test_an_import_of_a_verl_without_the_method_or_its_class_warns_and_goes_on(

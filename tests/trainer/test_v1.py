@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1 import trainer_base as verls
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
-from verl_pg_plugin.trainer.mixins import _common_tokens_v1
+from verl_pg_plugin.trainer.groups import _common_tokens_v1
 
 VERLS = {"sync": PPOTrainerSync, "colocate_async": PPOTrainerColocateAsync, "separate_async": PPOTrainerSeparateAsync}
 

@@ -138,9 +138,9 @@ def plan_mini_batch(
         check_batch(data, packed, levels.fused_kernels)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, stock = sequences.order(), tokens_of_stock(np.diff(sequences.offsets), limits)
-        whole, within = None, levels.within_stock(stock)
-        if not forward_only:
-            whole, weights = within.whole_groups(), weights and weights.times(within.shortage)
+        whole = None if forward_only else levels.within_stock(stock)
+        if whole is not None:
+            weights = weights and weights.times(whole.shortage)
 
         def drafted(at_least: int) -> _Draft:
             groups = cut_micro_batches(

@@ -1,7 +1,6 @@
 """Which activation level a micro-batch takes: bytes from sizes, and what is free on the device that has least.
 
-No layer is measured and nothing starts over. Levels change no bit, so what is free may differ from run to run; ranks
-that share tokens have the same numbers.
+Levels change no bit, so what is free may differ from run to run; ranks that share tokens have the same numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 DEVICE_RESERVE = 0.08
 """Of a device, left free: gaps between blocks, and what sizes do not say."""
 OVER_STOCK = 1.1
-"""Of the memory that stock verl takes for a mini-batch's tokens, the most that is used: torch keeps what an update has
-taken, and other processes of the device count on what stock verl leaves."""
+"""Of what stock verl takes, the most that is used: torch keeps it, and other processes count on what stock leaves."""
 
 
 class Level(Enum):
@@ -50,36 +48,6 @@ class Room:
     device: float
     host: float
     reserve: float = 0.0
-
-
-@dataclass(frozen=True)
-class WholeGroups:
-    """Groups above the token budget that stay one micro-batch all the same.
-
-    Attributes:
-        levels: of each level (stock, most, pending): tokens that fit and take no more than stock verl, tokens that fit
-            with all that is in reserve, and what one takes whose gradients later chunks add to, relative to a computed
-            one.
-    """
-
-    levels: tuple[tuple[float, float, float], ...]
-
-    def keeps(self, tokens: float, shared: float, longest: float) -> bool:
-        """Whether a group stays whole: within stock verl's memory, or where its split would take more.
-
-        Of splits, one reads the tokens that all share from the chunk that computes them, which holds sums beside them.
-        The other computes them in each chunk; it is left where it fits and the whole group does not.
-
-        Args:
-            tokens: of the group.
-            shared: of them, that all its sequences begin with.
-            longest: of its sequences.
-        """
-        nothing_fits = longest > max(most for _, most, _ in self.levels)
-        return any(
-            tokens <= stock or (tokens <= (1 + pending) * shared and (tokens <= most or nothing_fits))
-            for stock, most, pending in self.levels
-        )
 
 
 @dataclass(frozen=True)
@@ -117,11 +85,10 @@ class Levels:
         """For the log."""
         if self.asked or self.sizes is None or self.room is None:
             return "as asked" if self.asked else "nothing limits it here"
-        device, host, stock = self.room.device / 2**30, self.room.host / 2**30, self.stock / 2**30
+        device, host, stock = (f"{number / 2**30:.1f}" for number in (self.room.device, self.room.host, self.stock))
         return (
-            f"prefix_grouper.activations=auto: {max(device, 0):.1f} GiB for activations on the device that has least, "
-            f"where stock verl takes {stock:.1f}, of which no more than {OVER_STOCK} times are used; "
-            f"{host:.1f} GiB of the host for each rank"
+            f"prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, {host} of "
+            f"the host for each rank, and no more than {OVER_STOCK} times the {stock} that stock verl takes"
         )
 
     def within_stock(self, tokens: int) -> Levels:
@@ -130,16 +97,16 @@ class Levels:
             return self
         return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
 
+    def with_free(self, device: float) -> Levels:
+        """With so many bytes on the device."""
+        return self if self.room is None else replace(self, room=replace(self.room, device=device))
+
     @property
     def shortage(self) -> float:
         """What stock verl takes over what there is; 1 where it fits."""
         if self.room is None or math.isinf(self.stock):
             return 1.0
         return max(1.0, self.stock / max(self.room.device + self.room.reserve, 1.0))
-
-    def with_free(self, device: float) -> Levels:
-        """With so many bytes on the device."""
-        return self if self.room is None else replace(self, room=replace(self.room, device=device))
 
     def choose(self, tokens: int, labels: int = 0, cached: int = 0, pending: int = 0) -> Level:
         """The fastest level that fits; where none does the smallest, since the micro-batch must run.
@@ -154,8 +121,9 @@ class Levels:
             return self.ladder[0]
         beside = self.sizes.beside(cached, pending) + (labels * self.sizes.logits if self.logits_at_once else 0)
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
-        host = self.room.host * self.ranks
-        found = [level for level in self.ladder if not level.on_host or tokens * self.sizes.held(level) <= host]
+        found = [
+            level for level in self.ladder if not level.on_host or self.host_bytes(level, tokens) <= self.room.host
+        ]
         for level in found:
             if tokens * self.sizes.on_device(level) + beside <= device:
                 return level
@@ -165,15 +133,26 @@ class Levels:
         """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
         return tokens * self.sizes.held(level) / self.ranks if self.sizes and level.on_host else 0.0
 
-    def whole_groups(self) -> WholeGroups | None:
-        """Which groups stay whole; None where every group above the budget is split."""
+    def keeps_whole(self, tokens: float, shared: float, longest: float) -> bool:
+        """Whether a group above the budget stays whole: within stock verl's memory, or where its split would take more.
+
+        Of splits, one reads the tokens that all share from the chunk that computes them, which holds sums beside them.
+        The other computes them in each chunk; it is left where it fits and the whole group does not.
+
+        Args:
+            tokens, shared, longest: of the group, of what all its sequences begin with, and of its longest sequence.
+        """
         if self.sizes is None or self.room is None:
-            return None
-        found, sizes = [], self.sizes
-        for level in (*self.ladder, *(() if self.asked else (Level.INPUTS,))):
-            computed = (sizes.on_device(level) + (sizes.logits if self.logits_at_once else 0)) / self.ranks
-            held = self.room.host * self.ranks / sizes.held(level) if level.on_host else math.inf
+            return False
+        limits = []  # of each level: tokens within stock verl's memory, tokens that fit, a token's sums in tokens
+        for level in self.ladder if self.asked else (*self.ladder, Level.INPUTS):
+            computed = (self.sizes.on_device(level) + self.logits_at_once * self.sizes.logits) / self.ranks
+            held = self.room.host * self.ranks / self.sizes.held(level) if level.on_host else math.inf
             stock = min(self.room.device, self.stock) / computed
             most = (self.room.device + self.room.reserve) / computed
-            found.append((min(stock, held), min(most, held), sizes.layers * sizes.sums / self.ranks / computed))
-        return WholeGroups(tuple(found))
+            limits.append((min(stock, held), min(most, held), self.sizes.beside(0, 1) / self.ranks / computed))
+        nothing_fits = longest > max(most for _, most, _ in limits)
+        return any(
+            tokens <= stock or (tokens <= (1 + sums) * shared and (tokens <= most or nothing_fits))
+            for stock, most, sums in limits
+        )

@@ -6,7 +6,6 @@ leaves a rank behind their subtrees, change places between the most expensive bi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,6 +14,7 @@ import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder
 from verl_pg_plugin.planning.order import FloatArray
+from verl_pg_plugin.planning.sessions import selected
 
 __all__ = ["Balance", "SegmentPrice", "balance_groups", "cost_together"]
 
@@ -61,7 +61,6 @@ def balance_groups(
     price: SegmentPrice,
     num_ranks: int,
     num_mini_batches: int = 1,
-    may_cut: bool = True,
 ) -> Balance:
     """The same number of sequences in every bin, groups whole where that costs no time.
 
@@ -73,12 +72,11 @@ def balance_groups(
         group: (B,) equal values mark sequences that belong together, in the caller's order.
         response_lengths: (B,) tokens, in the caller's order.
         price: of segments.
-        num_ranks: pieces of the batch; B is a multiple of ``num_ranks * num_mini_batches``.
+        num_ranks: pieces of the batch.
         num_mini_batches: optimizer steps that a rank's piece is divided into.
-        may_cut: also groups that fit somewhere whole.
 
     Raises:
-        ValueError: B is not such a multiple.
+        ValueError: B is no multiple of ``num_ranks * num_mini_batches``.
     """
     num_bins = num_ranks * num_mini_batches
     if len(group) % num_bins:
@@ -102,7 +100,7 @@ def balance_groups(
     spans = np.flatnonzero(opens | np.append(True, bin_of[1:] != bin_of[:-1]))
     bin_of = _exchange(spans, costs(spans), np.arange(len(spans)), np.zeros(len(spans)), bin_of, num_bins)
     balance = _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
-    if not may_cut or balance.slowest_over_mean <= LEVEL:
+    if balance.slowest_over_mean <= LEVEL:
         return balance
     inside = np.where(opens, np.iinfo(np.int64).max, order.num_shared)  # what a sequence shares within its group
     least = np.minimum.reduceat(inside, groups)  # what all of a group share
@@ -117,32 +115,22 @@ def balance_groups(
 def cost_together(
     order: PrefixOrder, response_lengths: IntArray, price: SegmentPrice, places: IntArray
 ) -> tuple[float, int]:
-    """Cost and number of tokens of some sequences that are computed together, what they share once.
+    """Cost and number of tokens of the sequences at ascending ``places`` (n,), computed together.
 
     Args:
-        order: B sequences and what they share with the one before.
+        order: of B sequences.
         response_lengths: (B,) in the caller's order; so many of a sequence's last tokens run the head.
         price: of segments.
-        places: (n,) ascending places in the order.
+        places: in the order.
     """
-    # What one sequence shares with those before it is the least that is shared on the way from the last of them.
-    between = np.stack([places[:-1] + 1, places[1:] + 1], axis=1).ravel()
-    shared = np.append(0, np.minimum.reduceat(np.append(order.num_shared, 0), between)[::2])[: len(places)]
-    new = order.num_new[places] + order.num_shared[places] - shared
-    labels = np.minimum(response_lengths[order.sequences[places]], new)
-    return float(price(shared, new, labels).sum()), int(new.sum())
+    together = selected(order, places)
+    labels = np.minimum(response_lengths[together.sequences], together.num_new)
+    cost = price(together.num_shared, together.num_new, labels).sum()
+    return float(cost), int(together.num_new.sum())
 
 
 def _assign(groups: IntArray, costs: FloatArray, again: FloatArray, num_bins: int) -> IntArray:
-    """(B,) bin of each sequence: the most expensive group first, to the cheapest bin with room; what fits nowhere whole
-    last, in parts, to the roomiest.
-
-    Args:
-        groups: first place of each.
-        costs: of each.
-        again: (B,) of a cut in front of a sequence.
-        num_bins: that hold equally many.
-    """
+    """(B,) bin of each sequence: groups (their first places) by cost, ``again`` (B,) what a cut in front costs."""
     bin_of = np.empty(len(again), dtype=np.int64)
     room, load = np.full(num_bins, len(again) // num_bins), np.zeros(num_bins)
     stops = np.append(groups[1:], len(again))
@@ -152,16 +140,15 @@ def _assign(groups: IntArray, costs: FloatArray, again: FloatArray, num_bins: in
         room[chosen] -= stop - first
         load[chosen] += cost
 
-    leftover = []
+    leftover = []  # what fits nowhere whole: last, in parts, to the roomiest bins
     for number in np.argsort(-costs, kind="stable").tolist():
         first, stop, cost = int(groups[number]), int(stops[number]), float(costs[number])
         fits = room >= stop - first
         if fits.any():
             put(int(np.where(fits, load, np.inf).argmin()), first, stop, cost)
         else:
-            leftover.append((first, stop, cost))
-    for first, stop, cost in leftover:
-        share = cost / (stop - first)
+            leftover.append((first, stop, cost / (stop - first)))
+    for first, stop, share in leftover:
         while first < stop:
             chosen = int(np.lexsort((load, -room))[0])
             cut = stop
@@ -176,31 +163,22 @@ def _assign(groups: IntArray, costs: FloatArray, again: FloatArray, num_bins: in
 def _exchange(
     spans: IntArray, own: FloatArray, group: IntArray, prefix: FloatArray, bin_of: IntArray, num_bins: int
 ) -> IntArray:
-    """(B,) bin of each sequence after spans of one size have changed places, the best exchange of the most expensive
-    bin first, while both bins are cheaper afterwards than the more expensive one was.
+    """(B,) bin of each sequence after spans (S,) of one size have changed places.
 
-    Args:
-        spans: (S,) first place of each span; together they are all sequences, and each is in one bin.
-        own: (S,) cost of each without the prefix of its group.
-        group: (S,) of each span.
-        prefix: by group, what it costs once in every bin that holds spans of it.
-        bin_of: (B,) of each sequence.
-        num_bins: of all.
+    The best exchange of the most expensive bin comes first, while both bins are cheaper afterwards than that one was.
+    ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin.
     """
-    sizes = np.diff(np.append(spans, len(bin_of)))
-    of_span = bin_of[spans]
-    by_cost = np.argsort(own, kind="stable")
-    by_cost = by_cost[np.argsort(of_span[by_cost], kind="stable")]
-    members = np.split(by_cost, np.searchsorted(of_span[by_cost], np.arange(1, num_bins)))  # of a bin, ascending
-    groups = [Counter(group[spans_of].tolist()) for spans_of in members]
-    load = np.array([own[m].sum() + prefix[list(g)].sum() for m, g in zip(members, groups, strict=True)])
+    sizes, of_span = np.diff(np.append(spans, len(bin_of))), bin_of[spans]
+    members = [np.flatnonzero(of_span == number) for number in range(num_bins)]
+    load = np.array([own[held].sum() + prefix[np.unique(group[held])].sum() for held in members])
 
     def after(chosen: int, leaves: int, enters: int) -> float:
         """Cost of a bin once one span has left and another has come."""
-        cost, held = load[chosen] - own[leaves] + own[enters], groups[chosen]
+        held = group[members[chosen]]
+        cost = load[chosen] - own[leaves] + own[enters]
         if group[leaves] != group[enters]:
-            cost += prefix[group[enters]] * (held[int(group[enters])] == 0)
-            cost -= prefix[group[leaves]] * (held[int(group[leaves])] == 1)
+            cost += prefix[group[enters]] * (group[enters] not in held)
+            cost -= prefix[group[leaves]] * (np.count_nonzero(held == group[leaves]) == 1)
         return float(cost)
 
     def best_exchange(dear: int) -> tuple[float, int, int, int] | None:
@@ -209,9 +187,10 @@ def _exchange(
         for other in np.argpartition(load, few)[:few].tolist():
             half = (load[dear] - load[other]) / 2
             for size in np.unique(sizes[members[dear]]):
-                mine, theirs = (spans_of[sizes[spans_of] == size] for spans_of in (members[dear], members[other]))
+                mine, theirs = (held[sizes[held] == size] for held in (members[dear], members[other]))
                 if not len(theirs):
                     continue
+                theirs = theirs[np.argsort(own[theirs], kind="stable")]
                 near = np.searchsorted(own[theirs], own[mine] - half).clip(max=len(theirs) - 1)
                 k = np.abs(own[mine] - own[theirs[near]] - half).argmin()
                 leaves, enters = int(mine[k]), int(theirs[near[k]])
@@ -228,10 +207,7 @@ def _exchange(
         _, other, mine, theirs = best
         for chosen, leaves, enters in ((dear, mine, theirs), (other, theirs, mine)):
             load[chosen] = after(chosen, leaves, enters)
-            groups[chosen].subtract([int(group[leaves])])
-            groups[chosen].update([int(group[enters])])
-            kept = members[chosen][members[chosen] != leaves]
-            members[chosen] = np.insert(kept, np.searchsorted(own[kept], own[enters]), enters)
+            members[chosen][members[chosen] == leaves] = enters
             of_span[enters] = chosen
     return np.repeat(of_span, sizes)
 
@@ -245,11 +221,7 @@ def _balance(
     num_ranks: int,
     num_mini_batches: int,
 ) -> Balance:
-    """The bins of each rank by mini-batch: bins of like cost make one, and no rank has the most expensive of each.
-
-    Ranks wait for each other at the end of a mini-batch in updates, and at the end of the batch in passes without
-    gradient. Mini-batches come in the order of their first sequences, so that none is put off for being long.
-    """
+    """The bins of each rank by mini-batch: bins of like cost make one, and no rank has the most expensive of each."""
     places = np.argsort(bin_of, kind="stable").reshape(num_ranks * num_mini_batches, -1)
     priced = [cost_together(order, response_lengths, price, of_bin) for of_bin in places]
     costs = np.array([cost for cost, _ in priced])
@@ -257,6 +229,7 @@ def _balance(
     mini_batches = np.argsort(-costs, kind="stable").reshape(num_mini_batches, num_ranks)
     bins = np.empty((num_ranks, num_mini_batches), dtype=np.int64)
     totals = np.zeros(num_ranks)
+    # In the order of their first sequences, so that no mini-batch is put off for being long.
     for number, row in enumerate(np.argsort(sequences[mini_batches, 0].min(axis=1), kind="stable")):
         ranks = np.argsort(totals, kind="stable")  # the most expensive bin to the rank with least
         bins[ranks, number] = mini_batches[row]

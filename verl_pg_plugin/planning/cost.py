@@ -25,17 +25,11 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) -> IntArray:
-    """(query, key) pairs of each segment under the causal mask, in closed form.
-
-    The query at position p sees the keys of positions 0 .. p, the last ``window`` of them.
+    """(query, key) pairs (S,) of each of S segments under the causal mask, in closed form.
 
     Args:
-        start: (S,) position of a segment's first token, which is the number of tokens it shares.
-        tokens: (S,) of the segment.
+        start, tokens: (S,) position of a segment's first token, and how many it has.
         window: keys a query sees, itself included, as transformers counts ``sliding_window``; None for all.
-
-    Returns:
-        (S,) pairs.
     """
     stop = start + tokens
     if window is None:
@@ -98,8 +92,6 @@ class VisionFlops:
 class ModelFlops:
     """Forward FLOPs of a decoder: two per weight and token, and those of its (query, key) pairs.
 
-    Micro-batches are limited by tokens, which is what fills memory; all else that asks for a price asks here.
-
     Attributes:
         per_token: outside attention scores and the LM or value head.
         per_label: of the head on one token.
@@ -142,26 +134,20 @@ class ModelFlops:
 
     @classmethod
     def of_config(cls, config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFlops:
-        """Count a causal language model that exists as a config only: it is built without storage, no weight is read.
-
-        Args:
-            config: of the checkpoint, overrides applied.
-            trust_remote_code: the user's own flag, for a class that the checkpoint brings along.
+        """Count a causal language model that is built from its config without storage: no weight is read.
 
         Raises:
             ValueError: transformers has no causal language model for it, or see ``of``.
         """
         return cls.of(text_skeleton(config, trust_remote_code))
 
-    def segments(self, start: IntArray, tokens: IntArray, labels: IntArray) -> NDArray[np.float64]:
-        """FLOPs (S,) of each of S segments, tokens that follow ``start`` shared ones.
+    def attention(self, start: IntArray, tokens: IntArray) -> NDArray[np.float64]:
+        """FLOPs (S,) of the pairs of each of S segments of so many tokens (S,), which follow ``start`` shared ones."""
+        return np.asarray(sum(pair.flops * visible_pairs(start, tokens, pair.window) for pair in self.pairs))
 
-        Args:
-            start, tokens, labels: (S,) tokens before the segment that it sees, tokens it has, and how many of those the
-                head runs on.
-        """
-        attention = sum(pair.flops * visible_pairs(start, tokens, pair.window) for pair in self.pairs)
-        return self.per_token * tokens + self.per_label * labels + attention
+    def segments(self, start: IntArray, tokens: IntArray, labels: IntArray) -> NDArray[np.float64]:
+        """FLOPs (S,) of each of S segments, the head run on so many ``labels`` (S,); see ``attention``."""
+        return self.per_token * tokens + self.per_label * labels + self.attention(start, tokens)
 
     def forward(self, layouts: Sequence[Layout]) -> float:
         """FLOPs of one forward over all layouts."""
@@ -169,8 +155,7 @@ class ModelFlops:
 
     def without_head(self, layout: Layout) -> float:
         """FLOPs of one forward over a layout without the head."""
-        attention = sum(pair.flops * num_pairs(layout, pair.window) for pair in self.pairs)
-        return self.per_token * layout.num_tokens + attention
+        return self.per_token * layout.num_tokens + float(self.attention(*layout.segments).sum())
 
     def images(self, patches: IntArray) -> float:
         """FLOPs of one forward of the vision encoder over images of so many patches (C,)."""

@@ -1,8 +1,7 @@
 """What sharing will save on a batch, before anything is run: the micro-batches that the engine makes, priced in FLOPs.
 
-The mini-batch is planned by the function that plans it in a training and laid out as there. A phase's price is the
-FLOPs of its tokens, of their (query, key) pairs and of its LM head, each times the passes of the phase, and a fixed
-price for every micro-batch. Stock verl is priced alike: every sequence alone, filled into as many tokens.
+The mini-batch is planned by the function that plans it in a training and laid out as there. Stock verl is priced alike:
+every sequence alone, filled into as many tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from verl_pg_plugin.layout import IntArray, PackedLayout, build_chunk_layout, build_packed_layout, build_prefix_order
 from verl_pg_plugin.planning.activation_level import Level, Levels
-from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
+from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
@@ -25,6 +24,7 @@ from verl_pg_plugin.planning.micro_batches import (
     first_label,
     tokens_of_stock,
 )
+from verl_pg_plugin.planning.order import FloatArray
 
 BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
@@ -150,51 +150,46 @@ class Forecast:
         return fixed + max(head + self.kept_gib, self.activation_gib)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """One pass: tokens, FLOPs of (query, key) pairs, those of them that the backward runs once more, and the rest.
-
-    ``memory`` in bytes: most of a micro-batch on the device, what it keeps of that, most on the host; and its level.
-    """
-
-    tokens: float
-    pairs: float
-    again: float
-    heads: float
-    prefills: float
-    micro_batches: int
-    memory: tuple[float, float, float, Level] = (0.0, 0.0, 0.0, Level.ATTENTION)
-
-
 def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
     """Predict one rank's mini-batch.
-
-    Args:
-        batch: its sequences.
-        flops: of the model.
-        settings: of the run.
 
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    plans = plan(batch, settings)
-    works = [_shared(batch, groups, flops, settings, forward_only=i == 0) for i, groups in enumerate(plans)]
-    alone = [_price(_alone(batch, flops, settings), flops, settings, forward_only) for forward_only in (True, False)]
-    packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
-    on_device, kept, on_host, level = works[1].memory
-    kernel = KERNELS[settings.kernel]
+    levels, tokens = _levels(batch, settings), int(batch.lengths.sum())
+    pairs = float(flops.attention(np.zeros_like(batch.lengths), batch.lengths).sum())
+    alone, shared, memory, physical_tokens = [], [], [], 0
+    for forward_only, groups in zip((True, False), plan(batch, settings), strict=True):
+        stock_micro_batches = -(-tokens // settings.budget)
+        stock = _flops(flops, settings, forward_only, tokens, pairs, tokens, stock_micro_batches, again=True)
+        alone.append(float(stock.sum()))
+        layouts = [layout for group in groups for layout in lay_out(batch, group, forward_only)]
+        priced = np.zeros(3)
+        for layout in layouts:
+            labels, cached, pending = len(layout.head_index), layout.num_cached, len(layout.publish)
+            level = levels.choose(layout.num_tokens, labels, cached, pending)
+            seen = float(flops.attention(*layout.segments).sum())
+            again = not level.keeps_attention
+            priced += _flops(flops, settings, forward_only, layout.num_tokens, seen, labels, 1, again)
+            priced[0] += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
+            if not forward_only:
+                physical_tokens += layout.num_tokens
+                memory.append((*_bytes(levels, level, layout), level))
+        shared.append(priced)
 
     def speedups(compiled: bool) -> tuple[float, float]:
-        speed = COMPILED if compiled else 1.0
-        shared = [_price(work, flops, settings, i == 0, speed, kernel) for i, work in enumerate(works)]
-        return alone[0] / shared[0], alone[1] / shared[1]
+        speeds = np.array([COMPILED if compiled else 1.0, KERNELS[settings.kernel], 1.0])
+        old_log_prob, update = (float(a / (b / speeds).sum()) for a, b in zip(alone, shared, strict=True))
+        return old_log_prob, update
 
+    packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
     old_log_prob, update = speedups(settings.compile_layers)
+    on_device, kept, _, level = max(memory, key=lambda found: found[0])
     return Forecast(
         budget=settings.budget,
-        micro_batches=works[1].micro_batches,
-        logical_tokens=int(batch.lengths.sum()),
-        physical_tokens=int(works[1].tokens),
+        micro_batches=len(memory),
+        logical_tokens=tokens,
+        physical_tokens=physical_tokens,
         flop_ratio=float(flops.alone(batch.lengths).sum() / flops.forward([packed])),
         old_log_prob=old_log_prob,
         update=update,
@@ -203,7 +198,7 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         level=level,
         kept_gib=kept / 2**30,
         activation_gib=on_device / 2**30,
-        host_gib=on_host / 2**30,
+        host_gib=max(on_host for _, _, on_host, _ in memory) / 2**30,
     )
 
 
@@ -213,19 +208,14 @@ def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    order = build_prefix_order(batch.tokens, batch.offsets)
-    limits, levels = MicroBatchLimits(max_tokens=settings.budget), _levels(batch, settings)
-    return tuple(
-        cut_micro_batches(
-            order,
-            limits,
-            cache_weights(levels, forward_only).times(1 if forward_only else levels.shortage)
-            if settings.carry
-            else None,
-            forward_only=forward_only,
-            whole=None if forward_only else levels.whole_groups(),
-        )
-        for forward_only in (True, False)
+    order, limits = build_prefix_order(batch.tokens, batch.offsets), MicroBatchLimits(settings.budget)
+    levels = _levels(batch, settings)
+    log_prob, update = (
+        cache_weights(levels, forward_only) if settings.carry else None for forward_only in (True, False)
+    )
+    return (
+        cut_micro_batches(order, limits, log_prob, forward_only=True),
+        cut_micro_batches(order, limits, update and update.times(levels.shortage), whole=levels),
     )
 
 
@@ -234,14 +224,7 @@ def _levels(batch: Batch, settings: Settings) -> Levels:
 
 
 def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[PackedLayout]:
-    """The packed tokens of each chunk of a split group, or of one ordinary micro-batch, as the engine lays them out.
-
-    Args:
-        batch: that was planned.
-        group: micro-batches in forward order.
-        forward_only: nothing is prefilled.
-    """
-    label = first_label(group, batch.prompt_lengths) if group[0].chunk is not None else 0
+    """The packed tokens of each chunk of a split group, or of one ordinary micro-batch, as the engine lays them out."""
     layouts = []
     for micro_batch in group:
         part = batch.select(micro_batch.sequences)
@@ -249,58 +232,42 @@ def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[P
         if micro_batch.chunk is None:
             layouts.append(build_packed_layout(*arrays))
         else:
-            layouts.append(
-                build_chunk_layout(*arrays, chunk=micro_batch.chunk, first_label=label, forward_only=forward_only)
-            )
+            label = first_label(group, batch.prompt_lengths)
+            chunk = micro_batch.chunk
+            layouts.append(build_chunk_layout(*arrays, chunk=chunk, first_label=label, forward_only=forward_only))
     return layouts
 
 
-def _alone(batch: Batch, flops: ModelFlops, settings: Settings) -> _Work:
-    lengths, tokens = batch.lengths, float(batch.lengths.sum())
-    start = np.zeros_like(lengths)
-    pairs = float(sum(pair.flops * visible_pairs(start, lengths, pair.window).sum() for pair in flops.pairs))
-    return _Work(tokens, pairs, pairs, flops.per_label * tokens, 0.0, -(-int(tokens) // settings.budget))
+def _bytes(levels: Levels, level: Level, layout: PackedLayout) -> tuple[float, float, float]:
+    """What a micro-batch takes of a device in the backward, what it keeps for that, and what it keeps on the host."""
+    if levels.sizes is None:
+        return 0.0, 0.0, 0.0
+    beside = levels.sizes.beside(layout.num_cached, len(layout.publish))
+    kept = (layout.num_tokens * levels.sizes.waiting(level) + beside) / levels.ranks
+    working = layout.num_tokens * levels.sizes.working(level) / levels.ranks
+    return kept + working, kept, levels.host_bytes(level, layout.num_tokens)
 
 
-def _shared(
-    batch: Batch, groups: list[list[MicroBatch]], flops: ModelFlops, settings: Settings, forward_only: bool
-) -> _Work:
-    tokens = pairs = again = heads = prefills = 0.0
-    levels, memory = _levels(batch, settings), _Work.memory
-    for group in groups:
-        for layout in lay_out(batch, group, forward_only):
-            chunk = len(layout.head_index), layout.num_cached, len(layout.publish)
-            level, of_pairs = levels.choose(layout.num_tokens, *chunk), flops.without_head(layout)
-            of_pairs -= flops.per_token * layout.num_tokens
-            tokens, pairs = tokens + layout.num_tokens, pairs + of_pairs
-            heads += flops.per_label * len(layout.head_index)
-            again += 0.0 if level.keeps_attention else of_pairs
-            prefills += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
-            if levels.sizes is not None:
-                own = layout.num_tokens / levels.ranks
-                kept = own * levels.sizes.waiting(level) + levels.sizes.beside(*chunk[1:]) / levels.ranks
-                on_device = kept + own * levels.sizes.working(level)
-                on_host = max(memory[2], levels.host_bytes(level, layout.num_tokens))
-                most = (
-                    (on_device, kept, on_host, level) if on_device >= memory[0] else (*memory[:2], on_host, memory[3])
-                )
-                memory = most
-    return _Work(tokens, pairs, again, heads, prefills, sum(map(len, groups)), memory)
-
-
-def _price(
-    work: _Work,
+def _flops(
     flops: ModelFlops,
     settings: Settings,
     forward_only: bool,
-    token_speed: float = 1.0,
-    pair_speed: float = 1.0,
-) -> float:
-    """FLOPs of a phase, those that run faster than stock verl's counting less."""
-    tokens, starts = flops.per_token * work.tokens, MICRO_BATCH_COST * flops.per_token * work.micro_batches
+    tokens: int,
+    pairs: float,
+    labels: int,
+    micro_batches: int,
+    again: bool,
+) -> FloatArray:
+    """FLOPs (3,) of a phase: those that compiled layers speed up, those that the attention kernel does, and the rest.
+
+    Those of ``pairs`` run once more in the backward where attention is computed ``again``.
+    """
+    body, head = flops.per_token * tokens, flops.per_label * labels
+    starts = MICRO_BATCH_COST * flops.per_token * micro_batches
     if forward_only:
-        return tokens / token_speed + work.pairs / pair_speed + work.heads + starts
+        return np.array([body, pairs, head + starts])
     # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
     passes = 3 if settings.levels.asked is Level.ALL else 4
-    pairs = (1 + BACKWARD_OF_PAIRS) * work.pairs + (work.again if passes == 4 else 0.0)
-    return (passes * tokens + work.prefills) / token_speed + passes * starts + pairs / pair_speed + 3 * work.heads
+    return np.array(
+        [passes * body, (1 + BACKWARD_OF_PAIRS + (again and passes == 4)) * pairs, 3 * head + passes * starts]
+    )

@@ -1,6 +1,6 @@
-"""Bytes of an update: of each token by activation level, and of what stands beside tokens on a device.
+"""Bytes of an update from the sizes in a config: of a token by activation level, and beside tokens on a device.
 
-Counted from the sizes in a config. With the same sums for stock verl they meet 25 peaks measured on H200s within 3%.
+With the same sums for stock verl they meet 25 peaks measured on H200s within 3%.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TokenBytes:
 
         Args:
             config: of the model's text part.
-            itemsize: bytes of a number of the activations.
+            itemsize: bytes of an activation's number.
             compiled: layers are; others hold more while they run backwards.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
@@ -111,9 +111,9 @@ class TokenBytes:
 def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
     """What a cached token and a published one take of a budget of computed tokens.
 
-    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it. Elsewhere
-    computed tokens count as what they keep at the level that is asked for, or as layer inputs where that is on the
-    host. Unknown sizes count as if every query had a key of its own.
+    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it; elsewhere
+    for what computed tokens keep at the level asked for, on the host their inputs. Unknown sizes count as if every
+    query had a key of its own.
     """
     level, sizes = levels.ladder[0], levels.sizes
     if sizes is None:
@@ -140,7 +140,6 @@ class WeightBytes:
     As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations.
 
     Attributes:
-        weights, gradients, optimizer: of this GPU.
         gathered: the layers, embedding and LM head that are whole at the peak, and buffers of their gradients.
         head: the gradient of the LM head and a chunk of logits.
     """
@@ -153,12 +152,9 @@ class WeightBytes:
 
     @classmethod
     def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:
-        """Count a transformers model before it is sharded, on the device ``meta`` too.
+        """Count a transformers model before it is sharded over ``num_gpus``, on the device ``meta`` too.
 
-        Args:
-            module: the model.
-            num_gpus: that share its weights.
-            chunk: tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts.
+        ``chunk`` is tokens whose logits are held at once; 0 if all are, which ``TokenBytes.logits`` counts.
         """
         config = module.config.get_text_config()
         hidden, layers = getattr(config, "hidden_size", None) or 0, getattr(config, "num_hidden_layers", None) or 1
@@ -174,11 +170,6 @@ class WeightBytes:
         return self.weights + self.gradients + self.optimizer + self.gathered
 
     def room(self, device: float, host: float) -> Room:
-        """What a device of so many bytes has for activations.
-
-        Args:
-            device: its memory.
-            host: of the host, for this device.
-        """
+        """What a device of so many bytes, and so many of the host, has for activations."""
         reserve = DEVICE_RESERVE * device
         return Room(device - reserve - self.fixed - self.head, host, reserve + self.head)

@@ -10,25 +10,24 @@ Where responses share one prompt that costs as little as the cheapest cuts there
 
 import heapq
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from verl_pg_plugin.layout import Chunk, IntArray, PrefixOrder
-from verl_pg_plugin.planning.activation_level import WholeGroups
+from verl_pg_plugin.planning.activation_level import Levels
+from verl_pg_plugin.planning.sessions import selected
 
 MICRO_BATCH_COST = 350.0
 """Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the LM head's own.
 
-Measured on one H200, Qwen3-8B config, where a token takes 0.18 ms: the same tokens in 12 micro-batches more take 61 ms
-each (docs/data/actor_8b_carried_n64.csv), in 7 more 126 ms each, 70 ms in another run (actor_8b_carried.csv).
+Measured on an H200, Qwen3-8B config, at 0.18 ms a token: 12 micro-batches more for the same tokens take 61 ms each
+(docs/data/actor_8b_carried_n64.csv), 7 more 126 ms each, 70 ms in another run (actor_8b_carried.csv).
 """
 PREFILL_COST = 0.25
-"""A prefilled token in tokens of an update: one forward of a forward, its recomputation and a backward.
-
-In the same data a token of old_log_prob, LM head and entropy included, takes 0.26 of one of an update.
-"""
+"""A prefilled token in tokens of an update: one forward of a forward, its recomputation and a backward."""
 SHORT_PREFIX = 64
 """A prefix of at most one in this many tokens of the budget binds no groups together: each micro-batch computes it.
 What all prompts share, a chat template or a short system prompt, would make one split group of a whole mini-batch,
@@ -53,13 +52,12 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class CacheWeights:
-    """What a token that is not computed takes of the token budget, relative to a computed one.
+    """What a token takes of the token budget, relative to one that is computed at the level of most.
 
     Attributes:
-        cached: keys and values of a token that is read, and in training the sums of their gradients.
-        published: what later chunks read of a token, or its pending gradients.
-        recomputing: a computed token at the smallest activation level. A chunk of a single sequence, which cannot be
-            cut, may run so.
+        cached: one that is read: its keys and values, and in training the sums of their gradients.
+        published: one that later chunks read, or its pending gradients.
+        recomputing: one at the smallest activation level, at which a chunk of a single sequence may run.
     """
 
     cached: float = 0.0
@@ -94,16 +92,14 @@ def cut_micro_batches(
     *,
     forward_only: bool = False,
     micro_batch_cost: float = MICRO_BATCH_COST,
-    whole: WholeGroups | None = None,
+    whole: Levels | None = None,
 ) -> list[list[MicroBatch]]:
     """Partition the sequences of a mini-batch.
 
     Args:
         order: the B sequences and what they share.
-        limits: what a micro-batch may hold; cached and published tokens count by their weight. Without ``max_tokens`` a
-            chunk has the room that as many of the longest sequences would take.
-        weights: of tokens that chunks read from each other; None where nothing is read (``carry=never``): every
-            micro-batch computes all that its sequences share.
+        limits: of a micro-batch. Without ``max_tokens`` it has the room of as many of the longest sequences.
+        weights: of tokens that chunks read from each other; None where nothing is read (``carry=never``).
         at_least: number of micro-batches that another rank needs.
         forward_only: there is no backward, so nothing is prefilled.
         micro_batch_cost: in tokens of an update.
@@ -125,21 +121,15 @@ def cut_micro_batches(
             f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
             "and log_prob_max_token_len_per_gpu"
         )
-    if weights is not None and limits.max_tokens is None and limits.max_sequences is not None:
-        room = int(np.sort(order.num_tokens)[-limits.max_sequences :].sum())
-        limits = replace(limits, max_tokens=room)
-    planner = _Planner(order, limits, weights, 0.0 if forward_only else PREFILL_COST, micro_batch_cost, whole)
-    groups = planner.cut(at_least)
-    planned = [planner.micro_batches(group) for group in groups]
+    planner = _Planner(order, limits, weights, whole, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
+    planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
 
 
 def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
-    """Tokens of stock verl's largest micro-batch, at the least: it makes as few as the limits allow, and evens them.
+    """Tokens of stock verl's largest micro-batch of sequences of so many tokens (B,), at the least.
 
-    Args:
-        lengths: (B,) of the sequences of the mini-batch.
-        limits: of a micro-batch.
+    It makes as few as the limits allow, and evens them.
     """
     if limits.max_tokens is None:
         return int(np.sort(lengths)[-(limits.max_sequences or len(lengths)) :].sum())
@@ -148,45 +138,27 @@ def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
 
 
 def first_label(group: list[MicroBatch], prompt_lengths: IntArray) -> int:
-    """Lowest position whose label lies in a response of any sequence of a split group.
-
-    Args:
-        group: its chunks.
-        prompt_lengths: (B,) of all sequences of the mini-batch.
-    """
+    """Lowest position whose label lies in a response of a split group; ``prompt_lengths`` (B,) of the mini-batch."""
     members = [s for part in group if part.chunk for s in part.sequences[: part.chunk.num_sequences]]
     return int(prompt_lengths[members].min()) - 1
 
 
-def num_tokens(order: PrefixOrder, places: IntArray) -> int:
-    """Packed tokens of the sequences at ``places`` of the sorted order, ascending."""
-    if not len(places):
-        return 0
-    # Two sequences share what all neighbours between them share.
-    shared = np.minimum.reduceat(order.num_shared[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else 0
-    return int(order.num_tokens[places].sum() - np.sum(shared))
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Neighbours ``first <= k < stop`` of the sorted order; ``cached`` leading tokens of the first are not computed."""
+class _Span(NamedTuple):
+    """Neighbours ``first <= k < stop`` of the sorted order. The first has ``cached`` tokens that are not computed; the
+    chunk behind this one has ``read_next``.
+    """
 
     first: int
     stop: int
     cached: int = 0
+    read_next: int = 0
 
     @property
     def size(self) -> int:
         return self.stop - self.first
 
 
-@dataclass
-class _Part:
-    """A micro-batch that is being filled: whole groups, in front of them the chunk of a split group if it is one."""
-
-    spans: list[_Span] = field(default_factory=list)
-    load: float = 0.0
-    sequences: int = 0
+_Part: TypeAlias = list[_Span]  # a micro-batch: whole groups, in front of them the chunk of a split group if it has one
 
 
 class _Planner:
@@ -197,14 +169,14 @@ class _Planner:
         order: PrefixOrder,
         limits: MicroBatchLimits,
         weights: CacheWeights | None,
+        whole: Levels | None,
         prefill_cost: float,
         micro_batch_cost: float,
-        whole: WholeGroups | None,
     ) -> None:
-        self.order = order
-        self.max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
-        self.max_sequences = math.inf if limits.max_sequences is None else limits.max_sequences
-        self.whole = whole
+        self.order, self.whole = order, whole
+        self.max_tokens = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
+        self.max_sequences = limits.max_sequences or math.inf
+        self.short = (limits.max_tokens or 0) // SHORT_PREFIX
         self.carries, self.weights = weights is not None, weights or CacheWeights()
         self.prefill_cost, self.micro_batch_cost = prefill_cost, micro_batch_cost
         # Shorter prefixes are computed again: they cost less than their prefill.
@@ -217,48 +189,48 @@ class _Planner:
         """Packed tokens that a span computes."""
         return self.before[span.stop] - self.before[span.first] + self.shared[span.first] - span.cached
 
-    def kept(self, span: _Span, read_next: int) -> int:
+    def kept(self, span: _Span) -> int:
         """Leading tokens that a span and the next one both have cached."""
-        most = min(span.cached, read_next)
+        most = min(span.cached, span.read_next)
         return min(most, min(self.shared[span.first + 1 : span.stop], default=most)) if most else 0
 
-    def taken(self, span: _Span, read_next: int = 0) -> float:
+    def taken(self, span: _Span) -> float:
         """Of the token budget."""
-        published = read_next - self.kept(span, read_next)
+        published = span.read_next - self.kept(span)
         return self.tokens(span) + self.weights.cached * span.cached + self.weights.published * published
 
     def cost(self, spans: list[_Span]) -> float:
         """What chunks take beyond the tokens that are computed once, in tokens of an update."""
         total = 0.0
-        for span, read_next in _with_next(spans):
-            missing = span.cached - self.kept(span, read_next)
+        for span in spans:
+            missing = span.cached - self.kept(span)
             prefill = self.prefill_cost * (missing + self.micro_batch_cost) if missing else 0.0
             total += self.micro_batch_cost + self.shared[span.first] - span.cached + prefill
         return total
 
-    def fits(self, span: _Span, read_next: int = 0) -> bool:
-        return span.size <= self.max_sequences and self.taken(span, read_next) <= self.max_tokens
+    def fits(self, span: _Span) -> bool:
+        return span.size <= self.max_sequences and self.taken(span) <= self.max_tokens
 
     def stays_whole(self, group: _Span) -> bool:
-        if self.fits(group) or self.whole is None or group.size > self.max_sequences:
-            return self.fits(group)
-        shared, tokens = self.shared[group.first + 1 : group.stop], self.order.num_tokens[group.first : group.stop]
-        return self.whole.keeps(self.tokens(group), min(shared), int(tokens.max()))
+        if self.fits(group):
+            return True
+        if self.whole is None or group.size > self.max_sequences:
+            return False
+        longest = self.order.num_tokens[group.first : group.stop].max()
+        return self.whole.keeps_whole(self.tokens(group), min(self.shared[group.first + 1 : group.stop]), int(longest))
 
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
-        loose: list[_Span] = []
-        split: list[list[_Span]] = []
+        chains: list[list[_Span]] = []
         for group in self.groups():
-            spans = [group] if group.size == 1 or self.stays_whole(group) else self.split(group)
-            for chain in _chains(spans):
-                if len(chain) > 1:
-                    split.append(chain)
+            for span in [group] if self.stays_whole(group) else self.split(group):
+                if span.cached:
+                    chains[-1].append(span)
                 else:
-                    loose += chain
-        groups = self.fill(split, loose, at_least)
+                    chains.append([span])
+        groups = self.fill(chains, at_least)
         if at_least > 1 and sum(map(len, groups)) > at_least:  # more bins than other ranks need, for they are fuller
-            groups = self.fill(split, loose, 1)
+            groups = self.fill(chains, 1)
         while sum(map(len, groups)) < at_least:
             self.add_one(groups)
         return groups
@@ -266,12 +238,11 @@ class _Planner:
     def groups(self) -> list[_Span]:
         """Neighbours that share tokens; where they exceed the limits, those that share more than a short prefix."""
         shared = self.order.num_shared
-        short = 0 if math.isinf(self.max_tokens) else self.max_tokens // SHORT_PREFIX
         groups: list[_Span] = []
         for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
             starts: list[int] = []
-            if stop - first > 1 and not self.fits(_Span(first, stop)):
-                starts = (first + 1 + np.flatnonzero(shared[first + 1 : stop] <= short)).tolist()
+            if not self.fits(_Span(first, stop)):
+                starts = (first + 1 + np.flatnonzero(shared[first + 1 : stop] <= self.short)).tolist()
             groups += [_Span(a, b) for a, b in pairwise([first, *starts, stop])]
         return groups
 
@@ -282,8 +253,8 @@ class _Planner:
         for slack in SLACKS if min(inside) < max(inside) else SLACKS[:1]:
             spans = self.walk(group, self.max_tokens, slack)
             cost = self.cost(spans)
-            low, high = self.tokens(group) / len(spans), self.max_tokens
-            while not math.isinf(high) and high - low > 0.03 * high:
+            low, high = self.tokens(group) / len(spans), float(self.max_tokens)
+            while high - low > 0.03 * high:
                 middle = (low + high) / 2
                 tighter = self.walk(group, middle, slack)
                 if (lower := self.cost(tighter)) <= cost * (1 + 1e-9):
@@ -298,27 +269,26 @@ class _Planner:
         spans: list[_Span] = []
         first, cached = group.first, 0
         while first < group.stop:
-            stop, read_next = self.end(_Span(first, group.stop, cached), budget, slack)
-            spans.append(_Span(first, stop, cached))
+            stop, read_next = self.end(_Span(first, group.stop, cached), budget, slack, self.max_sequences)
+            spans.append(_Span(first, stop, cached, read_next))
             first, cached = stop, read_next
         return spans
 
-    def end(self, rest: _Span, budget: float, slack: float) -> tuple[int, int]:
+    def end(self, rest: _Span, budget: float, slack: float, most: float) -> tuple[int, int]:
         """Where the chunk that starts with ``rest`` stops, and how many tokens the next one has cached."""
         shared, weights, first = self.shared, self.weights, rest.first
-        fixed = weights.cached * rest.cached
-        before = self.before[first] - self.shared[first] + rest.cached
+        before = self.before[first] - shared[first] + rest.cached
         common = rest.cached  # what all sequences of the chunk share of the cached tokens
         ends: list[tuple[int, int, int]] = []  # stop, cached tokens of the next, own tokens
         alone: list[tuple[int, int, int]] = []  # the same where the next has none
-        for stop in range(first + 1, int(min(rest.stop, first + self.max_sequences)) + 1):
+        for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = fixed + (own if stop > first + 1 else weights.recomputing * own)
+            taken = weights.cached * rest.cached + (own if alone else weights.recomputing * own)
             if taken > budget and alone:
                 break
-            alone.append((stop, 0, own))
             if stop == rest.stop:
                 return stop, 0
+            alone.append((stop, 0, own))
             prefix = shared[stop]
             published = prefix - common if prefix > common else 0
             if prefix <= self.worth:
@@ -335,115 +305,78 @@ class _Planner:
         stop, read_next, _ = min((e for e in ends if e[2] >= enough), key=lambda e: (shared[e[0]], -e[0]))
         return stop, read_next
 
-    def fill(self, split: list[list[_Span]], loose: list[_Span], at_least: int) -> list[list[_Part]]:
+    def fill(self, chains: list[list[_Span]], at_least: int) -> list[list[_Part]]:
         """Whole groups, longest first, to the micro-batch that has the most room, or to a new one."""
-        groups = [[_Part([span], self.taken(span, after), span.size) for span, after in _with_next(c)] for c in split]
+        groups = [[[span] for span in chain] for chain in chains if len(chain) > 1]
+        loose = sorted((c[0] for c in chains if len(c) == 1), key=lambda span: (-self.tokens(span), span.first))
         parts = [part for group in groups for part in group]
+        loads = [(self.taken(part[0]), part[0].size) for part in parts]
         num_chunks = len(parts)
-        load = sum(part.load for part in parts) + sum(map(self.tokens, loose))
-        sequences = sum(part.sequences for part in parts) + sum(span.size for span in loose)
-        wanted = max(at_least, math.ceil(load / self.max_tokens), math.ceil(sequences / self.max_sequences))
-        parts += [_Part() for _ in range(min(wanted - num_chunks, len(loose)))]
-        emptiest = [(part.load, i) for i, part in enumerate(parts)]
+        tokens = sum(load for load, _ in loads) + sum(min(self.tokens(span), self.max_tokens) for span in loose)
+        sequences = sum(size for _, size in loads) + sum(span.size for span in loose)
+        wanted = max(at_least, math.ceil(tokens / self.max_tokens), math.ceil(sequences / self.max_sequences))
+        for _ in range(min(wanted - num_chunks, len(loose))):
+            parts.append([])
+            loads.append((0.0, 0))
+
+        def fullness(tokens: float, sequences: int, place: int) -> tuple[float, float, int, int]:
+            return max(tokens / self.max_tokens, sequences / self.max_sequences), tokens, sequences, place
+
+        emptiest = [fullness(*load, place) for place, load in enumerate(loads)]
         heapq.heapify(emptiest)
-        for span in sorted(loose, key=lambda span: (-self.tokens(span), span.first)):
-            crowded: list[tuple[float, int]] = []
-            while emptiest and parts[emptiest[0][1]].sequences + span.size > self.max_sequences:
-                crowded.append(heapq.heappop(emptiest))
-            if not emptiest or emptiest[0][0] + self.tokens(span) > self.max_tokens:
-                heapq.heappush(emptiest, (0.0, len(parts)))
-                parts.append(_Part())
-            load, i = emptiest[0]
-            parts[i].spans.append(span)
-            parts[i].sequences += span.size
-            heapq.heapreplace(emptiest, (load + self.tokens(span), i))
-            for one in crowded:
-                if parts[one[1]].sequences < self.max_sequences:
-                    heapq.heappush(emptiest, one)
-        return groups + [[part] for part in parts[num_chunks:] if part.spans]
+        for span in loose:
+            _, load, size, place = emptiest[0]
+            load, size = load + self.tokens(span), size + span.size
+            if parts[place] and (load > self.max_tokens or size > self.max_sequences):
+                place = len(parts)
+                parts.append([])
+                heapq.heappush(emptiest, fullness(self.tokens(span), span.size, place))
+            else:
+                heapq.heapreplace(emptiest, fullness(load, size, place))
+            parts[place].append(span)
+        return groups + [[part] for part in parts[num_chunks:] if part]
 
     def add_one(self, groups: list[list[_Part]]) -> None:
-        """Make one micro-batch more, of the largest that can be divided within the limits."""
-        by_tokens = [
-            (-sum(map(self.tokens, part.spans)), g, k)
+        """Make one micro-batch more: of the largest that holds several groups, else of the largest."""
+        _, _, g, k = max(
+            (len(part) > 1, sum(map(self.tokens, part)), g, k)
             for g, group in enumerate(groups)
             for k, part in enumerate(group)
-            if len(part.spans) > 1 or part.spans[0].size > 1
-        ]
-        for _, g, k in sorted(by_tokens):
-            group, spans = groups[g], groups[g][k].spans
-            if len(spans) > 1:  # whole groups to each half; those beside a chunk leave it
-                half = spans[1:] if len(group) > 1 else sorted(spans, key=self.tokens)[::2]
-                groups[g][k] = _Part([span for span in spans if span not in half])
-                groups.append([_Part(half)])
-                return
-            if halves := self.halve(spans[0], group[k + 1].spans[0].cached if k + 1 < len(group) else 0):
-                left, right = (_Part([half]) for half in halves)
-                if halves[1].cached:
-                    groups[g] = [*group[:k], left, right, *group[k + 1 :]]
-                else:
-                    groups[g : g + 1] = [[*group[:k], left], [right, *group[k + 1 :]]]
-                return
-        # A sequence by itself always fits, and so does what it leaves.
-        _, g, k = min(by_tokens)
-        span = groups[g][k].spans[0]
-        cached = min(span.cached, self.shared[span.first + 1])
-        groups[g][k] = _Part([_Span(span.first + 1, span.stop, cached)])
-        groups.append([_Part([_Span(span.first, span.first + 1)])])
-
-    def halve(self, span: _Span, read_next: int) -> tuple[_Span, _Span] | None:
-        """Two spans that fit, the second with a cached prefix or with one that it computes, whichever costs less."""
-        places = np.arange(span.first + 1, span.stop)
-        off_middle = np.abs(2 * places - span.first - span.stop)
-        shared = self.order.num_shared[places]
-        least = int(places[np.lexsort((off_middle, shared))[0]])
-        ways = [(_Span(span.first, least, span.cached), _Span(least, span.stop))]
-        adds = self.order.num_new[places] > 0
-        if self.carries and adds.any():
-            middle = int(places[np.where(adds, off_middle, np.inf).argmin()])
-            ways.append((_Span(span.first, middle, span.cached), _Span(middle, span.stop, self.shared[middle])))
-        ways = [(a, b) for a, b in ways if self.fits(a, b.cached) and self.fits(b, read_next)]
-        return min(ways, key=lambda way: self.cost(list(way)), default=None)
+            if len(part) > 1 or part[0].size > 1
+        )
+        group, (span, *others) = groups[g], groups[g][k]
+        if others:
+            group[k] = [span]
+            groups.append([others])
+            return
+        stop, read_next = self.end(span, self.max_tokens, 0.5, (span.size + 1) // 2)
+        # The last way is always there: a sequence by itself fits, and so does what it leaves.
+        alone = span.first + 1, min(span.cached, self.shared[span.first + 1])
+        for stop, cached in ((stop, read_next), (stop, 0), alone):  # noqa: B020
+            left, right = span._replace(stop=stop, read_next=cached), span._replace(first=stop, cached=cached)
+            if self.fits(left) and self.fits(right):
+                break
+        chunks = [*group[:k], [left], [right], *group[k + 1 :]]
+        groups[g : g + 1] = [chunks] if cached else [chunks[: k + 1], chunks[k + 1 :]]
 
     def micro_batches(self, group: list[_Part]) -> list[MicroBatch]:
         """What is told of a split group, or of one ordinary micro-batch."""
         if len(group) == 1:
-            places = self.places(group[0].spans)
-            return [MicroBatch(self.order.sequences[places].tolist(), num_tokens(self.order, places))]
+            members = self.select(group[0])
+            return [MicroBatch(members.sequences.tolist(), int(members.num_new.sum()))]
         planned = []
-        for part, (span, read_next) in zip(group, _with_next([part.spans[0] for part in group]), strict=True):
-            others = self.places(part.spans[1:])
+        for span, *whole in group:
+            others = self.select(whole)
             chunk = Chunk(
                 num_sequences=span.size,
                 num_cached=span.cached,
-                num_kept=self.kept(span, read_next),
-                num_read_next=read_next,
+                num_kept=self.kept(span),
+                num_read_next=span.read_next,
             )
-            planned.append(
-                MicroBatch(
-                    sequences=self.order.sequences[np.append(np.arange(span.first, span.stop), others)].tolist(),
-                    num_tokens=self.tokens(span) + num_tokens(self.order, others),
-                    chunk=chunk,
-                )
-            )
+            sequences = [*self.order.sequences[span.first : span.stop].tolist(), *others.sequences.tolist()]
+            planned.append(MicroBatch(sequences, self.tokens(span) + int(others.num_new.sum()), chunk))
         return planned
 
-    def places(self, spans: list[_Span]) -> IntArray:
-        """All their places in the sorted order, ascending."""
-        return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(s.first, s.stop) for s in spans)]))
-
-
-def _with_next(spans: list[_Span]) -> list[tuple[_Span, int]]:
-    """Each chunk with the number of tokens that the next one has cached."""
-    return list(zip(spans, [*(span.cached for span in spans[1:]), 0], strict=True))
-
-
-def _chains(spans: list[_Span]) -> list[list[_Span]]:
-    """Chunks that go on in each other."""
-    chains: list[list[_Span]] = []
-    for span in spans:
-        if span.cached:
-            chains[-1].append(span)
-        else:
-            chains.append([span])
-    return chains
+    def select(self, spans: list[_Span]) -> PrefixOrder:
+        places = [place for span in spans for place in range(span.first, span.stop)]
+        return selected(self.order, np.array(sorted(places), dtype=np.int64))

@@ -9,8 +9,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FloatArray", "align"]
-
 FloatArray: TypeAlias = NDArray[np.float64]
 
 MOST_TRIES = 3000
@@ -23,13 +21,12 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
     """Orders in which expensive micro-batches meet expensive ones.
 
     Ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the most
-    expensive of them. Every rank begins with the most expensive split group or single micro-batch; from there those of
-    one rank at a time are exchanged or moved while that shortens the sum over the most expensive.
+    expensive of them. Each rank begins with its most expensive group; groups of one rank at a time are then exchanged
+    or moved while that shortens the sum over the most expensive.
 
     Args:
-        ranks: of each rank, its split groups: (n, C) costs of a group's n chunks in the order in which they run, in
-            each of C phases that end before the next begins. A micro-batch that stands alone is a group of one chunk.
-            All ranks have as many chunks.
+        ranks: of each rank, its split groups: (n, C) costs of a group's n chunks in running order, in each of C phases
+            that end before the next begins. An ordinary micro-batch is a group of one chunk. All ranks have as many.
 
     Returns:
         For each rank the indices of its groups, in the order in which they run.

@@ -8,8 +8,7 @@ these the prefix tree follows as far as rollouts build it:
   sequence per turn, tool output and all;
 - a sequence with a shorter prompt was given an edited context, and shares with its session what its sessions share.
 
-What all prompts begin with, a system prompt, shows in the tokens of a few of them. What is not seen is sharing between
-some prompts alone, and how much an edited context kept beyond its prompt.
+What is not seen is sharing between some prompts alone, and how much an edited context kept beyond its prompt.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder
-
-__all__ = ["common_prefix", "order_by_sessions"]
 
 
 def order_by_sessions(
@@ -66,3 +63,11 @@ def common_prefix(prompts: Sequence[IntArray]) -> int:
     length = min(map(len, prompts))
     differs = np.any([prompt[:length] != prompts[0][:length] for prompt in prompts], axis=0)
     return int(differs.argmax()) if differs.any() else length
+
+
+def selected(order: PrefixOrder, places: IntArray) -> PrefixOrder:
+    """What some of the sequences share, those at ascending places (n,) of the order."""
+    num_shared = np.zeros_like(places)
+    if len(places) > 1:  # two sequences share what all neighbours between them share
+        num_shared[1:] = np.minimum.reduceat(order.num_shared[: places[-1] + 1], places[:-1] + 1)
+    return PrefixOrder(order.sequences[places], order.num_tokens[places], num_shared)

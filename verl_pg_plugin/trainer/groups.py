@@ -1,94 +1,147 @@
-"""Which sequences of a batch meet on a rank and in a mini-batch, whatever container a trainer keeps them in."""
+"""Which sequences of a batch meet on a rank and in a mini-batch, in the containers of V1 and V0; what that saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.layout import IntArray
-from verl_pg_plugin.planning.balance import Balance, balance_groups
+from verl_pg_plugin.planning.balance import balance_groups
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import order_by_sessions
+from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
 
-__all__ = ["ESTIMATED_TOKENS", "NumMiniBatches", "Samples", "group_order", "mini_batches_of_config"]
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # verl's own level hides what is no warning
 
 NumMiniBatches = Callable[[Any, int], int]
 """Optimizer steps that a trainer divides a batch into, from the trainer and the number of sequences."""
-
 ESTIMATED_TOKENS = "prefix_grouper/balance/estimated_rows"
 """Metric: tokens that all ranks compute in a mini-batch, as the balance expects; the mean, as of engine metrics."""
-
 COMPARED_PROMPTS = 16
 """Of so many prompts of a batch the tokens are compared, to see what all begin with."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """What a driver knows of the B sequences of a batch.
+def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
+    """Optimizer steps that verl's trainers divide a batch into.
 
-    Attributes:
-        uids: (B,) sequences with one prompt have one uid.
-        sessions, places: (B,) int64, which of a prompt's sessions a sequence is from, and which of its sequences it is.
-        prompt_lengths, response_lengths: (B,) int64, tokens.
-        common_tokens: that all prompts begin with.
+    While only the critic trains, the batch is a multiple of its mini-batches and not of the actor's: it counts as one.
     """
+    roles = trainer.config.actor_rollout_ref
+    mini_batch_size = roles.actor.ppo_mini_batch_size * roles.rollout.n
+    return 1 if batch_size % mini_batch_size else batch_size // mini_batch_size
 
-    uids: Sequence[str]
-    sessions: IntArray
-    places: IntArray
-    prompt_lengths: IntArray
-    response_lengths: IntArray
-    common_tokens: int = 0
 
-    def balance(self, flops: ModelFlops, num_ranks: int, num_mini_batches: int) -> Balance:
-        """By what they cost; two runs with other uids get the same. Raises as ``balance_groups`` does."""
-        group = np.unique(self.uids, return_inverse=True)[1]
-        lengths = self.prompt_lengths, self.response_lengths
-        order = order_by_sessions(group, self.sessions, self.places, *lengths, self.common_tokens)
-        return balance_groups(order, group, self.response_lengths, flops.segments, num_ranks, num_mini_batches)
+def regroup_v1(
+    trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str, num_mini_batches: NumMiniBatches
+) -> None:
+    """Reorder a ``KVBatchMeta`` of keys ``{uid}_{session}_{index}`` and tags; see ``group_order``."""
+    keys = [key.rsplit("_", 2) for key in batch.keys]
+    uids = [uid for uid, _, _ in keys]
+    order = group_order(
+        trainer,
+        metrics,
+        logging_prefix,
+        num_mini_batches(trainer, len(uids)),
+        uids=uids,
+        sessions=np.array([int(session) for _, session, _ in keys]),
+        places=np.array([int(place) for _, _, place in keys]),
+        prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
+        response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
+        common_tokens=_common_tokens_v1(batch, uids),
+    )
+    batch.reorder(order.tolist())
+
+
+def _common_tokens_v1(batch: Any, uids: list[str]) -> int:
+    """What all prompts begin with, from the tokens of a few that are not verl's filler."""
+    import transfer_queue  # where the tokens lie, and which V0 runs without
+
+    compared = [i for i in some_prompts(uids) if not batch.tags[i].get("is_padding")]
+    if len(compared) < 2:
+        return 0
+    keys = [batch.keys[i] for i in compared]
+    fields = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["prompts"])
+    return common_prefix([prompt.numpy() for prompt in fields["prompts"].unbind()])
+
+
+def regroup_v0(
+    trainer: Any,
+    batch: Any,
+    metrics: dict[str, Any],
+    logging_prefix: str,
+    num_mini_batches: NumMiniBatches = mini_batches_of_config,
+) -> None:
+    """Reorder a ``DataProto`` of ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``; see ``group_order``."""
+    if getattr(trainer, "model_flops", None) is None:
+        trainer.model_flops = actor_flops(trainer.config)
+    prompts = batch.batch["prompts"]
+    mask, width = batch.batch["attention_mask"].long(), prompts.shape[1]
+    uids = batch.non_tensor_batch["uid"].tolist()
+    order = group_order(
+        trainer,
+        metrics,
+        logging_prefix,
+        num_mini_batches(trainer, len(uids)),
+        uids=uids,
+        sessions=np.arange(len(uids)),  # V0 has one sequence a session
+        places=np.zeros(len(uids), dtype=np.int64),
+        prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
+        response_lengths=mask[:, width:].sum(dim=1).numpy(),
+        common_tokens=common_prefix([prompts[i, mask[i, :width] > 0].numpy() for i in some_prompts(uids)]),
+    )
+    batch.reorder(torch.from_numpy(order))
 
 
 def group_order(
     trainer: Any,
-    samples: Samples,
     metrics: dict[str, Any],
     logging_prefix: str,
-    num_mini_batches: NumMiniBatches,
+    num_mini_batches: int,
+    *,
+    uids: Sequence[str],
+    sessions: IntArray,
+    places: IntArray,
+    prompt_lengths: IntArray,
+    response_lengths: IntArray,
+    common_tokens: int,
 ) -> IntArray:
     """(B,) order of a batch in which ranks and mini-batches hold whole groups and finish together.
 
     Args:
         trainer: of verl's; has ``model_flops``.
-        samples: its batch.
         metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours about cost.
         logging_prefix: of verl's figures.
         num_mini_batches: optimizer steps that the trainer divides the batch into.
+        uids: (B,) sequences with one prompt have one uid; two runs with other uids get the same order.
+        sessions, places: (B,) which of a prompt's sessions a sequence is from, and which of its sequences it is.
+        prompt_lengths, response_lengths: (B,) tokens.
+        common_tokens: that all prompts begin with.
 
     Raises:
         ValueError: the batch does not divide into ranks and mini-batches.
     """
-    num_ranks = num_ranks_of(trainer.actor_rollout_wg)
-    balance = samples.balance(trainer.model_flops, num_ranks, num_mini_batches(trainer, len(samples.uids)))
-    lengths = (samples.prompt_lengths + samples.response_lengths).tolist()
+    group, num_ranks = np.unique(uids, return_inverse=True)[1], num_ranks_of(trainer.actor_rollout_wg)
+    order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths, common_tokens)
+    price = trainer.model_flops.segments
+    balance = balance_groups(order, group, response_lengths, price, num_ranks, num_mini_batches)
+    lengths = (prompt_lengths + response_lengths).tolist()
     partitions = [part.tolist() for part in np.split(balance.order, num_ranks)]
     metrics.update(log_seqlen_unbalance(seqlen_list=lengths, partitions=partitions, prefix=logging_prefix))
     metrics["prefix_grouper/balance/slowest_over_mean"] = balance.slowest_over_mean
     metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
-    metrics[ESTIMATED_TOKENS] = balance.num_tokens / balance.cost.shape[1]
+    metrics[ESTIMATED_TOKENS] = balance.num_tokens / num_mini_batches
     return balance.order
 
 
 def actor_flops(config: DictConfig) -> ModelFlops:
-    """Price of the actor's tokens, from its config: no weight is read.
-
-    verl's trainers load the same config in the same process, from a folder, the hub or hdfs and with the user's
-    ``trust_remote_code``, to get at the tokenizer: there is no checkpoint that trains and has none here.
+    """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read.
 
     Raises:
         ValueError: the model cannot be priced, see ``ModelFlops.of``.
@@ -105,18 +158,32 @@ def some_prompts(uids: Sequence[str]) -> list[int]:
     return [first[i * len(first) // wanted] for i in range(wanted)]
 
 
-def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
-    """Optimizer steps that verl's trainers divide a batch into.
-
-    While only the critic trains, the batch is a multiple of its mini-batches and not of the actor's: it counts as one.
-    """
-    roles = trainer.config.actor_rollout_ref
-    mini_batch_size = roles.actor.ppo_mini_batch_size * roles.rollout.n
-    return 1 if batch_size % mini_batch_size else batch_size // mini_batch_size
-
-
 def num_ranks_of(workers: Any) -> int:
     """Data-parallel ranks of a worker group's actor; asks it where a trainer's own balance has not."""
     if "actor" not in workers._dispatch_info:
         workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
     return max(workers._dispatch_info["actor"]) + 1
+
+
+def log_gain(trainer: Any, metrics: Mapping[str, Any]) -> None:
+    """Log what sharing saved in a step, and at the last step in all steps of this process.
+
+    The numbers are tokens of a mini-batch, as in the metrics; no seconds, which nobody measures without sharing.
+
+    Args:
+        trainer: of verl's; keeps the sums as ``gained_tokens``.
+        metrics: of an update, numbers or one for each rank or mini-batch. One that shared nothing logs nothing.
+    """
+    names = "actor/prefix_grouper/logical_tokens", "actor/prefix_grouper/physical_tokens"
+    if not all(name in metrics for name in names):
+        return
+    counted = np.array([np.mean(metrics[name]) for name in names])
+    step, total = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
+    logger.info("step %d/%s: %s", step, total or "?", _in_words(*counted))
+    trainer.gained_tokens = getattr(trainer, "gained_tokens", 0) + counted
+    if total and step >= total:
+        logger.info("shared prefixes, mean over the run: %s", _in_words(*trainer.gained_tokens))
+
+
+def _in_words(logical: float, computed: float) -> str:
+    return f"{1 - computed / logical:.1%} of tokens not computed, dedup ratio {logical / computed:.2f}"
