@@ -183,6 +183,6 @@ def test_images_are_refused_because_they_would_be_ignored(checkpoint: Path) -> N
         asyncio.run(server.generate(PROMPT, {}, "r", image_data=[object()], video_data=None))
 
 
-def test_an_unknown_logprobs_mode_names_the_choices(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="processed_logprobs"):
-        make_server(checkpoint, logprobs_mode="raw_logits")
+def test_log_probs_of_another_distribution_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="logprobs_mode=processed_logprobs"):
+        make_server(checkpoint, logprobs_mode="raw_logprobs")

@@ -2,18 +2,18 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.mixers import Mixer
 
 WIDTH = 3
 
@@ -26,35 +26,13 @@ def rows_before(layout: PackedLayout) -> torch.Tensor:
     return torch.from_numpy(np.where(place >= 0, layout.kv_index[keys], layout.num_tokens).astype(np.int64))
 
 
-class Convolution:
-    """The mixer."""
+def install(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, ToyConvolution):
+            layer.forward = partial(over_packed_tokens, layer)
 
-    name: ClassVar[str] = "convolution"
-    layer_types: ClassVar[frozenset[str]] = frozenset({"conv"})
-    stateful_model_types: ClassVar[frozenset[str]] = frozenset()
-    ulysses: ClassVar[bool] = False
-    prefix_cache: ClassVar[bool] = False
-    padded_groups: ClassVar[bool] = False
 
-    def obstacles(self, config: PretrainedConfig) -> list[str]:
-        return []
-
-    def machine_obstacles(self, device_name: str) -> list[str]:
-        return []
-
-    def prepare(self, config: PretrainedConfig) -> None:
-        pass
-
-    def install(self, module: nn.Module) -> None:
-        for layer in module.modules():
-            if isinstance(layer, ToyConvolution):
-                layer.forward = partial(over_packed_tokens, layer)
-
-    def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
-        return ()
-
-    def token_flops(self, config: PretrainedConfig) -> float:
-        return 0.0
+CONVOLUTION = Mixer(name="convolution", layer_types=frozenset({"conv"}), install=install)
 
 
 @torch.compiler.disable  # index maps differ in every micro-batch
@@ -64,7 +42,7 @@ def over_packed_tokens(
     before_TW = prefix_grouper.index(rows_before)
     with_zero = nn.functional.pad(hidden_states.squeeze(0), (0, 0, 0, 1))
     out = (with_zero[before_TW] * layer.weight).sum(1).unsqueeze(0)
-    return prefix_grouper.mixed(Convolution.name, out), None
+    return prefix_grouper.mixed(CONVOLUTION.name, out), None
 
 
 class ToyConvolution(nn.Module):

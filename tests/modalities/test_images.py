@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from transformers import AutoConfig
 
-from tests.mixers.test_engine import NEARLY_CANCEL
+from tests.mixers.hybrids import NEARLY_CANCEL
 from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, expected, image_batch, load, save_vision_model
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine
