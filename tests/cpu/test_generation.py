@@ -61,15 +61,6 @@ def test_a_response_does_not_depend_on_the_batch_it_was_drawn_in(model: PreTrain
         assert together.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
 
 
-def test_greedy_takes_the_likeliest_token_each_time(model: PreTrainedModel) -> None:
-    batch = requests(temperature=0.0, ignore_eos=True)
-    for request, completion in zip(batch, run(model, batch), strict=True):
-        row = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-        with torch.no_grad():
-            likeliest = model(row).logits[0, len(request.prompt_ids) - 1 : -1].argmax(-1)
-        assert likeliest.tolist() == completion.token_ids
-
-
 def test_the_end_token_stops_a_row_and_is_part_of_it(model: PreTrainedModel) -> None:
     free = run(model, requests(ignore_eos=True))
     eos = free[1].token_ids[4]

@@ -90,19 +90,3 @@ def test_log_probs_are_those_of_the_whole_sequence_with_its_image(
         torch.testing.assert_close(torch.tensor(output.log_probs), want, rtol=1e-5, atol=1e-5)
     assert outputs[0].log_probs == outputs[2].log_probs
     assert outputs[0].log_probs != outputs[1].log_probs
-
-
-def test_a_video_is_refused_by_name(server: HFServer) -> None:
-    with pytest.raises(ValueError, match=r"shows images alone.*video_data"):
-        asyncio.run(server.generate(prompt_ids=[1], sampling_params={}, request_id="r", video_data=[object()]))
-
-
-def test_verl_finds_the_processor_and_its_rope_index(processor: Any) -> None:
-    assert type(processor).__name__ == "Qwen3VLProcessor"
-    inputs = encode(processor, squares(1, 0))
-    positions, _ = processor.get_rope_index(
-        inputs["input_ids"], mm_token_type_ids=inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
-    )
-    assert inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
-    assert int((inputs["input_ids"] == processor.image_token_id).sum()) == 9
-    assert positions.shape == (3, *inputs["input_ids"].shape)
