@@ -42,15 +42,12 @@ def with_inputs(row: int, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
     return apply
 
 
-def with_token(index: int, token: int) -> Callable[[TensorDict], None]:
+def with_tokens(tokens: dict[int, int]) -> Callable[[TensorDict], None]:
     def apply(batch: TensorDict) -> None:
-        batch["input_ids"].values()[index] = token
+        for index, token in tokens.items():
+            batch["input_ids"].values()[index] = token
 
     return apply
-
-
-def without(name: str) -> Callable[[TensorDict], None]:
-    return lambda batch: batch.pop(name)
 
 
 def in_one_plane(batch: TensorDict) -> None:
@@ -59,15 +56,15 @@ def in_one_plane(batch: TensorDict) -> None:
 
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "no_images_for_placeholders": (
-        without("multi_modal_inputs"),
+        lambda batch: batch.pop("multi_modal_inputs"),
         r"sequence 0 has 24 placeholders 90.*0 images need 0",
     ),
-    "a_sampled_placeholder": (with_token(-2, IMAGE), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
-    "a_sampled_placeholder_of_another_kind": (with_token(-2, VIDEO), r"sequence 5 has 1 placeholders 91, its 0 videos"),
-    "an_image_in_two_pieces": (
-        lambda batch: (with_token(10, 5)(batch), with_token(28, IMAGE)(batch)),
-        "each in one piece",
+    "a_sampled_placeholder": (with_tokens({-2: IMAGE}), r"sequence 5 has 25 placeholders 90.*sampled the placeholder"),
+    "a_sampled_placeholder_of_another_kind": (
+        with_tokens({-2: VIDEO}),
+        r"sequence 5 has 1 placeholders 91, its 0 videos",
     ),
+    "an_image_in_two_pieces": (with_tokens({10: 5, 28: IMAGE}), "each in one piece"),
     "fewer_pixels_than_the_grid": (
         with_inputs(1, lambda given: {**given, "pixel_values": given["pixel_values"][:-4]}),
         r"sequence 1: pixel_values has 92 patches, image_grid_thw ask for 96",
@@ -84,7 +81,10 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         in_one_plane,
         r"needs position_ids of shape \(4, 216\).*has position_ids of shape \(216,",
     ),
-    "no_positions": (without("position_ids"), r"needs position_ids of shape \(4, 216\).*has no position_ids"),
+    "no_positions": (
+        lambda batch: batch.pop("position_ids"),
+        r"needs position_ids of shape \(4, 216\).*has no position_ids",
+    ),
 }
 
 

@@ -78,21 +78,17 @@ class HFServer:
         """Draw one response.
 
         Args:
-            sampling_params: vLLM's names; see :class:`verl_pg_plugin.cpu.generation.SamplingParams`.
-            request_id: unused.
+            sampling_params: vLLM's names; see ``SamplingParams``.
             image_data: PIL images of the prompt, in the order of their placeholders.
-            multi_modal: must all be ``None``.
 
         Returns:
             Token ids and log-probs, and ``stop_reason`` ``completed`` or ``aborted`` (then the tokens so far). If asked
             for ``prompt_logprobs``, as verl asks a teacher, ``extra_fields`` has them and their ``prompt_ids``.
 
         Raises:
-            ValueError: something other than images was given, or images to a model that reads none, or the prompt
-                leaves no room for a response.
+            ValueError: a request that this rollout cannot answer.
         """
-        given = sorted(name for name, value in multi_modal.items() if value)
-        if given:
+        if given := sorted(name for name, value in multi_modal.items() if value):
             raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
         request = self._request(tuple(prompt_ids), sampling_params, image_data)
         while not self._gate.is_set():
@@ -107,8 +103,7 @@ class HFServer:
 
     async def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         """Copy a bucket of weights into the model, after the batch in flight."""
-        unexpected = sorted(named_tensors.keys() - self._weights.keys())
-        if unexpected:
+        if unexpected := sorted(named_tensors.keys() - self._weights.keys()):
             raise RuntimeError(
                 f"weights {unexpected} do not exist in {type(self.model).__name__}; with LoRA set "
                 "actor_rollout_ref.model.lora.merge=True"
@@ -123,7 +118,6 @@ class HFServer:
         self._missing_weights -= named_tensors.keys()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Tag later responses with the training step of their weights."""
         self.global_steps = global_steps
         self._asked.clear()
 
@@ -137,7 +131,6 @@ class HFServer:
         await self.sleep()
 
     async def resume_generation(self) -> None:
-        """Open the gate that :meth:`abort_all_requests` closed."""
         self._gate.set()
 
     async def sleep(self) -> None:

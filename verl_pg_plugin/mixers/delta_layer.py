@@ -118,7 +118,7 @@ class Levels:
         inverse: (T,) int64, the place of each token among them.
     """
 
-    levels: tuple[Level, ...]
+    levels: list[Level]
     order: torch.Tensor | None
     inverse: torch.Tensor | None
 
@@ -129,26 +129,23 @@ class Levels:
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
-        levels, above = [], np.zeros(0, dtype=np.int64)
+
+        def sent(index: np.ndarray) -> torch.Tensor:
+            return to_device(index, torch.int64, device)
+
+        levels, above = [], None
         for d in range(int(depth.max()) + 1):
             members = np.flatnonzero(depth == d)
-            num_children = np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)) if d else None
-            levels.append(
-                Level(
-                    lengths=tuple(lengths[members].tolist()),
-                    cu_seqlens=to_device(np.cumsum([0, *lengths[members]]), torch.int64, device),
-                    num_children=None if num_children is None else to_device(num_children, torch.int64, device),
-                )
-            )
+            num_children = None
+            if above is not None:
+                num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
+            bounds = sent(np.cumsum([0, *lengths[members]]))
+            levels.append(Level(tuple(lengths[members].tolist()), bounds, num_children))
             above = members
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
-            return cls(tuple(levels), None, None)
-        return cls(
-            tuple(levels),
-            to_device(order, torch.int64, device),
-            to_device(np.argsort(order, kind="stable"), torch.int64, device),
-        )
+            return cls(levels, None, None)
+        return cls(levels, sent(order), sent(np.argsort(order, kind="stable")))
 
 
 class _Permute(torch.autograd.Function):
@@ -228,7 +225,6 @@ class GatedDeltaLayer:
 
     @torch.compiler.disable
     def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook in front of a decoder layer: remember its context."""
         self.context, self.convolved = kwargs.get("prefix_grouper"), False
 
     @torch.compiler.disable  # index maps differ in every micro-batch
@@ -240,11 +236,7 @@ class GatedDeltaLayer:
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding.
-
-        Raises:
-            RuntimeError: the layer has no tokens, or is asked for something that packed tokens do not have.
-        """
+        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding."""
         context, num_tokens = self._packed(kwargs)
         windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
 
@@ -266,11 +258,7 @@ class GatedDeltaLayer:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding.
-
-        Raises:
-            RuntimeError: see ``convolve``; or the module has convolved its tokens by other means.
-        """
+        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding."""
         context, num_tokens = self._packed(kwargs)
         if not self.convolved:
             raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
