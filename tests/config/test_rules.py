@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, mon
         f"{MODEL}.path={{models}}/qwen3_next",
         f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2",
     )
-    for mixer in MIXERS.values():
-        monkeypatch.setattr(type(mixer), "machine_obstacles", lambda self, device: ["no fla: pip install fla-core"])
+    for name, mixer in MIXERS.items():
+        lacking = replace(mixer, machine_obstacles=lambda device: ["no fla: pip install fla-core"])
+        monkeypatch.setitem(MIXERS, name, lacking)
     assert "pip install fla-core" in errors(config_of(PACKED, gated))[0].why
     monkeypatch.undo()
     monkeypatch.setattr(

@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
@@ -18,23 +17,6 @@ from verl_pg_plugin.cpu.server import HFServer
 from .test_server import make_server
 
 TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
-
-    return make_tiny_vision_checkpoint(tmp_path_factory.mktemp("vision") / "model", warm_up_steps=0)
-
-
-@pytest.fixture(scope="module")
-def processor(vision_checkpoint: Path) -> Any:
-    return hf_processor(str(vision_checkpoint))
-
-
-@pytest.fixture(scope="module")
-def server(vision_checkpoint: Path) -> HFServer:
-    return make_server(vision_checkpoint, prompt_length=64, response_length=6)
 
 
 def squares(count: int, seed: int) -> Image.Image:
@@ -51,26 +33,23 @@ def encode(processor: Any, image: Image.Image | None) -> dict[str, torch.Tensor]
 def ask(server: HFServer, processor: Any, images: list[Image.Image | None]) -> list[Any]:
     async def scenario() -> list[Any]:
         prompts = [encode(processor, image)["input_ids"][0].tolist() for image in images]
-        return await asyncio.gather(
-            *(
-                server.generate(
-                    prompt_ids=prompt,
-                    sampling_params={"seed": 3, "ignore_eos": True},
-                    request_id="r",
-                    image_data=image and [image],
-                    video_data=None,
-                )
-                for prompt, image in zip(prompts, images, strict=True)
-            )
+        params = {"seed": 3, "ignore_eos": True}
+        asked = (
+            server.generate(prompt, params, "r", image_data=image and [image], video_data=None)
+            for prompt, image in zip(prompts, images, strict=True)
         )
+        return await asyncio.gather(*asked)
 
     return asyncio.run(scenario())
 
 
-def test_log_probs_are_those_of_the_whole_sequence_with_its_image(
-    vision_checkpoint: Path, server: HFServer, processor: Any
-) -> None:
+def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path) -> None:
     """Prompts of different images, of equal ones and of none, in one batch."""
+    from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
+
+    vision_checkpoint = make_tiny_vision_checkpoint(tmp_path / "model", warm_up_steps=0)
+    processor = hf_processor(str(vision_checkpoint))
+    server = make_server(vision_checkpoint, prompt_length=64, response_length=6)
     images = [squares(2, 1), squares(4, 2), squares(2, 1), None]
     model = AutoModelForImageTextToText.from_pretrained(vision_checkpoint, dtype=torch.float32)
     outputs = ask(server, processor, images)
@@ -90,19 +69,3 @@ def test_log_probs_are_those_of_the_whole_sequence_with_its_image(
         torch.testing.assert_close(torch.tensor(output.log_probs), want, rtol=1e-5, atol=1e-5)
     assert outputs[0].log_probs == outputs[2].log_probs
     assert outputs[0].log_probs != outputs[1].log_probs
-
-
-def test_a_video_is_refused_by_name(server: HFServer) -> None:
-    with pytest.raises(ValueError, match=r"shows images alone.*video_data"):
-        asyncio.run(server.generate(prompt_ids=[1], sampling_params={}, request_id="r", video_data=[object()]))
-
-
-def test_verl_finds_the_processor_and_its_rope_index(processor: Any) -> None:
-    assert type(processor).__name__ == "Qwen3VLProcessor"
-    inputs = encode(processor, squares(1, 0))
-    positions, _ = processor.get_rope_index(
-        inputs["input_ids"], mm_token_type_ids=inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
-    )
-    assert inputs["image_grid_thw"].tolist() == [[1, 6, 6]]
-    assert int((inputs["input_ids"] == processor.image_token_id).sum()) == 9
-    assert positions.shape == (3, *inputs["input_ids"].shape)

@@ -1,4 +1,4 @@
-"""The generation server as verl uses it: batching, seeds, abort and resume, weights, errors."""
+"""The generation server as verl uses it: seeds, abort and resume, weights, teachers, errors."""
 
 from __future__ import annotations
 
@@ -33,19 +33,6 @@ def make_server(checkpoint: Path, **config: Any) -> HFServer:
 
 def ask(server: HFServer, prompt: list[int] = PROMPT, **params: Any) -> Any:
     return server.generate(prompt_ids=prompt, sampling_params={"ignore_eos": True, **params}, request_id="r")
-
-
-def test_concurrent_requests_each_get_their_own_response_also_more_than_max_num_seqs(checkpoint: Path) -> None:
-    prompts = [[10 + index, 11] for index in range(8)]
-
-    async def scenario(max_num_seqs: int) -> list[Any]:
-        server = make_server(checkpoint, max_num_seqs=max_num_seqs)
-        return await asyncio.gather(*(ask(server, prompt, temperature=0) for prompt in prompts))
-
-    together, by_three, alone = (asyncio.run(scenario(size)) for size in (8, 3, 1))
-    for outputs in (together, by_three):
-        assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
-    assert {(len(output.token_ids), output.stop_reason) for output in together} == {(16, "completed")}
 
 
 def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Path) -> None:
@@ -177,12 +164,37 @@ def test_one_bad_request_fails_alone(checkpoint: Path) -> None:
     assert "min_p" in str(unknown)
 
 
-def test_images_are_refused_because_they_would_be_ignored(checkpoint: Path) -> None:
+SEQUENCES = [[10, 11, 12, 13, 14], [10, 11, 40], list(range(20, 32))]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_prompt_logprobs_are_those_of_the_model_in_verls_order(checkpoint: Path, k: int) -> None:
+    async def scenario() -> list[Any]:
+        server = make_server(checkpoint)
+        sent = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
+        return await asyncio.gather(*(ask(server, sequence, **sent) for sequence in SEQUENCES))
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for sequence, output in zip(SEQUENCES, asyncio.run(scenario()), strict=True):
+        log_probs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+        expected = log_probs.topk(k) if k else None
+        ids = torch.tensor(output.extra_fields["prompt_ids"])
+        found = torch.tensor(output.extra_fields["prompt_logprobs"])
+        assert ids.shape == found.shape == (len(sequence), max(k, 1))
+        if expected is None:
+            assert ids[:-1, 0].tolist() == sequence[1:]
+        else:
+            torch.testing.assert_close(found[:-1], expected.values)
+        torch.testing.assert_close(found[:-1], log_probs.gather(1, ids[:-1]))
+        assert not found[-1].any()
+        assert len(output.token_ids) == 1
+
+
+def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Path) -> None:
     server = make_server(checkpoint)
     with pytest.raises(ValueError, match="no way to show qwen3 an image"):
         asyncio.run(server.generate(PROMPT, {}, "r", image_data=[object()], video_data=None))
-
-
-def test_an_unknown_logprobs_mode_names_the_choices(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="processed_logprobs"):
-        make_server(checkpoint, logprobs_mode="raw_logits")
+    with pytest.raises(ValueError, match=r"shows images alone.*video_data"):
+        asyncio.run(server.generate(PROMPT, {}, "r", video_data=[object()]))
+    with pytest.raises(ValueError, match="logprobs_mode=processed_logprobs"):
+        make_server(checkpoint, logprobs_mode="raw_logprobs")

@@ -19,7 +19,6 @@ from torch import nn
 
 from tests.layout.tries import Batch, batch_of
 from tests.support import VOCAB
-from verl_pg_plugin.layout import PackedLayout
 
 EXPERTS = {
     "moe_intermediate_size": 24,
@@ -53,6 +52,10 @@ SIZES = {
 }
 
 
+NEARLY_CANCEL = ("A_log", "dt_bias", "in_proj_ba.weight", "in_proj_a.weight", "in_proj_b.weight")
+"""Parameters whose gradients are sums of large terms."""
+
+
 def config_of(kind: str, **overrides: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind][1], **overrides})
 
@@ -84,14 +87,18 @@ TOWER = {
 }
 
 
-def save_multimodal(path: Path, kind: str = "qwen3_5") -> str:
-    """Write a float32 checkpoint as Qwen3.5 is released: a tower for pictures, positions in three dimensions."""
-    torch.manual_seed(0)
+def multimodal_config(kind: str) -> Any:
+    """As Qwen3.5 is released: with a vision encoder, positions in three dimensions."""
     sizes = KINDS[f"{kind}_text"][1]
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
     text = {**SIZES, **sizes, "rope_parameters": rope}
-    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=TOWER)
-    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return transformers.AutoConfig.for_model(kind, text_config=text, vision_config=TOWER)
+
+
+def save_multimodal(path: Path, kind: str) -> str:
+    """Write a float32 checkpoint."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(multimodal_config(kind), dtype=torch.float32)
     remember(model).save_pretrained(path)
     return str(path)
 
@@ -126,18 +133,6 @@ def build_hybrid(kind: str, dtype: torch.dtype = torch.float64, attention: str =
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product knows no float64
     return remember(model)
-
-
-def delta_layer(model: nn.Module) -> nn.Module:
-    """The first Gated DeltaNet layer."""
-    return next(module for module in model.modules() if hasattr(module, "chunk_gated_delta_rule"))
-
-
-def depth_of(layout: PackedLayout) -> int:
-    depth: list[int] = []
-    for parent in layout.segment_parent.tolist():
-        depth.append(depth[parent] + 1 if parent >= 0 else 1)
-    return max(depth)
 
 
 def trie_of_depth(depth: int) -> Batch:

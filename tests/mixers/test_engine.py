@@ -5,7 +5,6 @@ cancel. They are held to what stock transformers in float32 is off from float64 
 layer rounding adds up differs between processors.
 """
 
-import inspect
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,19 @@ import pytest
 import torch
 import transformers
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp import transformer_impl
 
 from tests.architectures.outcome import record_outcome
 from tests.engine.ranks import on_ranks
-from tests.mixers.hybrids import KINDS, config_of, modeling_file, save_hybrid, save_multimodal
-from tests.mixers.toy import Convolution, save_toy_model
+from tests.mixers.hybrids import (
+    KINDS,
+    NEARLY_CANCEL,
+    config_of,
+    modeling_file,
+    multimodal_config,
+    save_hybrid,
+    save_multimodal,
+)
+from tests.mixers.toy import CONVOLUTION, save_toy_model
 from tests.support import (
     Result,
     actor_loss,
@@ -47,7 +53,6 @@ SAMPLES = [
     *group(3, [5, 3], 2),
     *(Sample([1, 2, 3, 4], [5, 6, *tail]) for tail in ([7, 8, 9, 1], [7, 8, 2], [3])),
 ]
-NEARLY_CANCEL = ("A_log", "dt_bias", "in_proj_ba.weight", "in_proj_a.weight", "in_proj_b.weight")
 
 
 @pytest.fixture(scope="module")
@@ -142,30 +147,20 @@ def test_a_group_beyond_the_budget_is_cut_and_each_part_computes_its_prompt(hybr
     assert metrics["prefix_grouper/chains"] == [0.0]
 
 
-ROWS_OF_RANKS = [[0, 1, 4, 6, 8], [2, 3, 5, 7]]
+MINE = ([0, 1, 4, 6, 8], [2, 3, 5, 7])
 
 
 def run_on_rank(rank: int, path: str) -> Result:
-    batch = tu.index_select_tensor_dict(make_batch(SAMPLES), ROWS_OF_RANKS[rank])
+    batch = tu.index_select_tensor_dict(make_batch(SAMPLES), MINE[rank])
     return run_engine(make_engine(path, packed=True), batch, actor_loss())
 
 
 @pytest.mark.slow
-def test_two_ranks_sum_the_gradients_of_all_rows(hybrids: dict, references: dict) -> None:
+def test_two_ranks_sum_the_gradients_of_all_sequences(hybrids: dict, references: dict) -> None:
     stock, exact = references["qwen3_next"]
-    for mine, got in zip(ROWS_OF_RANKS, on_ranks(2, run_on_rank, hybrids["qwen3_next"]), strict=True):
+    for mine, got in zip(MINE, on_ranks(2, run_on_rank, hybrids["qwen3_next"]), strict=True):
         outputs = {name: [values[row] for row in mine] for name, values in exact.outputs.items()}
         assert_exact(Result(got.outputs, got.gradients), (stock, Result(outputs, exact.gradients)))
-
-
-def test_rows_spread_over_ranks_are_refused_by_name(hybrids: dict) -> None:
-    with pytest.raises(ValueError, match=r"gated_delta layers of qwen3_next .*fix: .*sequence_parallel_size=1"):
-        make_engine(hybrids["qwen3_next"], packed=True, engine={"ulysses_sequence_parallel_size": 2})
-
-
-def test_padded_groups_are_refused_by_name(hybrids: dict) -> None:
-    with pytest.raises(ValueError, match=r"gated_delta layers of qwen3_next share packed tokens only"):
-        make_engine(hybrids["qwen3_next"], packed=True, model={"use_remove_padding": False})
 
 
 TREE = [
@@ -181,7 +176,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MIXERS, Convolution.name, Convolution())
+    monkeypatch.setitem(MIXERS, CONVOLUTION.name, CONVOLUTION)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +191,10 @@ def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: 
     assert not engine.shared_model.prefix_cache, "so its groups are not split"
 
 
-@pytest.mark.usefixtures("with_convolutions")
 def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(
     toy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Convolution, "install", lambda self, module: None)
+    monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
     engine = make_engine(toy, packed=True)
     with engine.eval_mode(), pytest.raises(RuntimeError, match="convolution over shared prefixes ran in 0 of 1 layers"):
         engine.infer_batch(make_batch(TREE))
@@ -215,97 +209,64 @@ def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
 TEXTS = [*group(30, [25, 9, 1, 17], 1), *group(3, [5, 3], 2)]
 
 
-@pytest.fixture(scope="module")
-def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_multimodal(tmp_path_factory.mktemp("qwen3_5"))
-
-
 def reference(path: str) -> Result:
     load = transformers.AutoModelForImageTextToText.from_pretrained
     with patch.object(transformers.AutoModelForCausalLM, "from_pretrained", load):
         return run_reference(path, make_batch(TEXTS), actor_loss())
 
 
-def positions_in_four_planes(batch):
-    """As verl's agent loop makes them for a processor with three-dimensional positions: text, time, height, width."""
-    lengths = batch["input_ids"].offsets().diff().tolist()
-    planes = [torch.arange(length).expand(4, length) for length in lengths]
-    batch["position_ids"] = torch.nested.as_nested_tensor(planes, layout=torch.jagged)
-    return batch
-
-
-def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str, record_property: Any) -> None:
-    engine, want = make_engine(qwen3_5, packed=True), reference(qwen3_5)
-    for batch in (make_batch(TEXTS), positions_in_four_planes(make_batch(TEXTS))):
-        assert_same(run_engine(engine, batch, actor_loss()), want, tolerance=2e-5)
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_text_alone_is_exact_in_multimodal_models(kind: str, tmp_path: Path, record_property: Any) -> None:
+    path = save_multimodal(tmp_path, kind)
+    classes = (transformers.Qwen3_5ForConditionalGeneration, transformers.Qwen3_5MoeForConditionalGeneration)
+    forwards = [model_class.forward for model_class in classes]
+    engine = make_engine(path, packed=True)
+    # verl's, which it puts into the classes for good, would drop which tokens are shared.
+    assert forwards == [model_class.forward for model_class in classes]
+    assert_same(run_engine(engine, make_batch(TEXTS), actor_loss()), reference(path), tolerance=2e-5)
     names = set(engine.module.state_dict())
-    assert names == set(transformers.AutoModelForImageTextToText.from_pretrained(qwen3_5).state_dict())
-    assert {name.split(".")[1] for name in names if name.startswith("model.")} == {"visual", "language_model"}
+    assert names == set(transformers.AutoModelForImageTextToText.from_pretrained(path).state_dict())
     with engine.train_mode():
         engine.forward_backward_batch(make_batch(TEXTS), actor_loss())
-        assert engine.optimizer_step() > 0  # weights of the tower have no gradient
-    record_outcome(record_property, "qwen3_5")
+        assert engine.optimizer_step() > 0  # weights of the vision encoder have no gradient
+    record_outcome(record_property, kind)
 
 
-def test_the_mixture_of_experts_is_exact(tmp_path: Path, record_property: Any) -> None:
-    path = save_multimodal(tmp_path, "qwen3_5_moe")
-    assert_same(run_engine(make_engine(path, packed=True), make_batch(TEXTS), actor_loss()), reference(path), 2e-5)
-    record_outcome(record_property, "qwen3_5_moe")
-
-
-def test_forwards_of_transformers_stay_as_they_are(qwen3_5: str) -> None:
-    """verl's, which it puts into the classes for good, would drop which rows are shared."""
-    model_class = transformers.Qwen3_5ForConditionalGeneration
-    before, patched = model_class.forward, transformer_impl.apply_monkey_patch
-    make_engine(qwen3_5, packed=True)
-    assert model_class.forward is before
-    assert transformer_impl.apply_monkey_patch is patched
-    assert "logits_to_keep" in inspect.signature(before).parameters
-
-
-def test_the_vision_encoder_costs_text_nothing(qwen3_5: str) -> None:
-    config = transformers.AutoConfig.from_pretrained(qwen3_5)
+def test_the_vision_encoder_costs_text_nothing() -> None:
+    config = multimodal_config("qwen3_5")
     assert architecture_issues(config, trust_remote_code=False) == []
-    whole = transformers.AutoModelForImageTextToText.from_pretrained(qwen3_5)
+    whole = transformers.AutoModelForImageTextToText.from_config(config)
     text = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
     assert replace(ModelFlops.of(whole), vision=None) == ModelFlops.of(text) == ModelFlops.of_config(config)
 
 
-def worst_log_prob(path: str, **options) -> float:
-    batch = make_batch(TEXTS)
-    got, want = run_engine(make_engine(path, **options), batch, actor_loss()), run_reference(path, batch, actor_loss())
-    pairs = zip(got.outputs["log_probs"], want.outputs["log_probs"], strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stock rmpad needs flash-attn there")
-def test_stock_rmpad_is_wrong_and_warned_of_and_packed_mode_is_right(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_stock_rmpad_is_wrong_and_warned_of(
+    hybrids: dict, references: dict, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    path = save_hybrid(tmp_path)
     with caplog.at_level(logging.WARNING, logger="verl_pg_plugin.engine.registration"):
-        assert worst_log_prob(path, packed=False) > 1e-2, "verl has mended it: rmpad_fault can go"
+        make_engine(save_tiny_model(tmp_path), packed=False)
+        assert not [record for record in caplog.records if record.name == "verl_pg_plugin.engine.registration"]
+        engine = make_engine(hybrids["qwen3_next"], packed=False)
     (told,) = [record.getMessage() for record in caplog.records if "rmpad mode computes" in record.getMessage()]
     assert "qwen3_next wrongly" in told
     assert "use_prefix_grouper=True" in told
-    assert worst_log_prob(path, packed=True) <= 1e-5
-
-
-def test_models_without_recurrence_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = save_tiny_model(tmp_path)
-    with caplog.at_level(logging.WARNING, logger="verl_pg_plugin.engine.registration"):
-        make_engine(path, packed=False)
-    assert not [record for record in caplog.records if record.name == "verl_pg_plugin.engine.registration"]
-    assert rmpad_fault(transformers.AutoConfig.from_pretrained(path), "cuda") is None
+    got = run_engine(engine, make_batch(SAMPLES), actor_loss()).outputs["log_probs"]
+    pairs = zip(got, references["qwen3_next"][1].outputs["log_probs"], strict=True)
+    worst = max((a.double() - b).abs().max().item() for a, b in pairs)
+    assert worst > 1e-2, "verl has mended it: rmpad_fault can go"
 
 
 def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    released = transformers.AutoConfig.for_model("qwen3_5", text_config=config_of("qwen3_5_text").to_dict())
-    monkeypatch.setattr(architectures, "has_fla", lambda: True)
-    assert rmpad_fault(released, "cuda") is None
-    assert rmpad_fault(released, "cpu") is not None
-    assert rmpad_fault(config_of("qwen3_5_text"), "cuda") is not None
-    monkeypatch.setattr(architectures, "has_fla", lambda: False)
-    assert rmpad_fault(released, "cuda") is not None
+    released, text = transformers.AutoConfig.for_model("qwen3_5"), config_of("qwen3_5_text")
+    for fla, device, config, warned in (
+        (True, "cuda", released, False),
+        (True, "cpu", released, True),
+        (True, "cuda", text, True),
+        (False, "cuda", released, True),
+        (False, "cuda", transformers.AutoConfig.for_model("qwen3"), False),
+    ):
+        monkeypatch.setattr(architectures, "has_fla", lambda fla=fla: fla)
+        assert (rmpad_fault(config, device) is not None) is warned

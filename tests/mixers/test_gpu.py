@@ -139,7 +139,7 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
         own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
         with torch.backends.cudnn.flags(allow_tf32=False):
             windows = Windows.from_layout(layout, 4, torch.device(device))
-            out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, None, "silu"))
+            out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, activation="silu"))
             (out * out_weight.to(device)).sum().backward()
         found.append([tensor.detach().cpu() for tensor in (out, own.grad, w.grad)])
     for want, got in zip(*found, strict=True):

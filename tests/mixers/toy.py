@@ -1,121 +1,52 @@
-"""A mixer in twenty lines, and a model that needs it: causal depthwise convolutions between attention layers."""
+"""A mixer in twenty lines: the short convolutions between attention layers of LFM2."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
-from transformers.masking_utils import create_causal_mask
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortConv
 
-from verl_pg_plugin.attention.context import AttentionContext
+from tests.support import save_tiny_model
 from verl_pg_plugin.layout import PackedLayout
-from verl_pg_plugin.mixers import PairCost
-
-WIDTH = 3
+from verl_pg_plugin.mixers import Mixer
 
 
-def rows_before(layout: PackedLayout) -> torch.Tensor:
-    """(T, WIDTH) the row itself and those before it in its sequences; T where there is none."""
+def tokens_before(layout: PackedLayout, width: int) -> torch.Tensor:
+    """(T, width) the token itself and those before it in its sequences; T where there is none."""
     segment = np.repeat(np.arange(len(layout.segment_start)), np.diff(layout.cu_seqlens_q))
-    place = layout.position_ids[:, None] - np.arange(WIDTH)
+    place = layout.position_ids[:, None] - np.arange(width)
     keys = layout.cu_seqlens_k[segment][:, None] + np.maximum(place, 0)
     return torch.from_numpy(np.where(place >= 0, layout.kv_index[keys], layout.num_tokens).astype(np.int64))
 
 
-class Convolution:
-    """The mixer."""
-
-    name: ClassVar[str] = "convolution"
-    layer_types: ClassVar[frozenset[str]] = frozenset({"conv"})
-    stateful_model_types: ClassVar[frozenset[str]] = frozenset()
-    ulysses: ClassVar[bool] = False
-    prefix_cache: ClassVar[bool] = False
-    padded_groups: ClassVar[bool] = False
-
-    def obstacles(self, config: PretrainedConfig) -> list[str]:
-        return []
-
-    def machine_obstacles(self, device_name: str) -> list[str]:
-        return []
-
-    def prepare(self, config: PretrainedConfig) -> None:
-        pass
-
-    def install(self, module: nn.Module) -> None:
-        for layer in module.modules():
-            if isinstance(layer, ToyConvolution):
-                layer.forward = partial(over_packed_tokens, layer)
-
-    def pair_costs(self, config: PretrainedConfig) -> tuple[PairCost, ...]:
-        return ()
-
-    def token_flops(self, config: PretrainedConfig) -> float:
-        return 0.0
+@torch.compiler.disable
+def enter_layer(layer: Lfm2DecoderLayer, args: tuple, kwargs: dict[str, Any]) -> None:
+    layer.conv.context = kwargs["prefix_grouper"]
 
 
 @torch.compiler.disable  # index maps differ in every micro-batch
-def over_packed_tokens(
-    layer: "ToyConvolution", hidden_states: torch.Tensor, prefix_grouper: AttentionContext, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    before_TW = prefix_grouper.index(rows_before)
-    with_zero = nn.functional.pad(hidden_states.squeeze(0), (0, 0, 0, 1))
-    out = (with_zero[before_TW] * layer.weight).sum(1).unsqueeze(0)
-    return prefix_grouper.mixed(Convolution.name, out), None
+def over_packed_tokens(layer: Lfm2ShortConv, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    before, after, x = layer.in_proj(hidden_states).chunk(3, dim=-1)
+    index_TW = layer.context.index(tokens_before, layer.L_cache)
+    with_zero = nn.functional.pad((before * x).squeeze(0), (0, 0, 0, 1))
+    convolved = (with_zero[index_TW] * layer.conv.weight.squeeze(1).flip(-1).T).sum(1)
+    return layer.context.mixed(CONVOLUTION.name, layer.out_proj(after * convolved))
 
 
-class ToyConvolution(nn.Module):
-    """Sees the tokens of one unpadded sequence."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, hidden_size))
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        length = hidden_states.shape[1]
-        shifted = [nn.functional.pad(hidden_states, (0, 0, w, 0))[:, :length] for w in range(WIDTH)]
-        return (torch.stack(shifted, dim=2) * self.weight).sum(2), None
+def install(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, Lfm2DecoderLayer) and not layer.is_attention_layer:
+            layer.register_forward_pre_hook(enter_layer, with_kwargs=True)
+            layer.conv.forward = partial(over_packed_tokens, layer.conv)
 
 
-class ToyConfig(Qwen3Config):
-    model_type = "toy_convolution"
-
-
-class ToyModel(qwen3.Qwen3Model):
-    def forward(self, input_ids: torch.Tensor, attention_mask: None = None, **kwargs: Any) -> Any:
-        embeds = self.embed_tokens(input_ids)
-        mask = None
-        if kwargs.get("prefix_grouper") is None:
-            mask = create_causal_mask(self.config, embeds, attention_mask, past_key_values=None)
-        masks = {"full_attention": mask, "conv": None}
-        kwargs.pop("inputs_embeds", None)
-        return super().forward(input_ids=None, inputs_embeds=embeds, attention_mask=masks, **kwargs)
-
-
-class ToyForCausalLM(qwen3.Qwen3ForCausalLM):
-    config_class = ToyConfig
-
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__(config)
-        self.model = ToyModel(config)
-        for layer, layer_type in zip(self.model.layers, config.layer_types, strict=True):
-            if layer_type == "conv":
-                layer.self_attn = ToyConvolution(config.hidden_size)
-        self.post_init()
-
-
-def register() -> None:
-    AutoConfig.register(ToyConfig.model_type, ToyConfig, exist_ok=True)
-    AutoModelForCausalLM.register(ToyConfig, ToyForCausalLM, exist_ok=True)
+CONVOLUTION = Mixer(
+    "convolution", layer_types=frozenset({"conv"}), install=install, stateful_model_types=frozenset({"lfm2"})
+)
 
 
 def save_toy_model(path: Path) -> str:
-    from tests.support import save_tiny_model
-
-    register()
-    return save_tiny_model(
-        path, ToyConfig.model_type, num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"]
-    )
+    return save_tiny_model(path, "lfm2", num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"])

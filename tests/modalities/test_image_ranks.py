@@ -9,7 +9,7 @@ from verl.utils import tensordict_utils as tu
 from tests.engine.carried_cases import carry_always, carrying
 from tests.engine.ranks import on_ranks
 from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
-from tests.modalities.tiny_vision import KINDS, expected, image_batch, load, save_vision_model
+from tests.modalities.tiny_vision import IMAGE, KINDS, expected, image_batch, load, save_vision_model
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
@@ -21,26 +21,19 @@ def own_rows(rank: int, samples: int) -> list[int]:
     return list(range(rank * HALF, samples - (1 - rank) * HALF))
 
 
-def fail_on_rank_one(engine: Any, rank: int, path: str) -> list[str]:
-    good, messages = image_batch(load(path), TWO_GROUPS), []
-    for change in ("no pixels", "sampled"):
-        bad = clone(good)
-        if change == "no pixels":
-            tu.assign_non_tensor_stack(bad, "multi_modal_inputs", [{}] * len(TWO_GROUPS))
-        else:
-            bad["input_ids"].values()[-2] = 90
-        try:
-            with engine.train_mode():
-                engine.forward_backward_batch(bad if rank == 1 else clone(good), actor_loss())
-        except (ValueError, RuntimeError) as error:
-            messages.append(str(error))
+def fail_on_rank_one(engine: Any, rank: int, path: str) -> str:
+    good = image_batch(load(path), TWO_GROUPS)
+    bad = clone(good)
+    bad["input_ids"].values()[-2] = IMAGE
     with engine.train_mode():
-        engine.forward_backward_batch(clone(good), actor_loss())
-    return messages
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            engine.forward_backward_batch(bad if rank == 1 else clone(good), actor_loss())
+        engine.forward_backward_batch(good, actor_loss())
+    return str(raised.value)
 
 
-def run_split(rank: int, path: str) -> tuple[dict[str, Result], list[str]]:
-    """By number of rows of a micro-batch: rank 1 has text alone. Then what is said to batches that are bad there."""
+def run_split(rank: int, path: str) -> tuple[dict[str, Result], str]:
+    """By number of tokens of a micro-batch: rank 1 has text alone. Then what is said to a batch that is bad there."""
     engine = make_engine(path, packed=True)
     results = {}
     for name, budget in {"one micro-batch": 1 << 20, "several": 50}.items():
@@ -79,7 +72,7 @@ def without_tower(result: Result) -> Result:
 
 
 @pytest.fixture(scope="module")
-def ranks(path: str) -> list[tuple[dict[str, Result], list[str]]]:
+def ranks(path: str) -> list[tuple[dict[str, Result], str]]:
     return on_ranks(2, run_split, path)
 
 
@@ -98,7 +91,6 @@ def test_rows_of_images_are_spread_over_ranks(path: str) -> None:
 
 def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
     (_, told), (_, raised) = ranks
-    assert [message.startswith("rank 1: BatchError: ") for message in told] == [True, True]
-    assert "sequence 0 has 24 placeholders 90, its 0 images need 0" in raised[0]
-    assert "sequence 5 has 25 placeholders 90, its 1 images need 24" in raised[1]
-    assert all(cause in message for cause, message in zip(raised, told, strict=True))
+    assert "sequence 5 has 25 placeholders 90, its 1 images need 24" in raised
+    assert told.startswith("rank 1: BatchError: ")
+    assert raised in told

@@ -1,20 +1,14 @@
 """Rows with images are shared, and give the numbers of every row alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from transformers import AutoConfig
 
-from tests.mixers.test_engine import NEARLY_CANCEL
-from tests.modalities.image_cases import FORKS, MIXED, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS, film
+from tests.mixers.hybrids import NEARLY_CANCEL
+from tests.modalities.image_cases import FORKS, MIXED, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, expected, image_batch, load, save_vision_model
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine
-from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.modalities import Images, image_keys
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -55,39 +49,13 @@ def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, k
         assert_same(part, part_wanted, tolerance)
 
 
-@contextmanager
-def seen_by_the_tower(engine: Any) -> Iterator[list[int]]:
-    """Patches of each forward of the vision encoder."""
+def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> None:
+    """Six samples of two images, 24 tokens each; every sample has tokens of its own behind its image."""
     patches: list[int] = []
-    encoder = next(part for name, part in engine.module.named_modules() if name.endswith("visual"))
+    encoder = next(part for name, part in packed.module.named_modules() if name.endswith("visual"))
     hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
-    yield patches
-    hook.remove()
-
-
-def test_each_image_goes_through_the_tower_once(packed: Any, path: str) -> None:
-    """Six samples of two images, 24 rows each; every sample has rows of its own behind its image."""
-    with packed.eval_mode(), seen_by_the_tower(packed) as patches:
+    with packed.eval_mode():
         metrics = packed.infer_batch(image_batch(load(path), TWO_GROUPS))["metrics"]
-    assert patches == [96 * 2]
-    assert metrics["prefix_grouper/patches"] == [96 * 2]
+    hook.remove()
+    assert patches == metrics["prefix_grouper/patches"] == [96 * 2]
     assert metrics["prefix_grouper/logical_patches"] == [96 * 6]
-
-
-def test_only_equal_images_share_rows(path: str) -> None:
-    modality = Images.of(AutoConfig.from_pretrained(path))
-    layout = read_sequences(image_batch(load(path), TWO_GROUPS), modality).lay_out(packed=True)
-    of_a_group = (42, 38)  # by hand: rows of the first response, and what the others add
-    assert layout.num_tokens == sum(of_a_group) - len(SYSTEM)
-
-
-def test_images_taken_for_equal_are_found_out(packed: Any, path: str) -> None:
-    """The control of this file: where placeholders alone are compared, it must fail."""
-    batch = image_batch(load(path), TWO_GROUPS)
-    want = expected(path, TWO_GROUPS)
-    with patch.object(image_keys, "_content", lambda *args: 0):
-        wrong = run_engine(packed, batch, actor_loss())
-    with pytest.raises(AssertionError, match="off by"):
-        assert_same(wrong, want)
-    pairs = zip(wrong.outputs["log_probs"], want.outputs["log_probs"], strict=True)
-    assert max(float((got - expected).abs().max()) for got, expected in pairs) > 0.3

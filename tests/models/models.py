@@ -1,10 +1,9 @@
 """Tiny checkpoints of the shipped model files, and what a batch through them must give."""
 
 import functools
-import importlib.util
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,19 +32,13 @@ def save_split_llama(path: Path) -> str:
     last = save_tiny_model(
         path.parent / "last", "llama", seed=2, num_hidden_layers=2, hidden_size=48, head_dim=12, rms_norm_eps=1e-5
     )
-    assemble_script().assemble(Path(first), 2, Path(last), 1, path)
+    assemble(first, 2, last, 1, path)
     return str(path)
 
 
-def assemble_script() -> ModuleType:
-    """``scripts/assemble_split_llama.py`` as a module."""
-    script = Path(__file__).parents[2] / "scripts" / "assemble_split_llama.py"
-    spec = importlib.util.spec_from_file_location("assemble_split_llama", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def assemble(first: str | Path, first_layers: int, last: str | Path, last_layers: int, output: Path) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "assemble_split_llama.py"))
+    script["assemble"](Path(first), first_layers, Path(last), last_layers, output)
 
 
 def load(
@@ -158,16 +151,9 @@ def upstream_batch(samples: list[Sample], group_sizes: list[int]) -> tuple[Prefi
 
 @functools.cache
 def reference(path: str, **options: Any) -> Result:
-    """Every sequence alone, without padding, through transformers' own attention.
-
-    For Qwen3 through transformers' class, too; the split Llama has no class but its own.
-    """
+    """Every sequence alone, without padding, through transformers' own attention and, for Qwen3, its class."""
     stock = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True).model_type == "qwen3"
     model = load(path, "eager", stock=stock, **options)
-    return alone(model)
-
-
-def alone(model: Any) -> Result:
     rows = [
         model(input_ids=torch.tensor([[*s.prompt, *s.response]]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
         for s in SAMPLES

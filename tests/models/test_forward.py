@@ -11,18 +11,15 @@ import transformers
 from tests.models.models import (
     SAMPLES,
     WAYS,
-    alone,
     load,
     packed,
     pad,
     padded,
     random_ids,
     reference,
-    responses,
-    result,
     save_qwen3,
 )
-from tests.support import assert_same, group
+from tests.support import assert_same
 from verl_pg_plugin.attention.interface import ATTENTION_NAME, register_attention
 from verl_pg_plugin.synthetic import Sample
 
@@ -33,13 +30,6 @@ TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(checkpoint: str, side: str, attention: str) -> None:
     register_attention()
     assert_same(padded(load(checkpoint, attention).train(), side), reference(checkpoint))
-
-
-def test_stock_padded_forward_agrees_with_the_reference(qwen3: str) -> None:
-    model = load(qwen3, stock=True).train()
-    input_ids, mask = pad(SAMPLES, "right")
-    logits = model(input_ids, attention_mask=mask, use_cache=False).logits
-    assert_same(result(model, responses(logits, mask), SAMPLES), reference(qwen3))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -60,19 +50,15 @@ def test_sliding_window_survives_every_way_of_packing(tmp_path: Path) -> None:
         assert_same(way(model), reference(path))
 
 
-def test_value_model_reads_a_stock_token_classification_checkpoint(tmp_path: Path, qwen3: str) -> None:
-    load(qwen3, auto_class=TOKEN_CLASSIFICATION, stock=True, num_labels=1).save_pretrained(tmp_path)
-    shutil.copy(Path(qwen3) / "modeling_qwen3.py", tmp_path)
+def test_value_models_read_checkpoints_of_token_classifiers(tmp_path: Path, checkpoint: str) -> None:
+    stock = "qwen3" in checkpoint
+    load(checkpoint, auto_class=TOKEN_CLASSIFICATION, stock=stock, num_labels=1).save_pretrained(tmp_path)
+    if stock:
+        shutil.copy(Path(checkpoint) / "modeling_qwen3.py", tmp_path)
     model = load(str(tmp_path), auto_class=TOKEN_CLASSIFICATION).train()
-    assert type(model).__name__ == "Qwen3ForValue"
+    assert type(model).__name__.endswith("ForValue")
     for way in (padded, packed):
         assert_same(way(model), reference(str(tmp_path), auto_class=TOKEN_CLASSIFICATION))
-
-
-def test_split_value_model_packs_like_it_computes_alone(split_llama: str) -> None:
-    model = load(split_llama, auto_class=TOKEN_CLASSIFICATION)
-    assert type(model).__name__ == "SplitLlamaForValue"
-    assert_same(padded(model), alone(model))
 
 
 @pytest.mark.parametrize("keep", [1, 3, torch.tensor([2, 5])])
@@ -112,13 +98,6 @@ def test_a_row_of_padding_is_zero_and_leaves_the_others_alone(checkpoint: str) -
     assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
 
 
-def test_a_batch_without_padding_is_what_transformers_computes(checkpoint: str) -> None:
-    model = load(checkpoint)
-    input_ids = random_ids(3, 11)
-    packed = model(input_ids, attention_mask=torch.ones_like(input_ids)).logits
-    torch.testing.assert_close(packed, model(input_ids, use_cache=False).logits, rtol=1e-5, atol=1e-5)
-
-
 def test_sequences_of_one_token(checkpoint: str) -> None:
     model = load(checkpoint)
     input_ids = random_ids(4, 3)
@@ -127,16 +106,6 @@ def test_sequences_of_one_token(checkpoint: str) -> None:
     for b in (0, 1, 3):
         alone = model(input_ids[b][mask[b].bool()].unsqueeze(0), use_cache=False).logits[0, 0]
         torch.testing.assert_close(logits[b][mask[b].bool()][0], alone, rtol=1e-5, atol=1e-5)
-
-
-def test_sequences_beyond_4096_tokens(checkpoint: str) -> None:
-    model = load(checkpoint)
-    samples = [Sample(group(4099, [1], seed=4)[0].prompt, [1, 2]), Sample([3], [4])]
-    input_ids, mask = pad(samples, "left")
-    with torch.no_grad():
-        logits = model(input_ids, attention_mask=mask).logits
-        alone = model(input_ids[:1], use_cache=False).logits
-    torch.testing.assert_close(logits[:1], alone, rtol=1e-5, atol=1e-4)
 
 
 def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:

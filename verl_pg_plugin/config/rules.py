@@ -269,7 +269,7 @@ def padded_groups(engine: Engine) -> Issue | None:
         if bound := [mixer.name for mixer in mixers if not mixer.padded_groups]:
             why = f"{', '.join(bound)} layers of {kind} share packed tokens only"
             broken.append((engine.model_setting("use_remove_padding"), why))
-        elif not modality_obstacles(engine.hf_config) and not modality_of(engine.hf_config).in_padded_groups:
+        elif not modality_obstacles(engine.hf_config) and modality_of(engine.hf_config).encoders:
             why = f"{kind} reads images, which padded groups do not hold"
             broken.append((engine.model_setting("use_remove_padding"), why))
     return _not_padded(broken, engine.model_section)

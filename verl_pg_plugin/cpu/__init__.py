@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from verl_pg_plugin.cpu.platform import CPUPlatform, selected
+from verl_pg_plugin.cpu.platform import selected
 
-__all__ = ["ROLLOUT_NAME", "CPUPlatform", "register", "selected"]
-
-ROLLOUT_NAME = "hf"
+__all__ = ["register"]
 
 
 def register() -> None:
     """Where the platform ``cpu`` is selected, enter the rollout ``hf`` beside it; calling it again changes nothing.
 
-    A machine with GPUs behaves as if neither were there: without ``VERL_PLATFORM=cpu`` nothing is entered. Only
-    names are: the rollout's own module, and transformers' model classes with it, load on first use.
+    The rollout's own module, and transformers' model classes with it, load on first use.
     """
     if not selected():
         return
@@ -23,8 +20,8 @@ def register() -> None:
     from verl_pg_plugin import upstream
     from verl_pg_plugin.after_import import after_import
 
-    RolloutReplicaRegistry.register(ROLLOUT_NAME, _load_replica)
-    _ROLLOUT_REGISTRY[(ROLLOUT_NAME, "async")] = "verl_pg_plugin.cpu.rollout.ServerAdapter"
+    RolloutReplicaRegistry.register("hf", _load_replica)
+    _ROLLOUT_REGISTRY[("hf", "async")] = "verl_pg_plugin.cpu.rollout.ServerAdapter"
     after_import("transformers.models.auto.processing_auto", _register_processor)
     upstream.use_single_gloo_backend()
     upstream.use_unpinned_offload()

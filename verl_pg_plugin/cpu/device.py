@@ -1,7 +1,7 @@
 """A stand-in for ``torch.cuda`` whose device is the CPU: what verl calls on ``get_torch_device()``.
 
-``torch.cpu`` lacks the memory and random-number calls, so verl cannot run on it unchanged. Memory is in bytes.
-Allocations are 0, since host memory has no caching allocator to ask.
+``torch.cpu`` lacks the memory and random-number calls, so verl cannot run on it unchanged. Memory is in bytes of the
+host; allocations are 0, since it has no caching allocator to ask.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ def current_device() -> str:
 
 
 def get_device_name(device: Any = None) -> str:
-    """Name of the processor; in verl's table of FLOPS it matches no GPU."""
+    """In verl's table of FLOPS it matches no GPU."""
     return platform.processor() or platform.machine()
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """``(free, total)`` host memory."""
     return psutil.virtual_memory().available, psutil.virtual_memory().total
 
 
 def memory_allocated(device: Any = None) -> int:
-    """0: see the module's docstring."""
     return 0
 
 

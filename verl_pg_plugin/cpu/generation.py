@@ -17,14 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from verl_pg_plugin.cpu.images import PromptImages, image_inputs, placeholders, reads_images, rope_positions
 
-LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
-
 
 def derived_seed(*parts: Any) -> int:
-    """A seed in [0, 2**63) that changes with every part: integers, strings, or tuples of them.
-
-    The same in every process, which ``hash`` is not.
-    """
+    """A seed in [0, 2**63) that changes with every part, and is the same in every process, which ``hash`` is not."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -33,9 +28,6 @@ class SamplingParams:
     """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off.
 
     ``prompt_logprobs`` asks what the model says of the prompt: 0 for its own tokens, K for the K likeliest.
-
-    Raises:
-        ValueError: a value that means nothing.
     """
 
     max_tokens: int
@@ -48,19 +40,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: a response needs room for at least one token")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} is negative; 0 means greedy")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is outside (0, 1]; 1 keeps every token")
+        if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"{self}: set max_tokens >= 1, temperature >= 0 (greedy), 0 < top_p <= 1 (every token)")
 
     @classmethod
     def from_dict(cls, sent: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
         """Read what an agent loop sends, and a seed; ``max_tokens`` stands in where it sends none.
 
         Raises:
-            ValueError: a parameter this rollout does not implement, named together with its value.
+            ValueError: a parameter that this rollout does not implement, or a value that means nothing.
         """
         # Log-probs come back in any case, and text in none.
         params = {name: value for name, value in sent.items() if name not in ("logprobs", "detokenize")}
@@ -80,22 +68,18 @@ class Request:
     params: SamplingParams
     images: PromptImages | None = None
 
-    @property
-    def prompt(self) -> tuple[tuple[int, ...], bytes | None]:
-        """What tells prompts apart."""
-        return self.prompt_ids, self.images.digest if self.images else None
-
 
 @dataclass
 class Completion:
-    """A response: token ids, their log-probs (nats), and ``stop``, ``length`` or ``abort``.
+    """A response: token ids, and their log-probs (nats) under the distribution they were drawn from.
 
-    ``of_prompt`` holds ``prompt_ids`` and ``prompt_logprobs`` if the request asks for them, see ``read_prompt``.
+    ``aborted`` until it has come to its end. ``of_prompt`` holds ``prompt_ids`` and ``prompt_logprobs`` if the request
+    asks for them, see ``read_prompt``.
     """
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    finish_reason: str = "abort"
+    aborted: bool = True
     of_prompt: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
@@ -105,7 +89,6 @@ def generate(
     requests: Sequence[Request],
     *,
     eos_token_ids: Collection[int],
-    logprobs_mode: str = "processed_logprobs",
     aborted: Callable[[], bool] = lambda: False,
 ) -> list[Completion]:
     """Sample one response a request, all in one batch; the model reads equal prompts once.
@@ -116,8 +99,6 @@ def generate(
         model: a causal language model on the CPU.
         requests: results keep their order.
         eos_token_ids: a response ends after any of these, unless its request ignores them.
-        logprobs_mode: ``processed_logprobs`` are those of the distribution that a token was drawn from,
-            ``raw_logprobs`` the model's own.
         aborted: asked before every step; once true, unfinished responses come back as they are.
     """
     completions = [Completion() for _ in requests]
@@ -132,32 +113,17 @@ def generate(
             completion.of_prompt = read_prompt(model, request, request.params.prompt_logprobs)
     logits_BLV, cache, mask_BK, position_B = _prefill(model, requests)
     logits_BV = logits_BLV[:, -1]
-    batch = list(range(len(requests)))  # the request of each of B
+    params = [request.params for request in requests]
     while True:
-        token_B, log_prob_B = sample(
-            logits_BV.index_fill(1, never, -torch.inf),
-            [requests[i].params for i in batch],
-            [generators[i] for i in batch],
-            raw_log_probs=logprobs_mode == "raw_logprobs",
-        )
-        for i, token, log_prob in zip(batch, token_B.tolist(), log_prob_B.tolist(), strict=True):
-            completion = completions[i]
-            if completion.finish_reason != "abort":
-                continue
-            completion.token_ids.append(token)
-            completion.log_probs.append(log_prob)
-            if token in stops[i]:
-                completion.finish_reason = "stop"
-            elif len(completion.token_ids) == requests[i].params.max_tokens:
-                completion.finish_reason = "length"
-        running = [at for at, i in enumerate(batch) if completions[i].finish_reason == "abort"]
-        if not running or aborted():
+        token_B, log_prob_B = sample(logits_BV.index_fill(1, never, -torch.inf), params, generators)
+        for i, completion in enumerate(completions):
+            if completion.aborted:
+                completion.token_ids.append(int(token_B[i]))
+                completion.log_probs.append(float(log_prob_B[i]))
+                ended = completion.token_ids[-1] in stops[i] or len(completion.token_ids) == params[i].max_tokens
+                completion.aborted = not ended
+        if not any(completion.aborted for completion in completions) or aborted():
             return completions
-        if len(running) * 2 <= len(batch):  # copying the cache costs about a step
-            kept = torch.tensor(running)
-            cache.reorder_cache(kept)
-            batch = [batch[at] for at in running]
-            token_B, mask_BK, position_B = token_B[kept], mask_BK[kept], position_B[kept]
         mask_BK = F.pad(mask_BK, (0, 1), value=1)
         position_B1 = position_B.unsqueeze(1)
         output = model(
@@ -188,16 +154,16 @@ def _prefill(
 ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
     """Run the unique prompts, padded on the left; logits (B, L, V) of the last tokens, or of all where
     ``logits_to_keep`` is 0; cache, mask (B, P) and next position (B,)."""
-    unique = {request.prompt: request for request in requests}
-    prompts = list(unique.values())
-    P = max(len(prompt.prompt_ids) for prompt in prompts)
+    prompts = [(request.prompt_ids, request.images) for request in requests]
+    place = {prompt: at for at, prompt in enumerate(dict.fromkeys(prompts))}
+    length_U = torch.tensor([len(ids) for ids, _ in place])
+    P = int(length_U.max())
     # Any valid id fills the padding: the mask hides it.
-    input_ids_UP = torch.tensor([[0] * (P - len(p.prompt_ids)) + list(p.prompt_ids) for p in prompts])
-    length_U = torch.tensor([len(prompt.prompt_ids) for prompt in prompts])
+    input_ids_UP = torch.tensor([[0] * (P - len(ids)) + list(ids) for ids, _ in place])
     mask_UP = (torch.arange(P) >= (P - length_U).unsqueeze(1)).long()
     position_ids, next_U = (mask_UP.cumsum(-1) - 1).clamp_min(0), length_U
     if reads_images(model.config):
-        by_prompt = [rope_positions(model, prompt.prompt_ids, prompt.images) for prompt in prompts]
+        by_prompt = [rope_positions(model, ids, images) for ids, images in place]
         position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in by_prompt], dim=1)  # (3, U, P)
         next_U = position_ids.amax(dim=(0, 2)) + 1
     cache = DynamicCache(config=model.config)
@@ -208,38 +174,27 @@ def _prefill(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=logits_to_keep,
-        **image_inputs([prompt.images for prompt in prompts], model.dtype),
+        **image_inputs([images for _, images in place], model.dtype),
     )
-    place = {prompt: at for at, prompt in enumerate(unique)}
-    unique_B = torch.tensor([place[request.prompt] for request in requests])
+    unique_B = torch.tensor([place[prompt] for prompt in prompts])
     cache.reorder_cache(unique_B)
     return output.logits[unique_B], cache, mask_UP[unique_B], next_U[unique_B]
 
 
 def sample(
-    logits_BV: torch.Tensor,
-    params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator],
-    raw_log_probs: bool = False,
+    logits_BV: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token of each sequence.
-
-    Returns:
-        ``token_B`` int64 and ``log_prob_B`` float32 (nats): under the distribution the token was drawn from, or under
-        that of the logits as they are.
-    """
-    logits_BV = logits_BV.float()
+    """Draw one token of each sequence: ``token_B`` int64, and its log-prob ``log_prob_B`` float32 (nats)."""
     temperature_B1 = torch.tensor([p.temperature for p in params]).unsqueeze(1)
     greedy_B1 = temperature_B1 == 0
-    scaled_BV = logits_BV / torch.where(greedy_B1, 1.0, temperature_B1)
+    scaled_BV = logits_BV.float() / torch.where(greedy_B1, 1.0, temperature_B1)
     log_probs_BV = _filter(scaled_BV, params).log_softmax(-1)
     # Inverse transform: one uniform number a sequence, so that its draw does not depend on its neighbours.
     cumulative_BV = log_probs_BV.double().exp().cumsum(-1)
     uniform_B1 = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
     drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)
     token_B1 = torch.where(greedy_B1, log_probs_BV.argmax(-1, keepdim=True), drawn_B1)
-    reported_BV = logits_BV.log_softmax(-1) if raw_log_probs else log_probs_BV
-    return token_B1.squeeze(1), reported_BV.gather(1, token_B1).squeeze(1)
+    return token_B1.squeeze(1), log_probs_BV.gather(1, token_B1).squeeze(1)
 
 
 def _filter(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

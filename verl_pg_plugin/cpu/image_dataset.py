@@ -1,9 +1,4 @@
-"""verl's data set with images taken as they are.
-
-Plug it in through verl's own setting::
-
-    data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset
-    data.custom_cls.name=ImageDataset
+"""verl's data set with images taken as they are, for ``data.custom_cls``.
 
 verl's own hands messages to qwen-vl-utils, which resizes images to the patches of real models and needs torchvision.
 Generated images have their size already.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,19 +26,18 @@ class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt, in the order of their placeholders.
+    """The images of one prompt, in the order of their placeholders; equal ones have equal digests.
 
     Attributes:
         pixel_values: (patches, numbers of a patch).
         image_grid_thw: (images, 3).
-        digest: of both; prompts with equal tokens and digests are one prompt.
     """
 
-    pixel_values: torch.Tensor
-    image_grid_thw: torch.Tensor
     digest: bytes
+    pixel_values: torch.Tensor = field(compare=False, repr=False)
+    image_grid_thw: torch.Tensor = field(compare=False, repr=False)
 
     @classmethod
     def process(cls, processor: Any, images: Sequence[Any]) -> PromptImages:
@@ -46,7 +45,7 @@ class PromptImages:
         made = processor.image_processor(images=list(images), return_tensors="pt")
         pixels, grids = made["pixel_values"], made["image_grid_thw"]
         digest = hashlib.blake2b(pixels.numpy().tobytes() + grids.numpy().tobytes()).digest()
-        return cls(pixels, grids, digest)
+        return cls(digest, pixels, grids)
 
 
 def reads_images(config: Any) -> bool:

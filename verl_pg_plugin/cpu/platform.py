@@ -19,7 +19,6 @@ from verl_pg_plugin.cpu import device
 
 
 def selected() -> bool:
-    """Whether the user asked for this platform in the environment."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
@@ -39,7 +38,6 @@ class CPUPlatform(PlatformBase):
         return selected()
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """A CPU has no CUDA compute capability."""
         return None, None
 
     def communication_backend_name(self) -> str:

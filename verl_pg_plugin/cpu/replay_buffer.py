@@ -1,10 +1,7 @@
-"""A replay buffer that looks for finished responses more often than verl's.
+"""A replay buffer that looks for finished responses more often than verl's, for ``trainer.v1.sampler.custom_sampler``.
 
-verl's V1 trainers look every two seconds, which is longer than a whole step of a tiny model. Plug it in through verl's
-own setting, with ``+trainer.v1.sampler.sampler_kwargs.poll_interval`` in seconds, 0.1 by default::
-
-    trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.cpu.replay_buffer
-    trainer.v1.sampler.custom_sampler.name=prompt_replay_buffer
+verl's V1 trainers look every two seconds, longer than a whole step of a tiny model; this one every
+``+trainer.v1.sampler.sampler_kwargs.poll_interval`` seconds, 0.1 by default.
 """
 
 from __future__ import annotations

@@ -23,16 +23,12 @@ from verl_pg_plugin.cpu.server import HFServer
 
 
 def server_name(replica_rank: int) -> str:
-    """Name of a server's Ray actor; servers and workers of one job find each other by it."""
+    """Name of a server's Ray actor, by which workers find it."""
     return f"hf_server_{replica_rank}"
 
 
 class HFReplica(RolloutReplica):
-    """verl's handle on one server.
-
-    Raises:
-        ValueError: model parallelism, or a reward model, was asked of this rollout.
-    """
+    """verl's handle on one server."""
 
     def __init__(self, replica_rank: int, config: RolloutConfig, model_config: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, model_config, **kwargs)
@@ -46,7 +42,6 @@ class HFReplica(RolloutReplica):
             raise ValueError("rollout 'hf' serves policies and teachers; use vllm or sglang for reward models")
 
     async def launch_servers(self) -> None:
-        """Start the server on its worker's node and wait until its model is built."""
         name = server_name(self.replica_rank)
         if self.is_teacher_model:
             name = f"{name}_teacher{self.name_suffix}"
@@ -78,13 +73,11 @@ class ServerAdapter(BaseRollout):
         self.is_leader_rank = True
 
     @property
-    def server(self) -> ActorHandle:
-        """The server's handle; looked up late because servers start after the workers."""
+    def server(self) -> ActorHandle:  # looked up late: servers start after the workers
         return ray.get_actor(server_name(self.replica_rank))
 
     async def resume(self, tags: list[str]) -> None:
-        """Wake the server after training."""
-        await self.server.wake_up.remote(tags=tags)
+        """Nothing: the server's weights stay where they are."""
 
     async def release(self) -> None:
         """Let the server finish before training."""
@@ -99,12 +92,7 @@ class ServerAdapter(BaseRollout):
         peft_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Send full weights to the server, through Ray's object store, a bucket at a time.
-
-        Raises:
-            ValueError: ``wire_format`` is a delta format.
-            NotImplementedError: unmerged LoRA adapters.
-        """
+        """Send full weights to the server, through Ray's object store."""
         if wire_format != "named_tensors":
             raise ValueError(
                 f"rollout 'hf' takes full weights, not {wire_format!r}; set "
@@ -112,16 +100,7 @@ class ServerAdapter(BaseRollout):
             )
         if peft_config is not None:
             raise NotImplementedError("rollout 'hf' has no adapter slots; set actor_rollout_ref.model.lora.merge=True")
-        server = self.server
-        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        bucket: dict[str, torch.Tensor] = {}
-        size = 0
-        async for name, tensor in ensure_async_iterator(weights):
-            if bucket and size + tensor.nbytes > limit:
-                await server.update_weights.remote(bucket)
-                bucket, size = {}, 0
-            bucket[name] = tensor.detach().cpu()
-            size += tensor.nbytes
-        await server.update_weights.remote(bucket)
+        sent = {name: tensor.detach().cpu() async for name, tensor in ensure_async_iterator(weights)}
+        await self.server.update_weights.remote(sent)
         if global_steps is not None:
-            await server.set_global_steps.remote(global_steps)
+            await self.server.set_global_steps.remote(global_steps)

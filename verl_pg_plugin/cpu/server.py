@@ -21,7 +21,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_pg_plugin.cpu.generation import LOGPROBS_MODES, Completion, Request, SamplingParams, derived_seed, generate
+from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate
 from verl_pg_plugin.cpu.images import PromptImages, reads_images
 
 # How long to wait for one more request before a batch starts: agent loops send theirs a few ms apart.
@@ -36,19 +36,15 @@ class HFServer:
     same responses to each prompt, whatever else they answer at the time.
 
     Args:
-        config: verl's rollout config.
-        model_config: verl's model config.
+        config, model_config: verl's, of rollout and model.
         replica_rank: index of this server; offsets the seed.
-
-    Raises:
-        ValueError: ``logprobs_mode`` is not one of ``processed_logprobs`` and ``raw_logprobs``.
     """
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, replica_rank: int) -> None:
-        if config.logprobs_mode not in LOGPROBS_MODES:
+        if config.logprobs_mode != "processed_logprobs":
             raise ValueError(
-                f"actor_rollout_ref.rollout.logprobs_mode={config.logprobs_mode} is unknown to rollout 'hf'; "
-                f"choose one of {', '.join(LOGPROBS_MODES)}"
+                f"rollout 'hf' gives log-probs of the distribution that it draws from, not {config.logprobs_mode}; set "
+                "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
             )
         self.config = config
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config)
@@ -82,22 +78,17 @@ class HFServer:
         """Draw one response.
 
         Args:
-            prompt_ids: token ids.
-            sampling_params: vLLM's names; see :class:`verl_pg_plugin.cpu.generation.SamplingParams`.
-            request_id: unused.
+            sampling_params: vLLM's names; see ``SamplingParams``.
             image_data: PIL images of the prompt, in the order of their placeholders.
-            multi_modal: must all be ``None``.
 
         Returns:
             Token ids and log-probs, and ``stop_reason`` ``completed`` or ``aborted`` (then the tokens so far). If asked
             for ``prompt_logprobs``, as verl asks a teacher, ``extra_fields`` has them and their ``prompt_ids``.
 
         Raises:
-            ValueError: video or audio were given, or images to a model that reads none, or the prompt leaves no room
-                for a response.
+            ValueError: a request that this rollout cannot answer.
         """
-        given = sorted(name for name, value in multi_modal.items() if value)
-        if given:
+        if given := sorted(name for name, value in multi_modal.items() if value):
             raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
         request = self._request(tuple(prompt_ids), sampling_params, image_data)
         while not self._gate.is_set():
@@ -111,13 +102,8 @@ class HFServer:
         return self._token_output(await answer)
 
     async def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """Copy a bucket of weights into the model, after the batch in flight.
-
-        Raises:
-            RuntimeError: a name or a shape the model does not have.
-        """
-        unexpected = sorted(named_tensors.keys() - self._weights.keys())
-        if unexpected:
+        """Copy a bucket of weights into the model, after the batch in flight."""
+        if unexpected := sorted(named_tensors.keys() - self._weights.keys()):
             raise RuntimeError(
                 f"weights {unexpected} do not exist in {type(self.model).__name__}; with LoRA set "
                 "actor_rollout_ref.model.lora.merge=True"
@@ -132,23 +118,19 @@ class HFServer:
         self._missing_weights -= named_tensors.keys()
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Tag later responses with the training step of their weights."""
         self.global_steps = global_steps
         self._asked.clear()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Stop every response where it stands and close the gate.
 
-        Args:
-            reject_request: answer requests that arrive at the closed gate with an empty aborted response
-                instead of holding them until :meth:`resume_generation`.
+        Requests that arrive at it wait for :meth:`resume_generation`, or get an empty aborted response at once.
         """
         self._rejects = reject_request
         self._gate.clear()
         await self.sleep()
 
     async def resume_generation(self) -> None:
-        """Open the gate that :meth:`abort_all_requests` closed."""
         self._gate.set()
 
     async def sleep(self) -> None:
@@ -170,11 +152,9 @@ class HFServer:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; a prompt "
                 "needs at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
             )
-        shown = None
-        if images:
-            if not reads_images(self.model.config):
-                raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
-            shown = PromptImages.process(self.model_config.processor, images)
+        if images and not reads_images(self.model.config):
+            raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
+        shown = PromptImages.process(self.model_config.processor, images) if images else None
         config = self.config
         sent = {"ignore_eos": config.ignore_eos, **sampling_params}
         for name in {"max_tokens", "max_new_tokens"} & sent.keys():
@@ -210,7 +190,6 @@ class HFServer:
                         self.model,
                         [request for request, _ in batch],
                         eos_token_ids=self.eos_token_ids,
-                        logprobs_mode=self.config.logprobs_mode,
                         aborted=lambda: not self._gate.is_set(),
                     )
             except Exception as error:
@@ -227,7 +206,7 @@ class HFServer:
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.log_probs,
-            stop_reason="aborted" if completion.finish_reason == "abort" else "completed",
+            stop_reason="aborted" if completion.aborted else "completed",
             extra_fields={"global_steps": self.global_steps, **completion.of_prompt},
         )
 

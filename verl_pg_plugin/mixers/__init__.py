@@ -7,29 +7,21 @@ A layer that mixes tokens hands what it returns through ``AttentionContext.mixed
 from __future__ import annotations
 
 from collections import Counter
-from typing import TypeAlias
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.mixers.attention import FULL, Attention, PairCost
-from verl_pg_plugin.mixers.gated_delta import GatedDelta
+from verl_pg_plugin.mixers import attention, gated_delta
+from verl_pg_plugin.mixers.mixer import Mixer, PairCost
 
 __all__ = ["MIXERS", "Mixer", "PairCost", "count_layers", "stateful_model_types", "unknown_layer_types"]
 
-Mixer: TypeAlias = Attention | GatedDelta
-
-MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (Attention(), GatedDelta())}
-"""Every mixer by name; a layer type belongs to the first that claims it."""
+MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (attention.MIXER, gated_delta.MIXER)}
 
 
 def count_layers(config: PretrainedConfig) -> Counter[str]:
     """Layers of a text config by the name of their mixer; those that no mixer claims are left out."""
-    return Counter(
-        mixer.name
-        for layer_type in _layer_types(config)
-        for mixer in MIXERS.values()
-        if layer_type in mixer.layer_types
-    )
+    names = {layer_type: mixer.name for mixer in MIXERS.values() for layer_type in mixer.layer_types}
+    return Counter(names[layer_type] for layer_type in _layer_types(config) if layer_type in names)
 
 
 def unknown_layer_types(config: PretrainedConfig) -> list[str]:
@@ -45,4 +37,4 @@ def stateful_model_types() -> frozenset[str]:
 def _layer_types(config: PretrainedConfig) -> list[str]:
     num_layers = getattr(config, "num_hidden_layers", 0)
     types = getattr(config, "layer_types", None)
-    return list(types)[:num_layers] if types else [FULL] * num_layers
+    return list(types)[:num_layers] if types else [attention.FULL] * num_layers

@@ -34,10 +34,6 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"
 """Attributes of transformers' modules; all else in them looks at one token at a time."""
 
 
-Convolution = Callable[[torch.Tensor], torch.Tensor]
-"""(B, D, L) -> (B, D, L), causal, zeros before the first column."""
-
-
 @dataclass(frozen=True)
 class Windows:
     """S windows of 2(W - 1) tokens, one for the start of each segment.
@@ -72,16 +68,10 @@ class Windows:
         )
 
 
-def convolve(x: torch.Tensor, windows: Windows, convolution: Convolution) -> torch.Tensor:
-    """Causal convolution in which tokens see their own sequences only.
+def convolve(x: torch.Tensor, windows: Windows, convolution: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """(1, D, T) packed tokens to the same, each of which sees its own sequence only.
 
-    Args:
-        x: (1, D, T) packed tokens.
-        windows: of their layout.
-        convolution: the plain one.
-
-    Returns:
-        (1, D, T).
+    ``convolution`` is the plain one, (B, D, L) -> (B, D, L), causal, with zeros before the first column.
     """
     plain = convolution(x)
     gathered = gather_tokens(x.squeeze(0).transpose(0, 1), windows.gather)
@@ -91,15 +81,9 @@ def convolve(x: torch.Tensor, windows: Windows, convolution: Convolution) -> tor
 
 
 def plain_convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """What transformers computes where the package causal-conv1d is missing; ``weight`` is (D, W).
-
-    Raises:
-        ValueError: an activation that is not SiLU.
-    """
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"the convolution of Gated DeltaNet is followed by SiLU, this one by {activation!r}")
+    """What transformers computes without the package causal-conv1d, where any activation is SiLU; weight (D, W)."""
     out = F.conv1d(F.pad(x, (weight.shape[-1] - 1, 0)), weight.unsqueeze(1), bias, groups=x.shape[1])
     return out if activation is None else F.silu(out)
 
@@ -117,13 +101,11 @@ class Level:
         cu_seqlens: (N+1,) int64, their bounds if they are laid one after the other.
         num_children: (M,) int64, how many of them continue each of the M segments one depth above, whose children are
             next to each other and in its order; None for the roots.
-        has_children: whether a deeper segment continues one of them.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     num_children: torch.Tensor | None
-    has_children: bool
 
 
 @dataclass(frozen=True)
@@ -136,38 +118,34 @@ class Levels:
         inverse: (T,) int64, the place of each token among them.
     """
 
-    levels: tuple[Level, ...]
+    levels: list[Level]
     order: torch.Tensor | None
     inverse: torch.Tensor | None
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
-        """Segments come as a walk through the prefix tree meets them: siblings of one depth are next to each other."""
+        """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other in a level."""
         parents, lengths = layout.segment_parent, np.diff(layout.cu_seqlens_q)
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
-        levels, above = [], np.zeros(0, dtype=np.int64)
+
+        def sent(index: np.ndarray) -> torch.Tensor:
+            return to_device(index, torch.int64, device)
+
+        levels, above = [], None
         for d in range(int(depth.max()) + 1):
             members = np.flatnonzero(depth == d)
-            num_children = np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)) if d else None
-            levels.append(
-                Level(
-                    lengths=tuple(lengths[members].tolist()),
-                    cu_seqlens=to_device(np.cumsum([0, *lengths[members]]), torch.int64, device),
-                    num_children=None if num_children is None else to_device(num_children, torch.int64, device),
-                    has_children=bool((depth == d + 1).any()),
-                )
-            )
+            num_children = None
+            if above is not None:
+                num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
+            bounds = sent(np.cumsum([0, *lengths[members]]))
+            levels.append(Level(tuple(lengths[members].tolist()), bounds, num_children))
             above = members
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
-            return cls(tuple(levels), None, None)
-        return cls(
-            tuple(levels),
-            to_device(order, torch.int64, device),
-            to_device(np.argsort(order, kind="stable"), torch.int64, device),
-        )
+            return cls(levels, None, None)
+        return cls(levels, sent(order), sent(np.argsort(order, kind="stable")))
 
 
 class _Permute(torch.autograd.Function):
@@ -185,10 +163,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _HandDown(torch.autograd.Function):
-    """Give each child its parent's state; the backward sums over children in their order and adds nothing atomically.
-
-    States are float32 whatever the model computes in, so the sum is not rounded further.
-    """
+    """Give each child its parent's float32 state; the backward sums over children in their order, not atomically."""
 
     @staticmethod
     def forward(ctx: Any, state: torch.Tensor, num_children: torch.Tensor, total: int) -> torch.Tensor:
@@ -203,16 +178,13 @@ class _HandDown(torch.autograd.Function):
 
 
 def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
-    """The gated delta rule in which tokens see their own sequences only.
+    """The gated delta rule in which tokens see their own sequences only, (T, H, V).
 
     Args:
         levels: of the tokens.
         rule: computes one depth.
         tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
         options: further keywords of ``rule``.
-
-    Returns:
-        (T, H, V).
     """
     if levels.order is not None:
         tensors = tuple(_Permute.apply(x, levels.order, levels.inverse) for x in tensors)
@@ -230,9 +202,8 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
             options["cu_seqlens"] = level.cu_seqlens
         else:
             q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
-        out, state = rule(
-            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=level.has_children, **options
-        )
+        passes_on = level is not levels.levels[-1]
+        out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
         lengths = (out.shape[1],) if takes_any else level.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -244,21 +215,16 @@ class GatedDeltaLayer:
 
     The tokens of a forward come from the decoder layer's keyword ``prefix_grouper`` instead, by a hook in front of the
     layer; where gradient checkpointing computes a layer again, it runs again.
-
-    Attributes:
-        convolution, rule: the module's own functions.
-        context: of the layer's forward that is running.
-        convolved: whether they have been through the convolution.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.convolution, self.rule = getattr(module, CONVOLUTION), getattr(module, DELTA_RULE)
-        self.context: AttentionContext | None = None
+        self.convolution = getattr(module, CONVOLUTION) or plain_convolution
+        self.rule = getattr(module, DELTA_RULE)
+        self.context: AttentionContext | None = None  # of the forward that is running
         self.convolved = False
 
     @torch.compiler.disable
     def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook in front of a decoder layer: remember its context."""
         self.context, self.convolved = kwargs.get("prefix_grouper"), False
 
     @torch.compiler.disable  # index maps differ in every micro-batch
@@ -270,19 +236,14 @@ class GatedDeltaLayer:
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding.
-
-        Raises:
-            RuntimeError: the layer has no tokens, or is asked for something that packed tokens do not have.
-        """
+        """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding."""
         context, num_tokens = self._packed(kwargs)
-        convolution = plain_convolution if self.convolution is None else self.convolution
         windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
-        out = convolve(
-            x[..., :num_tokens],
-            windows,
-            lambda part: convolution(x=part, weight=weight, bias=bias, activation=activation),
-        )
+
+        def plain(part: torch.Tensor) -> torch.Tensor:
+            return self.convolution(x=part, weight=weight, bias=bias, activation=activation)
+
+        out = convolve(x[..., :num_tokens], windows, plain)
         self.convolved = True
         return F.pad(out, (0, x.shape[-1] - num_tokens))
 
@@ -297,21 +258,13 @@ class GatedDeltaLayer:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding.
-
-        Raises:
-            RuntimeError: see ``convolve``; or the module has convolved its tokens by other means.
-        """
+        """Stands in for ``chunk_gated_delta_rule``: (1, T, H, ...) -> (1, T, H, V), zero at padding."""
         context, num_tokens = self._packed(kwargs)
         if not self.convolved:
             raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
         levels = context.index(Levels.from_layout, query.device)
-        out = delta_rule_over(
-            levels,
-            self.rule,
-            tuple(x[0, :num_tokens] for x in (query, key, value, g, beta)),
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        )
+        own = tuple(x[0, :num_tokens] for x in (query, key, value, g, beta))
+        out = delta_rule_over(levels, self.rule, own, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
         return F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, query.shape[1] - num_tokens)).unsqueeze(0), None
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
@@ -329,9 +282,8 @@ class GatedDeltaLayer:
         return self.context, self.context.layout.num_tokens
 
 
-def install(model: nn.Module) -> int:
-    """Let every Gated DeltaNet layer of an unwrapped model mix packed tokens; returns how many there are."""
-    found = 0
+def install(model: nn.Module) -> None:
+    """Let every Gated DeltaNet layer of an unwrapped model mix packed tokens."""
     for layer in model.modules():
         for module in layer.children():
             if hasattr(module, CONVOLUTION) and hasattr(module, DELTA_RULE):
@@ -339,5 +291,3 @@ def install(model: nn.Module) -> int:
                 setattr(module, CONVOLUTION, ops.convolve)
                 setattr(module, DELTA_RULE, ops.delta_rule)
                 layer.register_forward_pre_hook(ops.enter_layer, with_kwargs=True)
-                found += 1
-    return found

@@ -1,4 +1,4 @@
-"""Kinds of content, one file each; a new one is that and its line in ``MODALITIES``."""
+"""Kinds of content, one file each; a model has one of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, Images
-from verl_pg_plugin.modalities.text import TEXT, Text
+from verl_pg_plugin.modalities.text import TEXT, Text, text_obstacles
 
 __all__ = [
     "IMAGE_MODEL_TYPES",
-    "MODALITIES",
     "SHARING_OFF",
     "TEXT",
     "BatchError",
@@ -27,14 +26,10 @@ __all__ = [
 
 Modality: TypeAlias = Text | Images
 
-MODALITIES: dict[str, type[Modality]] = {modality.name: modality for modality in (Text, Images)}
-"""Every modality by name; a model has the first that it has no obstacle to."""
-
 
 def modality_obstacles(config: PretrainedConfig) -> list[str]:
-    """Why no modality fits a model, in the words of the first; empty if one does."""
-    obstacles = [modality.obstacles(config) for modality in MODALITIES.values()]
-    return obstacles[0] if all(obstacles) else []
+    """Why no modality fits a model; empty if one does."""
+    return [] if config.model_type in IMAGE_MODEL_TYPES else text_obstacles(config)
 
 
 def modality_of(config: PretrainedConfig) -> Modality:
@@ -43,7 +38,6 @@ def modality_of(config: PretrainedConfig) -> Modality:
     Raises:
         ValueError: there is none.
     """
-    for modality in MODALITIES.values():
-        if not modality.obstacles(config):
-            return modality.of(config)
-    raise ValueError("; ".join(modality_obstacles(config)))
+    if obstacles := modality_obstacles(config):
+        raise ValueError("; ".join(obstacles))
+    return Images.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT

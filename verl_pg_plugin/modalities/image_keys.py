@@ -66,8 +66,7 @@ def find_images(
     """Every image of B sequences, in the order of their first placeholders.
 
     Args:
-        tokens: (N,) ids.
-        offsets: (B+1,) bounds of the sequences.
+        tokens, offsets: (N,) ids, and (B+1,) bounds of the sequences.
         given: B dicts of verl's ``multi_modal_inputs``; an empty list if the batch has none.
         kinds: of images that the model reads.
         patches_per_token: patches that the vision encoder merges into one token.
@@ -102,52 +101,29 @@ def _images_of(
     sequence: int, given: Mapping[str, Any], kind: Kind, places: IntArray, patches_per_token: int
 ) -> Iterator[Image]:
     """Images of one kind in one sequence, whose placeholders stand at ``places``."""
-    grids = _grids(sequence, given, kind)
+    grids, pixels = (given.get(name) for name in (kind.grids, kind.pixels))
+    sizes: list[list[int]] = [] if grids is None else grids.tolist()
+    frames = [(height, width) for num_frames, height, width in sizes for _ in range(num_frames)]
+    needed = sum(height * width for height, width in frames)
+    num_given = 0 if pixels is None else len(pixels)
+    if num_given != needed:
+        raise BatchError(f"sequence {sequence}: {kind.pixels} has {num_given} patches, {kind.grids} ask for {needed}")
     patch = token = 0
-    for frames, height, width in grids:
-        for _ in range(frames):
-            num_patches = height * width
-            num_tokens = num_patches // patches_per_token
-            mine = places[token : token + num_tokens]
-            if num_tokens * patches_per_token != num_patches:
-                raise BatchError(
-                    f"sequence {sequence}: {kind.grids} of {height} x {width} patches do not make whole tokens"
-                )
-            if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
-                raise BatchError(_mismatch(sequence, kind, len(places), grids, patches_per_token))
-            patches = slice(patch, patch + num_patches)
-            yield Image(sequence, kind, int(mine[0]), num_tokens, patches, grid=(height, width))
-            patch, token = patch + num_patches, token + num_tokens
-    if token != len(places):
-        raise BatchError(_mismatch(sequence, kind, len(places), grids, patches_per_token))
-    num_given = len(given[kind.pixels]) if grids else 0
-    if patch != num_given:
-        raise BatchError(f"sequence {sequence}: {kind.pixels} has {num_given} patches, {kind.grids} ask for {patch}")
-
-
-def _mismatch(sequence: int, kind: Kind, num_places: int, grids: list[list[int]], patches_per_token: int) -> str:
-    needed = sum(frames * height * width for frames, height, width in grids) // patches_per_token
-    return (
-        f"sequence {sequence} has {num_places} placeholders {kind.token_id}, its {len(grids)} {kind.name}s need "
-        f"{needed}, each in one piece: a response has sampled the placeholder (ban it in the rollout), or a tool "
-        "result was cut off (raise data.max_response_length), or the prompt was (data.filter_overlong_prompts=True)"
-    )
-
-
-def _grids(sequence: int, given: Mapping[str, Any], kind: Kind) -> list[list[int]]:
-    """Frames, rows and columns of patches of each image of a kind."""
-    if all(given.get(name) is None for name in (kind.pixels, kind.grids)):
-        return []
-    for name in (kind.pixels, kind.grids):
-        value = given.get(name)
-        if not isinstance(value, torch.Tensor) or value.ndim != 2:
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise BatchError(f"sequence {sequence}: {name} must be a tensor of two dimensions, got {shape}")
-    grids: torch.Tensor = given[kind.grids]
-    sizes: list[list[int]] = grids.tolist()
-    if grids.is_floating_point() or grids.shape[1] != 3 or min(map(min, sizes), default=1) < 1:
-        raise BatchError(f"sequence {sequence}: {kind.grids} must hold three positive integers for each image")
-    return sizes
+    for height, width in frames:
+        num_tokens = height * width // patches_per_token
+        mine = places[token : token + num_tokens]
+        if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
+            break
+        patches = slice(patch, patch + height * width)
+        yield Image(sequence, kind, int(mine[0]), num_tokens, patches, grid=(height, width))
+        patch, token = patches.stop, token + num_tokens
+    if token != len(places) or patch != needed:
+        raise BatchError(
+            f"sequence {sequence} has {len(places)} placeholders {kind.token_id}, its {len(sizes)} {kind.name}s need "
+            f"{needed // patches_per_token}, each in one piece: a response has sampled the placeholder (ban it in the "
+            "rollout), or a tool result was cut off (raise data.max_response_length), or the prompt was "
+            "(data.filter_overlong_prompts=True)"
+        )
 
 
 FIRST_KEY = 1 << 31
@@ -163,12 +139,7 @@ def build_keys(
         tokens, offsets, given: see ``find_images``.
         positions: (P, N).
         images: all that the batch has, in order.
-
-    Raises:
-        BatchError: a token id is out of range.
     """
-    if tokens.size and (tokens.min() < 0 or tokens.max() >= FIRST_KEY):
-        raise BatchError(f"token ids must lie in [0, 2**31), got {tokens.min()} .. {tokens.max()}")
     keys, inside = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
     before = np.roll(positions, 1, axis=1)
     before[:, offsets[:-1]] = -1
@@ -194,18 +165,10 @@ def _content(known: dict[Hashable, list[torch.Tensor]], image: Image, pixels: to
     The sum of all words finds those that should be equal, and then they are compared: no hash decides. Both run on all
     threads at the speed of memory; a batch of 32 images of 1,024 tokens holds 0.8 GB.
     """
-    words = _words(pixels)
+    words = pixels.contiguous().cpu().view(torch.int64)  # every patch has a multiple of 8 bytes
     shown = (image.kind.name, image.grid, pixels.dtype, pixels.shape, int(words.sum()))
     alike = known.setdefault(shown, [])
     number = next((number for number, other in enumerate(alike) if torch.equal(other, words)), len(alike))
     if number == len(alike):
         alike.append(words)
     return shown, number
-
-
-def _words(pixels: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as integers: wide ones where they divide its size."""
-    raw = pixels.contiguous().cpu().reshape(-1).view(torch.uint8)
-    if raw.numel() % 8:
-        return raw
-    return (raw.clone() if raw.storage_offset() % 8 else raw).view(torch.int64)

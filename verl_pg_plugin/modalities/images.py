@@ -30,26 +30,15 @@ class Images:
     """Images and videos as placeholders in the tokens, for which the model puts in what its vision encoder computes.
 
     Attributes:
-        images, videos: how they are marked.
         merge_size: rows and columns of patches that the vision encoder merges into one token.
         patch_numbers: numbers of a patch.
     """
 
-    name: ClassVar[str] = "images"
-    in_padded_groups: ClassVar[bool] = False
-    replaced_by_verl: ClassVar[bool] = True
-    num_reserved_tokens: ClassVar[int] = 1
     encoders: ClassVar[tuple[str, ...]] = ("vision_config",)
     images: Kind
     videos: Kind
     merge_size: int
     patch_numbers: int
-
-    @classmethod
-    def obstacles(cls, config: PretrainedConfig) -> list[str]:
-        if config.model_type in IMAGE_MODEL_TYPES:
-            return []
-        return [f"images are read by {', '.join(IMAGE_MODEL_TYPES)}, not by {config.model_type}"]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Images:
@@ -81,7 +70,7 @@ class Images:
         """One for the placeholder of a blank image where the tokens show none."""
         assert isinstance(layout, PackedLayout)
         shown = np.isin(layout.input_ids, (self.images.token_id, self.videos.token_id)).any()
-        return self.num_reserved_tokens if runs_encoder and not shown else 0
+        return int(runs_encoder and not shown)
 
     def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs:
         """Images whose tokens are in the layout, once each and in their order.
@@ -108,10 +97,11 @@ class Images:
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
         """Without those of a blank image."""
-        counts = [
-            [image.patches.stop - image.patches.start for image in found] for found in self._shown(layout, micro_batch)
-        ]
-        return np.array(counts[0], dtype=np.int64), np.array(counts[1], dtype=np.int64)
+        shown, every = (
+            np.array([image.patches.stop - image.patches.start for image in images], dtype=np.int64)
+            for images in self._shown(layout, micro_batch)
+        )
+        return shown, every
 
     def _shown(self, layout: Layout, micro_batch: TensorDict) -> tuple[list[Image], list[Image]]:
         """Images whose tokens are in the layout, in their order, and all of the micro-batch."""

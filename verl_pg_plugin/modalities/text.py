@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,41 +17,28 @@ TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
 """Text models of several modalities' making: all dimensions of a position are equal."""
 
 
-@dataclass(frozen=True)
+def text_obstacles(config: PretrainedConfig) -> list[str]:
+    """Why a model with this config does not read text alone; empty if it does."""
+    if config.model_type in TEXT_ALONE:
+        return []
+    found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
+    if found:
+        return [f"{config.model_type} is multimodal ({found[0]}); only text models are supported"]
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        return [f"{config.model_type} uses three-dimensional position ids (mrope)"]
+    return []
+
+
 class Text:
-    """Language models, those with other inputs where a batch has none.
+    """Language models.
 
     Attributes:
-        name: the key in ``MODALITIES``.
-        in_padded_groups: whether PrefixGrouper's padded groups hold it, and not packed mode only.
-        replaced_by_verl: whether verl puts forwards of its own into the classes of models that read it.
-        num_reserved_tokens: padding tokens that ``inputs`` may ask for.
-        encoders: sub-configs of the parts that compute what it puts in place of tokens.
+        encoders: sub-configs of the parts that compute what a modality puts in place of tokens. PrefixGrouper's padded
+            groups hold none.
     """
 
-    name: ClassVar[str] = "text"
-    in_padded_groups: ClassVar[bool] = True
-    replaced_by_verl: ClassVar[bool] = False
-    num_reserved_tokens: ClassVar[int] = 0
     encoders: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def obstacles(cls, config: PretrainedConfig) -> list[str]:
-        """Why a model with this config does not take this content, or not with shared prefixes; empty if it does."""
-        if config.model_type in TEXT_ALONE:
-            return []
-        found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
-        if found:
-            return [f"{config.model_type} is multimodal ({found[0]}); only text models are supported"]
-        rope: Any = getattr(config, "rope_parameters", None) or {}
-        if "mrope_section" in rope:
-            return [f"{config.model_type} uses three-dimensional position ids (mrope)"]
-        return []
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Text:
-        """What a model with this config reads."""
-        return cls()
 
     def install(self, module: Any) -> None:
         """Make an unwrapped transformers model read it over tokens that may be spread over ranks."""
@@ -97,11 +83,7 @@ TEXT = Text()
 
 
 def read_tokens(data: TensorDict) -> tuple[IntArray, IntArray]:
-    """Ids (N,) and offsets (B+1,) of ``input_ids``.
-
-    Raises:
-        BatchError: they are not jagged integers.
-    """
+    """Ids (N,) and offsets (B+1,) of ``input_ids``; BatchError if they are not jagged integers."""
     input_ids = data["input_ids"]
     if not input_ids.is_nested:
         raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
@@ -112,11 +94,7 @@ def read_tokens(data: TensorDict) -> tuple[IntArray, IntArray]:
 
 
 def read_positions(data: TensorDict) -> IntArray | None:
-    """Values of ``position_ids``: (N,), or (dimensions, N) as mrope has; None if there are none.
-
-    Raises:
-        BatchError: they are not jagged.
-    """
+    """Values of ``position_ids``: (N,), or (dimensions, N) as mrope has; None if there are none."""
     position_ids = data.get("position_ids", None)
     if position_ids is None:
         return None

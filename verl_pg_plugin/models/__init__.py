@@ -17,17 +17,13 @@ def register() -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
 
-    from verl_pg_plugin.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3ForValue
-    from verl_pg_plugin.models.split_llama.modeling_split_llama import (
-        SplitLlamaConfig,
-        SplitLlamaForCausalLM,
-        SplitLlamaForValue,
-    )
+    from verl_pg_plugin.models.qwen3 import modeling_qwen3 as qwen3
+    from verl_pg_plugin.models.split_llama import modeling_split_llama as split_llama
 
-    AutoConfig.register(SplitLlamaConfig.model_type, SplitLlamaConfig, exist_ok=True)
+    AutoConfig.register(split_llama.SplitLlamaConfig.model_type, split_llama.SplitLlamaConfig, exist_ok=True)
     for config, causal_lm, value in (
-        (Qwen3Config, Qwen3ForCausalLM, Qwen3ForValue),
-        (SplitLlamaConfig, SplitLlamaForCausalLM, SplitLlamaForValue),
+        (Qwen3Config, qwen3.Qwen3ForCausalLM, qwen3.Qwen3ForValue),
+        (split_llama.SplitLlamaConfig, split_llama.SplitLlamaForCausalLM, split_llama.SplitLlamaForValue),
     ):
         AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
         AutoModelForTokenClassification.register(config, value, exist_ok=True)

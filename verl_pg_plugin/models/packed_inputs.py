@@ -1,4 +1,4 @@
-"""``forward`` of a model that packs its inputs by itself, for any decoder and any head.
+"""``forward`` of a model that packs its inputs by itself, for any decoder and any head, and of its attention.
 
 Shape legend: B sequences, S padded length, T packed tokens, L tokens of this rank, V width of the head.
 """
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.utils import can_return_tuple
 from verl.utils.attention_utils import index_first_axis, pad_input, unpad_input
 from verl.utils.ulysses import (
@@ -25,7 +26,7 @@ from verl.utils.ulysses import (
 )
 
 from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
-from verl_pg_plugin.attention.interface import ATTENTION_NAME
+from verl_pg_plugin.attention.interface import ATTENTION_NAME, packed_attention
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.layout import PackedLayout
 
@@ -39,12 +40,7 @@ if TYPE_CHECKING:
 NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
 """Masks by layer type, as transformers takes them ready-made: none, ``prefix_grouper`` says what is seen."""
 
-KERNEL_OF_IMPLEMENTATION = {
-    "flash_attention_2": "flash_attn_2",
-    "sdpa": "sdpa",
-    "eager": "sdpa",
-    ATTENTION_NAME: "auto",
-}
+KERNELS = {"flash_attention_2": "flash_attn_2", "sdpa": "sdpa", "eager": "sdpa", ATTENTION_NAME: "auto"}
 """Kernel for packed tokens by the ``attn_implementation`` that the model was loaded with."""
 
 
@@ -54,12 +50,10 @@ class ModelInputs:
 
     Attributes:
         input_ids, position_ids: (1, L) packed tokens, or what the caller passed where nothing is packed.
-        attention_mask: for the decoder; ``NO_MASK`` where ``prefix_grouper`` takes its place.
+        attention_mask: ``NO_MASK`` where ``prefix_grouper`` takes its place.
         prefix_grouper: for the attention layers; None runs transformers' own attention.
-        padded_index: (T,) places of the tokens in the caller's flattened (B, S); None if they were packed already.
-        padded_shape: (B, S), used with ``padded_index``.
-        num_sp_padding: tokens appended so that the sequence-parallel ranks hold equally many; None if they were
-            not spread over ranks here.
+        padded_index, padded_shape: (T,) places of the tokens in the caller's flattened (B, S), if they were padded.
+        num_sp_padding: tokens appended so that the ranks hold equally many, if they were spread over ranks here.
     """
 
     input_ids: torch.Tensor | None
@@ -71,13 +65,10 @@ class ModelInputs:
     num_sp_padding: int | None = None
 
     def restore(self, x_1LV: torch.Tensor) -> torch.Tensor:
-        """Decoder or head output on the caller's positions: all ranks' tokens, without the padding added here.
+        """Decoder or head output on the caller's positions: (B, S, V), zero at padding; (1, T, V) of packed tokens.
 
-        Every rank gets the whole result and computes the same loss from it. verl's gather scales the gradient by
-        the number of ranks, for parameter gradients that are averaged over them, as FSDP does.
-
-        Returns:
-            (B, S, V), zero where the caller's mask is; (1, T, V) if the caller packed the tokens.
+        Every rank gets all tokens and computes the same loss from them. verl's gather scales the gradient by the
+        number of ranks, for parameter gradients that are averaged over them, as FSDP does.
         """
         if self.num_sp_padding is not None:
             x_1LV = gather_outputs_and_unpad(x_1LV, gather_dim=1, unpad_dim=1, padding_size=self.num_sp_padding)
@@ -94,11 +85,8 @@ def pack_padded(
 ) -> ModelInputs:
     """Drop the padding of (B, S): every sequence becomes one segment of packed tokens, prefixes are not shared.
 
-    Valid tokens are 1 in ``attention_mask``; a sequence without any gives zeros and no gradient. ``position_ids`` are
-    (B, S) or (1, S); None counts the valid tokens of each sequence from 0.
-
-    Raises:
-        ValueError: shapes differ, valid tokens of a sequence are not consecutive, or there are none at all.
+    A sequence without valid tokens gives zeros and no gradient. ``position_ids`` are (B, S) or (1, S); None counts the
+    valid tokens of each sequence from 0.
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)} differ")
@@ -128,11 +116,7 @@ def pack_padded(
 def use_layout(
     config: PretrainedConfig, input_ids: torch.Tensor, position_ids: torch.Tensor | None, layout: PackedLayout
 ) -> ModelInputs:
-    """Tokens of a layout; ``position_ids`` (1, T) default to the layout's.
-
-    Raises:
-        ValueError: ``input_ids`` or ``position_ids`` are not the layout's tokens.
-    """
+    """Tokens of a layout; ``position_ids`` (1, T) default to the layout's."""
     for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
         if given is not None and given.shape != (1, layout.num_tokens):
             raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
@@ -149,11 +133,7 @@ def use_padded_groups(
     position_ids: torch.Tensor | None,
     grouper: PrefixGrouper,
 ) -> ModelInputs:
-    """Rows ``[prompt | response 1 | ... | padding]`` of upstream's grouper, one group a row, (B, S).
-
-    Raises:
-        ValueError: the groups do not match the batch, no positions, or sequence parallelism is on.
-    """
+    """Rows ``[prompt | response 1 | ... | padding]`` of upstream's grouper, one group a row, (B, S)."""
     padding_mask = grouper.padding_mask
     if input_ids.shape != padding_mask.shape:
         raise ValueError(
@@ -178,17 +158,12 @@ def use_padded_groups(
 
 @cache  # selecting reads the metadata of packages
 def kernel_of(implementation: str, device_type: str) -> Kernel:
-    """The kernel that belongs to a model's attention implementation.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if implementation not in KERNEL_OF_IMPLEMENTATION:
+    if implementation not in KERNELS:
         raise ValueError(
             f"packed tokens have no kernel for attn_implementation={implementation!r}; load the model with one of "
-            f"{', '.join(KERNEL_OF_IMPLEMENTATION)}"
+            f"{', '.join(KERNELS)}"
         )
-    return select_kernel(KERNEL_OF_IMPLEMENTATION[implementation], device_type)
+    return select_kernel(KERNELS[implementation], device_type)
 
 
 def _over_ranks(
@@ -207,6 +182,43 @@ def _over_ranks(
     return ModelInputs(input_ids, position_ids, NO_MASK, shared, padded_index, padded_shape, num_sp_padding)
 
 
+class PackedAttentionMixin(nn.Module):
+    """In front of transformers' attention of Llama or Qwen3: with a ``prefix_grouper``, over shared prefixes."""
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        prefix_grouper: AttentionContext | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, T, hidden size) to the same and, without a grouper, transformers' attention weights."""
+        if prefix_grouper is None:
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            project(hidden_states).view(by_head) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        out, _ = packed_attention(
+            self,
+            query,
+            key,
+            value.transpose(1, 2),
+            attention_mask,
+            prefix_grouper,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            sliding_window=getattr(self, "sliding_window", None),
+            **kwargs,
+        )
+        return self.o_proj(out.flatten(2)), None
+
+
 class PackedInputsMixin:
     """Mixin for a ``PreTrainedModel`` with a decoder ``model`` and a language-model head.
 
@@ -221,7 +233,6 @@ class PackedInputsMixin:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) to logits (B, T, vocabulary)."""
         return self.lm_head(hidden_states)
 
     @can_return_tuple
@@ -248,9 +259,8 @@ class PackedInputsMixin:
             input_ids: (B, S), or (1, T) tokens of a layout.
             attention_mask: (B, S), 1 at valid tokens; valid tokens are consecutive.
             position_ids: like ``input_ids``; derived from the mask or the layout if left out.
-            past_key_values, inputs_embeds, labels: as in transformers.
             use_cache: None asks for no cache when the batch is packed.
-            logits_to_keep: as in transformers: the last n positions, or indices of positions; 0 for all.
+            logits_to_keep: the last n positions, or indices of positions; 0 for all.
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
                 groups. ``PackedLayout``: packed tokens. ``AttentionContext``: tokens, or this rank's slice of them,
                 that the caller prepared; they are run as they are.
@@ -275,7 +285,12 @@ class PackedInputsMixin:
             inputs = ModelInputs(input_ids, position_ids, attention_mask)
         if inputs.prefix_grouper is not None:
             use_cache = False
-            self._check_outputs(kwargs)
+            names = ("output_attentions", "output_hidden_states")
+            if asked := [name for name in names if kwargs.get(name, getattr(self.config, name))]:
+                raise ValueError(
+                    f"{' and '.join(asked)} would be in packed order, which no caller can read; "
+                    "ask with use_cache=True, which does not pack"
+                )
 
         outputs = self.model(
             input_ids=inputs.input_ids,
@@ -328,15 +343,6 @@ class PackedInputsMixin:
             )
         return use_padded_groups(self.config, input_ids, attention_mask, position_ids, prefix_grouper)
 
-    def _check_outputs(self, kwargs: dict[str, Any]) -> None:
-        names = ("output_attentions", "output_hidden_states")
-        asked = [name for name in names if kwargs.get(name, getattr(self.config, name))]
-        if asked:
-            raise ValueError(
-                f"{' and '.join(asked)} would be in packed order, which no caller can read; "
-                "ask with use_cache=True, which does not pack"
-            )
-
 
 class ValueHeadMixin:
     """In front of a model with ``PackedInputsMixin``: a head of one value a token in place of logits."""
@@ -346,5 +352,4 @@ class ValueHeadMixin:
         self._tied_weights_keys = None  # there is no LM head that could share the embedding's weight
 
     def _forward_head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, T, hidden size) to values (B, T, 1)."""
         return self.score(hidden_states)

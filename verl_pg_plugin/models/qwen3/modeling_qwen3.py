@@ -10,71 +10,22 @@ Copy this file next to a Qwen3 checkpoint's ``config.json``, add
 and load with ``trust_remote_code=True``; ``python -m verl_pg_plugin patch-model CHECKPOINT_DIR`` does both. The
 package verl_pg_plugin must be installed; weights and everything not defined here are those of transformers' Qwen3.
 
-What it adds to transformers' model:
-- ``prefix_grouper`` goes through ``forward`` down to attention. It is a ``prefix_grouper.PrefixGrouper`` (padded
-  samples of whole groups, two attention passes) or a ``verl_pg_plugin.layout.PackedLayout`` (packed tokens, one pass).
-- ``forward(input_ids, attention_mask)`` drops the padding, runs packed tokens and pads the result back.
-- Packed tokens are spread over verl's Ulysses sequence-parallel group where one is set.
-- The head is behind ``_init_head`` and ``_forward_head``; the value model overrides these two and nothing else.
+``prefix_grouper`` goes through ``forward`` down to attention. It is a ``prefix_grouper.PrefixGrouper`` (padded samples
+of whole groups, two attention passes) or a ``verl_pg_plugin.layout.PackedLayout`` (packed tokens, one pass).
+``forward(input_ids, attention_mask)`` drops the padding, runs packed tokens and pads the result back. Packed tokens are
+spread over verl's Ulysses sequence-parallel group where one is set.
 """
 
-from typing import Any
-
-import torch
 from transformers import Qwen3Config
-from transformers.cache_utils import Cache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.models.packed_inputs import PackedInputsMixin, ValueHeadMixin
+from verl_pg_plugin.models.packed_inputs import PackedAttentionMixin, PackedInputsMixin, ValueHeadMixin
 
 __all__ = ["Qwen3ForCausalLM", "Qwen3ForValue"]
 
 
-class Qwen3Attention(qwen3.Qwen3Attention):
+class Qwen3Attention(PackedAttentionMixin, qwen3.Qwen3Attention):
     """Transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        prefix_grouper: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: (B, T, hidden size).
-            position_embeddings: cosines and sines, (B, T, head dim) each.
-            attention_mask: for transformers' attention; None with a ``prefix_grouper``.
-            past_key_values: None with a ``prefix_grouper``.
-            prefix_grouper: see ``packed_attention``; None runs transformers' attention.
-
-        Returns:
-            (B, T, hidden size), and the attention weights where transformers computes them.
-        """
-        if prefix_grouper is None:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(by_head)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden_states).view(by_head)).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(by_head).transpose(1, 2)
-        query, key = qwen3.apply_rotary_pos_emb(query, key, *position_embeddings)
-        out, _ = packed_attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            prefix_grouper,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        return self.o_proj(out.flatten(2)), None
 
 
 class Qwen3ForCausalLM(PackedInputsMixin, qwen3.Qwen3ForCausalLM):

@@ -18,8 +18,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
-from verl_pg_plugin.attention.interface import packed_attention
-from verl_pg_plugin.models.packed_inputs import PackedInputsMixin, ValueHeadMixin
+from verl_pg_plugin.models.packed_inputs import PackedAttentionMixin, PackedInputsMixin, ValueHeadMixin
 
 __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]
 
@@ -71,46 +70,8 @@ class SplitLlamaConfig(PretrainedConfig):
         super().__init__(**{**tokens, "tie_word_embeddings": False, **kwargs})
 
 
-class SplitLlamaAttention(llama.LlamaAttention):
+class SplitLlamaAttention(PackedAttentionMixin, llama.LlamaAttention):
     """Transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        prefix_grouper: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T, hidden size) to the same and, without a grouper, transformers' attention weights."""
-        if prefix_grouper is None:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            project(hidden_states).view(by_head).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        out, _ = packed_attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            prefix_grouper,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **kwargs,
-        )
-        return self.o_proj(out.flatten(2)), None
-
-
-class SplitLlamaDecoderLayer(llama.LlamaDecoderLayer):
-    """A Llama layer whose attention takes ``prefix_grouper``; ``layer_idx`` counts through both stacks."""
-
-    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.self_attn = SplitLlamaAttention(config, layer_idx)
 
 
 class SplitLlamaPreTrainedModel(PreTrainedModel):
@@ -119,7 +80,7 @@ class SplitLlamaPreTrainedModel(PreTrainedModel):
     config_class = SplitLlamaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["SplitLlamaDecoderLayer"]  # noqa: RUF012 (transformers' annotation)
+    _no_split_modules = ["LlamaDecoderLayer"]  # noqa: RUF012 (transformers' annotation)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -127,13 +88,14 @@ class SplitLlamaPreTrainedModel(PreTrainedModel):
 
 
 class Stack(nn.Module):
-    """Consecutive layers of one Llama with its rotary embedding."""
+    """Consecutive layers of one Llama with its rotary embedding; ``layer_idx`` counts through both stacks."""
 
     def __init__(self, config: LlamaConfig, first_layer_idx: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            SplitLlamaDecoderLayer(config, first_layer_idx + i) for i in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList()
+        for layer_idx in range(first_layer_idx, first_layer_idx + config.num_hidden_layers):
+            self.layers.append(llama.LlamaDecoderLayer(config, layer_idx))
+            self.layers[-1].self_attn = SplitLlamaAttention(config, layer_idx)
         self.rotary_emb = llama.LlamaRotaryEmbedding(config=config)
 
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -170,11 +132,7 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states (B, T, hidden size of the last stack); arguments as in transformers' ``LlamaModel``.
-
-        Raises:
-            ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``.
-        """
+        """Hidden states (B, T, hidden size of the last stack); arguments as in transformers' ``LlamaModel``."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
