@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             world_size = dist.get_world_size()
             whole = case.rows(_num_plain_tokens(config), world_size)
             if case.images:
-                whole = whole.with_samples(case.images.put_into(whole.samples, config))
+                whole = replace(whole, samples=case.images.put_into(whole.samples, config))
             parts = samples_of_ranks(whole, path.stock, flops, world_size)
             ranks = [[whole.samples[row] for row in part] for part in parts]
             batch = make_batch(

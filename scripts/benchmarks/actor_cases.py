@@ -46,9 +46,6 @@ class CaseSamples:
         samples, *numbers = zip(*rows[: len(rows) // world_size * world_size], strict=True)
         return cls(list(samples), *map(np.array, numbers))
 
-    def with_samples(self, samples: list[Sample]) -> CaseSamples:
-        return replace(self, samples=samples)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -151,11 +148,9 @@ class AgentCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Samples of a prompt."""
         return self.n * self.turns
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples."""
         rng = np.random.default_rng(0)
         rows = []
         for group in range(self.groups * world_size):
@@ -191,11 +186,9 @@ class TreeCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Leaves of a tree."""
         return self.branching**self.depth
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         rows: list[tuple[Sample, int, int, int]] = []
         for group in range(self.groups * world_size):
@@ -232,11 +225,9 @@ class PreambleCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Responses to a prompt."""
         return self.n
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         examples = rng.integers(vocab_size, size=self.preamble).tolist()
         rows: list[tuple[Sample, int, int, int]] = []

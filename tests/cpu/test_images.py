@@ -22,7 +22,7 @@ TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?<|
 
 @pytest.fixture(scope="module")
 def vision_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
+    from make_image_task import make_tiny_vision_checkpoint
 
     return make_tiny_vision_checkpoint(tmp_path_factory.mktemp("vision") / "model", warm_up_steps=0)
 
@@ -38,7 +38,7 @@ def server(vision_checkpoint: Path) -> HFServer:
 
 
 def squares(count: int, seed: int) -> Image.Image:
-    from make_image_data import draw_squares
+    from make_image_task import draw_squares
 
     return draw_squares(count, random.Random(seed))
 

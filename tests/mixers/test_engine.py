@@ -18,7 +18,6 @@ import transformers
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp import transformer_impl
 
-from tests.architectures.outcome import record_outcome
 from tests.engine.ranks import on_ranks
 from tests.mixers.hybrids import KINDS, config_of, modeling_file, save_hybrid, save_multimodal
 from tests.mixers.toy import Convolution, save_toy_model
@@ -98,13 +97,10 @@ def relative_error(got: Result, exact: Result, name: str) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_is_that_of_the_row_alone(
-    kind: str, hybrids: dict, references: dict, record_property: Any
-) -> None:
+def test_every_number_is_that_of_the_row_alone(kind: str, hybrids: dict, references: dict) -> None:
     engine = make_engine(hybrids[kind], packed=True)
     assert_exact(run_engine(engine, make_batch(SAMPLES), actor_loss()), references[kind])
     assert engine.shared_model.layers == {"gated_delta": 3, "attention": 1}
-    record_outcome(record_property, kind)
 
 
 COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -234,7 +230,7 @@ def positions_in_four_planes(batch):
     return batch
 
 
-def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str, record_property: Any) -> None:
+def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str) -> None:
     engine, want = make_engine(qwen3_5, packed=True), reference(qwen3_5)
     for batch in (make_batch(TEXTS), positions_in_four_planes(make_batch(TEXTS))):
         assert_same(run_engine(engine, batch, actor_loss()), want, tolerance=2e-5)
@@ -244,13 +240,11 @@ def test_text_alone_is_exact_and_weights_keep_their_names(qwen3_5: str, record_p
     with engine.train_mode():
         engine.forward_backward_batch(make_batch(TEXTS), actor_loss())
         assert engine.optimizer_step() > 0  # weights of the tower have no gradient
-    record_outcome(record_property, "qwen3_5")
 
 
-def test_the_mixture_of_experts_is_exact(tmp_path: Path, record_property: Any) -> None:
+def test_the_mixture_of_experts_is_exact(tmp_path: Path) -> None:
     path = save_multimodal(tmp_path, "qwen3_5_moe")
     assert_same(run_engine(make_engine(path, packed=True), make_batch(TEXTS), actor_loss()), reference(path), 2e-5)
-    record_outcome(record_property, "qwen3_5_moe")
 
 
 def test_forwards_of_transformers_stay_as_they_are(qwen3_5: str) -> None:
