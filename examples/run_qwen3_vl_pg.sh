@@ -23,9 +23,9 @@ if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     export MODEL_PATH=$WORK_DIR/model TRAIN_FILES=$WORK_DIR/data/train.parquet VAL_FILES=$WORK_DIR/data/test.parquet
     export LR=${LR:-4e-4} TOTAL_STEPS=${TOTAL_STEPS:-30} MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-4}
     [ -d "$WORK_DIR/data" ] ||
-        "$PYTHON" "$repository/scripts/make_image_data.py" --output-dir "$WORK_DIR/data"
+        "$PYTHON" "$repository/scripts/make_image_task.py" --data "$WORK_DIR/data"
     [ -d "$MODEL_PATH" ] ||
-        "$PYTHON" "$repository/scripts/make_tiny_vision_checkpoint.py" --output-dir "$MODEL_PATH"
+        "$PYTHON" "$repository/scripts/make_image_task.py" --model "$MODEL_PATH"
     overrides+=(
         data.custom_cls.path=pkg://verl_pg_plugin.cpu.image_dataset
         data.custom_cls.name=ImageDataset

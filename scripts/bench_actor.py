@@ -1,4 +1,4 @@
-"""Time old_log_prob, ref and update_actor of verl's FSDP engine: stock against packed, in one process group.
+"""Time phases of verl's FSDP engine: stock against packed, in one process group.
 
     python scripts/bench_actor.py --model tiny --cases 512,64,8,4 --csv outputs/bench_actor.csv
     torchrun --nproc-per-node 1 scripts/bench_actor.py --model qwen3-4b --cases 4096,1024,4,1 8192,1024,8,1
@@ -13,6 +13,10 @@ the same strategy in the same run; the bound is the ratio of floating point oper
 head counted on every token for stock verl (it runs there) and on response tokens for ours. Memory is the peak of the
 forward and backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile`` runs each
 phase once more under torch's profiler and says which kernels took the time (a GPU's alone).
+
+Phases beside ``old_log_prob``, ``ref`` and ``update_actor`` are updates with other losses of verl's: ``distill`` with
+``forward_kl_topk`` of a random teacher's ``--topk`` tokens, and ``sft``, which learns the responses. What runs out of a
+GPU's memory is told in its row (several ranks stop there).
 """
 
 import argparse
@@ -24,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 import transformers
-from benchmarks.actor_cases import PHASES, Case, Work, parse_case, samples_of_ranks
+from benchmarks.actor_cases import PHASES, Case, Work, batch_of_phase, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath, add_engine_arguments, build_engine, shared_model
 from benchmarks.common import environment, pinned_copies, write_csv
 from benchmarks.images import image_flops
@@ -46,11 +50,12 @@ from rich.table import Table
 from tensordict import TensorDict
 from torch import _dynamo
 from torch._dynamo.utils import counters
+from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group_ray
-from verl.workers.config import FSDPActorConfig
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
+from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
@@ -61,7 +66,7 @@ ROW_METRICS = ("physical_tokens", "patches", "host_gib")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; seconds are the slowest rank's, memory is the largest rank's.
+    """One measurement; seconds are the slowest rank's, memory is the largest rank's, NaN where it did not fit.
 
     ``slowest_over_mean`` compares the FLOPs of the ranks: their times are equal, since FSDP makes them wait for
     each other in every layer. ``graphs_compiled`` counts what the path has compiled up to and with this measurement;
@@ -73,6 +78,7 @@ class Row:
     path: str
     kernel: str
     phase: str
+    fits: bool
     seconds_median: float
     seconds_min: float
     seconds_max: float
@@ -83,8 +89,8 @@ class Row:
     level: str
     memory_ratio: float
     logical_tokens: int
-    physical_tokens: int
-    patches: int
+    physical_tokens: float
+    patches: float
     logical_patches: int
     physical_tflops_per_s: float
     slowest_over_mean: float
@@ -119,7 +125,7 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
     """
     data = tu.index_select_tensor_dict(batch, list(range(len(batch))))
     tu.assign_non_tensor(data, calculate_entropy=phase == "old_log_prob" or (phase == "update_actor" and entropy))
-    update = phase == "update_actor"
+    update = phase not in ("old_log_prob", "ref")
     on_gpu = get_device_name() == "cuda"
     with engine.train_mode() if update else engine.eval_mode():
         # Once in many runs Python would search its whole heap, for over half a second where layers were compiled.
@@ -140,20 +146,30 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         get_torch_device().synchronize()
         seconds = time.perf_counter() - start
-    rows = {name: output["metrics"].get(f"prefix_grouper/{name}", [0.0])[0] for name in ROW_METRICS}
-    level = engine.activations.level.value if update and hasattr(engine, "activations") else ""
+    ours = hasattr(engine, "activations")
+    unknown = math.nan if ours and phase == "sft" else 0.0  # ours has no metrics there
+    rows = {name: output["metrics"].get(f"prefix_grouper/{name}", [unknown])[0] for name in ROW_METRICS}
+    level = engine.activations.level.value if update and ours else ""
     return Timing(seconds, peak / 2**30, level, rows)
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Median and spread over repeats, after warm-up."""
-    runs = [run_phase(engine, phase, batch, loss, args.entropy) for _ in range(args.warmup + args.repeats)]
+    """Median and spread over repeats, after warm-up; NaN where one GPU's memory does not hold it."""
+    try:
+        runs = [run_phase(engine, phase, batch, loss, args.entropy) for _ in range(args.warmup + args.repeats)]
+    except torch.OutOfMemoryError:
+        if dist.get_world_size() > 1:  # the others may wait in a layer
+            raise
+        names = ("seconds_median", "seconds_min", "seconds_max", "peak_gib", *ROW_METRICS)
+        unknown: dict[str, Any] = dict.fromkeys(names, math.nan)
+        return {"fits": False, **unknown, "level": "", "graphs_compiled": counters["stats"]["unique_graphs"]}
     mine = [run.seconds for run in runs[args.warmup :]]
     peak = max(run.peak_gib for run in runs[args.warmup :])
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (mine, peak))
     slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
     return {
+        "fits": True,
         "seconds_median": statistics.median(slowest),
         "seconds_min": min(slowest),
         "seconds_max": max(slowest),
@@ -162,6 +178,26 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
         **runs[-1].rows,
         "graphs_compiled": counters["stats"]["unique_graphs"],
     }
+
+
+def loss_of_phase(phase: str, path: EnginePath, args: argparse.Namespace) -> Any:
+    """verl's own."""
+    if phase == "sft":
+        return partial(sft_loss, config=None)
+    actor = FSDPActorConfig(
+        strategy=path.strategy,
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        entropy_coeff=0.01 if args.entropy else 0.0,
+    )
+    if phase != "distill":
+        return partial(ppo_loss, config=actor)
+    of_teacher = DistillationLossConfig(
+        loss_mode="forward_kl_topk", topk=args.topk, use_policy_gradient=False, use_task_rewards=False
+    )
+    return partial(
+        distillation_ppo_loss, config=actor, distillation_config=DistillationConfig(distillation_loss=of_teacher)
+    )
 
 
 def profile_phase(title: str, engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> None:
@@ -179,7 +215,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
     parser.add_argument("--cases", nargs="+", type=parse_case, default=[Case(512, "64", "8", 4)])
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES[:3]))
+    parser.add_argument("--topk", type=int, default=64, help="tokens that the teacher of distill tells")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
@@ -207,7 +244,7 @@ def main() -> int:
 def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     config = transformers.AutoConfig.from_pretrained(model_path)
     flops = ModelFlops.of_config(config)
-    options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy}"
+    options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy} topk={args.topk}"
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
     kernels: dict[EnginePath, str] = {}
@@ -222,7 +259,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             world_size = dist.get_world_size()
             whole = case.rows(_num_plain_tokens(config), world_size)
             if case.images:
-                whole = whole.with_samples(case.images.put_into(whole.samples, config))
+                whole = replace(whole, samples=case.images.put_into(whole.samples, config))
             parts = samples_of_ranks(whole, path.stock, flops, world_size)
             ranks = [[whole.samples[row] for row in part] for part in parts]
             batch = make_batch(
@@ -242,22 +279,22 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, encoders)
             of_prompt = case.images.number * case.images.patches(config) if case.images else 0
             patches[name] = len(whole.samples) * of_prompt
-            actor = FSDPActorConfig(
-                strategy=path.strategy,
-                rollout_n=1,
-                ppo_micro_batch_size_per_gpu=1,
-                entropy_coeff=0.01 if args.entropy else 0.0,
-            )
+            kernels[path] = "stock" if path.stock else engine.kernel.name
+            compiled[path] = not path.stock and engine.compiles
             for phase in args.phases:
-                loss = partial(ppo_loss, config=actor)
-                numbers = measure(engine, phase, batch, loss, args)
+                loss = loss_of_phase(phase, path, args)
+                data = batch_of_phase(batch, phase, args.topk, config.get_text_config().vocab_size)
+                numbers = measure(engine, phase, data, loss, args)
                 measured[path, name, phase] = numbers
                 # A run that is cut short leaves what it has measured.
                 logger.warning("%s %s %s: %s", path, name, phase, numbers)
-                if args.profile:
-                    profile_phase(f"{path} {name} {phase}", engine, phase, batch, loss, args)
-                kernels[path] = "stock" if path.stock else engine.kernel.name
-                compiled[path] = not path.stock and engine.compiles
+                if not numbers["fits"]:  # FSDP stopped in the middle of a layer
+                    del engine
+                    gc.collect()
+                    get_torch_device().empty_cache()
+                    engine = build_engine(model_path, args, path)
+                elif args.profile:
+                    profile_phase(f"{path} {name} {phase}", engine, phase, data, loss, args)
         del engine
         gc.collect()
         get_torch_device().empty_cache()
@@ -283,8 +320,8 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
                 **numbers
                 | {
-                    "physical_tokens": int(numbers["physical_tokens"]) or work.logical_tokens,
-                    "patches": patches[case_name] if path.stock else int(numbers["patches"]),
+                    "physical_tokens": work.logical_tokens if path.stock else numbers["physical_tokens"],
+                    "patches": patches[case_name] if path.stock else numbers["patches"],
                 },
                 **about,
             )
@@ -311,7 +348,7 @@ def report(rows: list[Row], path: Path | None) -> None:
             row.case,
             row.path if row.kernel == "stock" else f"{row.path} {row.kernel}{', compiled' * row.layers_compiled}",
             row.phase,
-            f"{row.seconds_median:.4f}",
+            f"{row.seconds_median:.4f}" if row.fits else "out of memory",
             f"{row.seconds_min:.4f}..{row.seconds_max:.4f}",
             f"{row.speedup:.2f}",
             f"{row.flop_bound:.2f}",

@@ -2,16 +2,13 @@
 
     python scripts/bench_attention.py --csv outputs/bench_attention.csv
     python scripts/bench_attention.py --cases 8192,1024,8 8192,64,256 --paths alone:flash_attn_2 packed:flash_attn_4
-    python scripts/bench_attention.py --other ../old --paths packed:flash_attn_2 --no-check --cases 8192,1024,8 \\
-        8192,1024,4 4096,1024,4,2 tree:512,64,4,4 8192,64,256 30000,32,64
 
 A case is P,R,n[,groups]: prompt and response tokens, responses per prompt, prompts; or tree:P,STEP,BRANCHES,DEPTH: a
 search tree below a prompt, STEP tokens a node, each leaf a sequence. Paths are ``alone:KERNEL`` (each
 sequence with its own copy of the prompt, as remove-padding runs it) and ``packed:KERNEL`` (shared prefixes once); by
 default all kernels that can run here. Speed-up and error are against the first path of ``alone``, flash-attn 2 if it is
 there; the bound is the ratio of (query, key) pairs. The error is the worst of out, dq, dk and dv: its norm against
-float32, divided by that baseline's own. Forward alone runs without autograd. ``--other`` is another checkout of this
-repository (of d3fc7ea or later): its packed paths run in a process of their own, a round of each in turn.
+float32, divided by that baseline's own. Forward alone runs without autograd.
 
 Shape legend: T packed tokens, H query heads, G key/value heads, D head dim, L tokens of one sequence.
 """
@@ -19,35 +16,22 @@ Shape legend: T packed tokens, H query heads, G key/value heads, D head dim, L t
 import argparse
 import gc
 import hashlib
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from benchmarks.common import environment, write_csv
 
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
+from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout, build_packed_layout
-
-try:
-    from verl_pg_plugin.attention.context import PackedAttention
-    from verl_pg_plugin.attention.kernels import KERNELS, kernel_obstacle, select_kernel
-    from verl_pg_plugin.attention.op import AttentionOptions
-
-    lay_out = PackedAttention
-except ImportError:  # the checkout of --other may have them where d3fc7ea has them
-    from verl_pg_plugin.attention.kernels.selection import kernel_obstacle, select_kernel
-    from verl_pg_plugin.attention.kernels.specs import KERNELS
-    from verl_pg_plugin.attention.packed_rows import PackedRows as PackedAttention
-    from verl_pg_plugin.attention.shared_rows import AttentionOptions
-
-    lay_out = PackedAttention.from_layout
 
 QUERY_CHUNK = 256
 """Queries whose float32 scores are held at once: 256 x 32 heads x 33k keys is 1 GiB, a few of those live."""
@@ -177,7 +161,7 @@ class AttentionPath:
             self.pairs = sum(length * (length + 1) // 2 for length in lengths)
         else:
             self.places = torch.arange(len(problem.q), device=device)
-            packed = lay_out(problem.layout, kernel, device)
+            packed = PackedAttention(problem.layout, kernel, device)
             self.pairs = num_pairs(problem.layout)
         self.attend: Attend = lambda q, k, v: packed.attend_packed(q, k, v, options)
         self.inputs = [x[self.places].requires_grad_() for x in (problem.q, problem.k, problem.v)]
@@ -231,116 +215,51 @@ def time_ms(function: Callable[[], object], repeats: int, device: str) -> list[f
     return [start_event.elapsed_time(end_event) for start_event, end_event in events]
 
 
-@dataclass
-class Measured:
-    """One path of one case: milliseconds of each call, the peak in GiB, errors of out, dq, dk and dv."""
-
-    pairs: int
-    errors: list[float]
-    forward: list[float]
-    both: list[float]
-    peak_gib: float = 0.0
-
-
-class Bench:
-    """Runs rounds of one path after another."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-
-    def start(self, case: str, path: str) -> Measured:
-        """Warm up, and compare with float32."""
-        self.path = None
+def run_case(case: str, args: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    base: dict[str, Any] = {}
+    on_gpu = args.device != "cpu"
+    for name in sorted(args.paths, key=lambda name: (not name.startswith("alone"), name != "alone:flash_attn_2")):
         gc.collect()
         torch.cuda.empty_cache()
-        problem = Problem(case, self.args)
-        self.path = AttentionPath(path, problem)
-        errors = [] if self.args.no_check else relative_error(self.path.outcome(), problem.exact())
-        time_ms(self.path.forward, 2, self.args.device)  # compiles what is compiled on first use
-        time_ms(self.path.forward_backward, 2, self.args.device)
-        return Measured(self.path.pairs, errors, [], [])
-
-    def round(self, measured: Measured) -> Measured:
-        """Three calls of each."""
-        device = self.args.device
-        if device != "cpu":
+        problem = Problem(case, args)
+        path = AttentionPath(name, problem)
+        errors = [] if args.no_check else relative_error(path.outcome(), problem.exact())
+        time_ms(path.forward, 2, args.device)  # compiles what is compiled on first use
+        time_ms(path.forward_backward, 2, args.device)
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        measured.both += time_ms(self.path.forward_backward, 3, device)
-        measured.peak_gib = torch.cuda.max_memory_allocated() / 2**30 if device != "cpu" else 0.0
-        measured.forward += time_ms(self.path.forward, 3, device)
-        return measured
-
-
-class OtherBench:
-    """The same with the package of another checkout, in a process of its own."""
-
-    def __init__(self, checkout: Path) -> None:
-        paths = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, __file__, *sys.argv[1:], "--serve"]
-        env = os.environ | {"PYTHONPATH": paths}
-        self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def start(self, case: str, path: str) -> Measured:
-        return self._ask(["start", case, path])
-
-    def round(self, measured: Measured) -> Measured:
-        return self._ask(["round"])
-
-    def _ask(self, words: list[str]) -> Measured:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-        return Measured(**json.loads(self.process.stdout.readline()))
-
-
-def serve(bench: Bench) -> None:
-    """Answer an ``OtherBench``."""
-    measured = None
-    for line in sys.stdin:
-        order, *words = json.loads(line)
-        measured = bench.start(*words) if order == "start" else bench.round(measured)
-        sys.stdout.write(json.dumps(asdict(measured)) + "\n")
+        both = time_ms(path.forward_backward, args.repeats, args.device)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+        forward = time_ms(path.forward, args.repeats, args.device)
+        middle = statistics.median(both)
+        base = base or {"pairs": path.pairs, "both": middle, "errors": errors}
+        row = Row(
+            case=case,
+            path=name,
+            shape=f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
+            dtype=args.dtype,
+            forward_ms=statistics.median(forward),
+            both_ms=middle,
+            both_min_ms=min(both),
+            both_max_ms=max(both),
+            speedup=base["both"] / middle,
+            bound=base["pairs"] / path.pairs,
+            # 4 operations per pair, head and dim forward, 10 backward.
+            tflops_per_s=14 * path.pairs * args.heads * args.head_dim / middle / 1e9,
+            peak_gib=peak,
+            error=max(errors, default=float("nan")),
+            error_ratio=max((a / b for a, b in zip(errors, base["errors"], strict=True)), default=float("nan")),
+            repeats=len(both),
+            **environment(),
+        )
+        rows.append(row)
+        sys.stdout.write(
+            f"{case:18} {row.path:25} forward {row.forward_ms:9.3f} ms, both {middle:9.3f} ms, {row.speedup:.3f}x "
+            f"of a bound of {row.bound:.2f}x, {row.tflops_per_s:.0f} TFLOP/s, {row.peak_gib:.2f} GiB, "
+            f"error {row.error_ratio:.3f}x\n"
+        )
         sys.stdout.flush()
-
-
-def run_case(case: str, args: argparse.Namespace, benches: dict[str, Bench | OtherBench]) -> list[Row]:
-    rows: list[Row] = []
-    base: Measured | None = None
-    for name in sorted(args.paths, key=lambda name: (not name.startswith("alone"), name != "alone:flash_attn_2")):
-        runs = {whose: bench.start(case, name) for whose, bench in benches.items() if not whose or "packed" in name}
-        for rounds in range(args.rounds):
-            for whose in sorted(runs, reverse=rounds % 2 == 1):
-                runs[whose] = benches[whose].round(runs[whose])
-        for whose, run in runs.items():
-            base = base or run
-            middle = statistics.median(run.both)
-            row = Row(
-                case=case,
-                path=whose + name,
-                shape=f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
-                dtype=args.dtype,
-                forward_ms=statistics.median(run.forward),
-                both_ms=middle,
-                both_min_ms=min(run.both),
-                both_max_ms=max(run.both),
-                speedup=statistics.median(base.both) / middle,
-                bound=base.pairs / run.pairs,
-                # 4 operations per pair, head and dim forward, 10 backward.
-                tflops_per_s=14 * run.pairs * args.heads * args.head_dim / middle / 1e9,
-                peak_gib=run.peak_gib,
-                error=max(run.errors, default=float("nan")),
-                error_ratio=max((a / b for a, b in zip(run.errors, base.errors, strict=True)), default=float("nan")),
-                repeats=len(run.both),
-                **environment(),
-            )
-            rows.append(row)
-            sys.stdout.write(
-                f"{case:18} {row.path:25} forward {row.forward_ms:9.3f} ms, both {middle:9.3f} ms, {row.speedup:.3f}x "
-                f"of a bound of {row.bound:.2f}x, {row.tflops_per_s:.0f} TFLOP/s, {row.peak_gib:.2f} GiB, "
-                f"error {row.error_ratio:.3f}x\n"
-            )
-            sys.stdout.flush()
     return rows
 
 
@@ -349,28 +268,20 @@ def main() -> int:
     default_cases = ["4096,1024,8", "8192,1024,8", "8192,2048,16", "8192,1024,1"]
     parser.add_argument("--cases", nargs="+", default=default_cases)
     parser.add_argument("--paths", nargs="+")
-    parser.add_argument("--other", type=Path, help="another checkout, whose packed paths run in turn with this one's")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7, help="of three calls each")
+    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        serve(Bench(args))
-        return 0
     usable = [name for name in KERNELS if not kernel_obstacle(name, args.device)]
     args.paths = args.paths or [f"{route}:{name}" for route in ("alone", "packed") for name in usable]
-    benches: dict[str, Bench | OtherBench] = {"": Bench(args)}
-    if args.other:
-        benches["other "] = OtherBench(args.other)
     rows: list[Row] = []
     for case in args.cases:
-        rows += run_case(case, args, benches)
+        rows += run_case(case, args)
         if args.csv:
             write_csv(rows, args.csv)  # after every case, so that a run cut short keeps what it measured
     return 0

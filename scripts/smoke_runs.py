@@ -34,9 +34,8 @@ from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import ScriptRun, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
-from make_image_data import make_image_data
+from make_image_task import make_image_data, make_tiny_vision_checkpoint
 from make_tiny_checkpoint import make_tiny_checkpoint
-from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
 from rich.console import Console
 
 STEPS = 2

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from benchmarks.images import PromptImages
@@ -19,7 +21,7 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
 from verl_pg_plugin.synthetic import Sample, random_group
 
-PHASES = ("old_log_prob", "ref", "update_actor")
+PHASES = ("old_log_prob", "ref", "update_actor", "distill", "sft")
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,6 @@ class CaseSamples:
         rows = list(rows)
         samples, *numbers = zip(*rows[: len(rows) // world_size * world_size], strict=True)
         return cls(list(samples), *map(np.array, numbers))
-
-    def with_samples(self, samples: list[Sample]) -> CaseSamples:
-        return replace(self, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -149,11 +148,9 @@ class AgentCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Samples of a prompt."""
         return self.n * self.turns
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples."""
         rng = np.random.default_rng(0)
         rows = []
         for group in range(self.groups * world_size):
@@ -189,11 +186,9 @@ class TreeCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Leaves of a tree."""
         return self.branching**self.depth
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         rows: list[tuple[Sample, int, int, int]] = []
         for group in range(self.groups * world_size):
@@ -230,11 +225,9 @@ class PreambleCase(_Named):
 
     @property
     def largest_group(self) -> int:
-        """Responses to a prompt."""
         return self.n
 
     def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples, each a session of its own."""
         rng = np.random.default_rng(0)
         examples = rng.integers(vocab_size, size=self.preamble).tolist()
         rows: list[tuple[Sample, int, int, int]] = []
@@ -282,6 +275,30 @@ def samples_of_ranks(rows: CaseSamples, stock: bool, flops: ModelFlops, world_si
     return [part.tolist() for part in np.split(order, world_size)]
 
 
+def batch_of_phase(batch: TensorDict, phase: str, top_k: int, vocab_size: int) -> TensorDict:
+    """What verl's trainers hand an engine in this phase, from what they hand it in ``update_actor``.
+
+    A random teacher of ``distill`` tells ``top_k`` tokens that differ, and log-probs that leave 18% to all others.
+    """
+    offsets = batch["input_ids"].offsets()
+    if phase == "distill":
+        rng, size = np.random.default_rng(0), (int(offsets[-1]), top_k)
+        ids = (rng.integers(vocab_size, size=(size[0], 1)) + rng.permutation(vocab_size)[:top_k]) % vocab_size
+        log_probs = torch.from_numpy(rng.standard_normal(size, dtype=np.float32)).log_softmax(-1) - 0.2
+        batch = batch.copy()
+        for name, values in (("teacher_ids", torch.from_numpy(ids)), ("teacher_logprobs", log_probs)):
+            batch[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
+        tu.assign_non_tensor(batch, distillation_use_topk=True, distillation_only=True)
+    if phase == "sft":
+        prompts, lengths = batch["prompts"].offsets().diff().tolist(), offsets.diff().tolist()
+        masks = [torch.arange(length) >= prompt for prompt, length in zip(prompts, lengths, strict=True)]
+        loss_mask = torch.nested.nested_tensor_from_jagged(torch.cat(masks).long(), offsets)
+        of_answers = ("old_log_probs", "ref_log_prob", "advantages", "response_mask", "prompts", "responses")
+        batch = batch.exclude(*of_answers)
+        batch["loss_mask"] = loss_mask
+    return batch
+
+
 @dataclass(frozen=True)
 class Work:
     """FLOPs of each phase on each rank, every sequence alone and packed; tokens of all ranks."""
@@ -306,7 +323,7 @@ class Work:
         """
 
         def passes(phase: str, body: float, head: float) -> float:
-            if phase != "update_actor":
+            if phase in ("old_log_prob", "ref"):
                 return body + head
             return (4 if checkpointing else 3) * body + 3 * head
 

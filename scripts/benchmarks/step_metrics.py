@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
-BASELINE = "rmpad"
 
 TIMING = "timing_s/"
 PEAK_GIB = "actor/perf/max_memory_allocated_gb"
@@ -119,7 +118,7 @@ def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[St
 
 def with_ratios(rows: list[StepRow]) -> list[StepRow]:
     """The same rows with ``speedup`` and ``memory_ratio`` over the rmpad run of their model and case."""
-    baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == BASELINE}
+    baseline = {(row.model, row.case, row.phase): row for row in rows if row.mode == "rmpad"}
     result = []
     for row in rows:
         base = baseline.get((row.model, row.case, row.phase))

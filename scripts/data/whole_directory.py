@@ -17,7 +17,7 @@ def whole_directory(output_dir: Path) -> Iterator[Path]:
         FileExistsError: ``output_dir`` exists and is not empty, before anything is written.
     """
     if output_dir.is_dir() and any(output_dir.iterdir()):
-        raise FileExistsError(f"{output_dir} is not empty; remove it or name another --output-dir")
+        raise FileExistsError(f"{output_dir} is not empty; remove it or name another folder")
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as parent:
         scratch = Path(parent) / output_dir.name

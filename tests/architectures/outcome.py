@@ -1,9 +1,7 @@
 """What packed mode does with an architecture, as far as configs and classes tell."""
 
 import functools
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import transformers
 from transformers import PretrainedConfig
@@ -14,6 +12,7 @@ from verl_pg_plugin.architectures import (
     UNCOMPILED,
     WRONG_COMPILED,
     architecture_issues,
+    fused_obstacle,
     head_obstacle,
     skeleton,
 )
@@ -40,9 +39,9 @@ class Outcome:
     """A row of docs/models.md.
 
     Attributes:
-        status: ``EXACT`` once a test has shown it.
         why: of a status that is not exact; of one that is, where its test is, if that is not the one of all types.
-        head_in_chunks: the head comes last, so chunks and verl's fused kernels can stand in for it.
+        head_in_chunks: the head comes last, so log-probs can be computed in chunks.
+        fused_kernels: verl's can stand in for it.
         value_head: a critic of this type runs.
         kernels: those that fit the heads of a released checkpoint.
         needs: overrides without which its default config is refused.
@@ -52,6 +51,7 @@ class Outcome:
     status: str
     why: str = ""
     head_in_chunks: bool = False
+    fused_kernels: bool = False
     value_head: bool = False
     kernels: list[str] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
@@ -72,22 +72,18 @@ def outcome_of(model_type: str) -> Outcome:
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
+    module = skeleton(tiny_config(model_type).get_text_config())
     return Outcome(
         EXACT,
         "by tests/mixers" if model_type in HYBRIDS else "",
-        head_in_chunks=not head_obstacle(skeleton(tiny_config(model_type).get_text_config())),
+        head_in_chunks=not head_obstacle(module),
+        fused_kernels=not fused_obstacle(module),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         and not architecture_issues(tiny_config(model_type), trust_remote_code=False, value_model=True),
         kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
         needs=overrides,
         compiled=model_type not in WRONG_COMPILED.keys() | UNCOMPILED.keys(),
     )
-
-
-def record_outcome(record_property: Callable[[str, object], None], model_type: str) -> None:
-    """Write into the results of a test that it bears out what is expected of a type, for make_models_table.py."""
-    record_property("transformers", transformers.__version__)
-    record_property("model", json.dumps({model_type: asdict(outcome_of(model_type))}))
 
 
 def supports_checkpointing(model_type: str) -> bool:

@@ -1,6 +1,8 @@
 """Every causal language model of transformers is exact through the engine, or refused by name."""
 
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,17 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils.checkpoint import CheckpointError
 
-from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, record_outcome, supports_checkpointing
+from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.engine.test_exactness import CASES
 from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
+from tests.mixers import hybrids, test_engine
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
+from verl_pg_plugin.architectures import FLOAT32_ANGLE_TYPES, fsdp2_recomputes_as_it_ran, fused_obstacle, skeleton
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -23,6 +30,8 @@ SAMPLES = [
     *CASES["uneven_groups_and_prompts_of_different_length"],
     *CASES["multi_turn_branches_three_deep"],
 ]
+TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
+FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 SEED = 1
 """Of the weights. With 0, the sum that is the gradient of one number of Apertus' activation cancels almost, and stock
 float32 itself is 1.6e-5 off float64."""
@@ -30,21 +39,6 @@ ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
     "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)},
 }
-
-
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in HYBRIDS])
-def test_exact_through_the_engine_or_refused_by_name(model_type: str, tmp_path: Path, record_property: Any) -> None:
-    expected = outcome_of(model_type)
-    if expected.status == NOT_RUN:
-        with pytest.raises((AttributeError, StrictDataclassError)):
-            transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
-    if expected.status == EXACT:
-        engine = engine_of(model_type, tmp_path, {"logits_chunk_size": 5})
-        assert (engine.log_prob_head is not None) == expected.head_in_chunks
-        assert_exact(engine, model_type, tmp_path)
-        if expected.value_head:
-            assert_critic_is_exact(model_type, tmp_path / "value")
-    record_outcome(record_property, model_type)
 
 
 def save_causal(folder: Path, model_type: str) -> str:
@@ -85,3 +79,77 @@ def assert_critic_is_exact(model_type: str, folder: Path) -> None:
 
 def without(result: Result, names: set[str]) -> Result:
     return replace(result, gradients={name: grad for name, grad in result.gradients.items() if name not in names})
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_exact_through_the_engine_or_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    expected = outcome_of(model_type)
+    if expected.status == NOT_RUN:
+        with pytest.raises((AttributeError, StrictDataclassError)):
+            transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type))
+    if expected.status == EXACT:
+        engine = engine_of(model_type, tmp_path, {"logits_chunk_size": 5})
+        assert (engine.log_prob_head is not None) == expected.head_in_chunks
+        assert_exact(engine, model_type, tmp_path)
+        if expected.value_head:
+            assert_critic_is_exact(model_type, tmp_path / "value")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TYPES)
+def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    expected = outcome_of(model_type)
+    if expected.status != EXACT:
+        pytest.skip("is refused")
+    if expected.fused_kernels:
+        engine = engine_of(model_type, tmp_path, model=FUSED_HEAD)
+        assert engine.log_prob_head.fused is not None
+        assert_exact(engine, model_type, tmp_path)
+    else:
+        obstacle = re.escape(fused_obstacle(skeleton(tiny_config(model_type).get_text_config())))
+        with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {obstacle} \(fix: .*=False"):
+            engine_of(model_type, tmp_path, model=FUSED_HEAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*hybrids.KINDS, "qwen3_5", "qwen3_5_moe"])
+def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_path: Path) -> None:
+    text_alone = kind in hybrids.KINDS
+    path = (hybrids.save_hybrid if text_alone else hybrids.save_multimodal)(tmp_path, kind)
+    engine = make_engine(path, packed=True, model=FUSED_HEAD)
+    assert engine.log_prob_head.fused is not None
+    samples = test_engine.SAMPLES if text_alone else test_engine.TEXTS
+    got = run_engine(engine, make_batch(samples), actor_loss())
+    if text_alone:
+        test_engine.assert_exact(got, test_engine.rows_alone(path, kind))
+    else:
+        assert_same(got, test_engine.reference(path), tolerance=2e-5)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in ("olmo2", "qwen3") else pytest.param(name, marks=pytest.mark.slow) for name in TYPES],
+)
+def test_torch_before_2_13_trains_every_type_that_is_not_refused(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A type that fails here and is not in the list of those handed float32 angles would fail in its first update."""
+    if outcome_of(model_type).status != EXACT or not supports_checkpointing(model_type):
+        pytest.skip("is refused, or has no gradient checkpointing")
+    cast = FSDPState._cast_forward_inputs
+
+    def cast_in_the_forward_alone(self, args, kwargs):
+        """As torch 2.11 and 2.12 recompute layers."""
+        return (args, kwargs) if self._training_state == TrainingState.PRE_BACKWARD else cast(self, args, kwargs)
+
+    monkeypatch.setattr(FSDPState, "_cast_forward_inputs", cast_in_the_forward_alone)
+    mixed = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engine = engine_of(model_type, tmp_path, {"mixed_precision": mixed})
+    fails = pytest.raises(CheckpointError, match="different metadata")
+    with fails if model_type in FLOAT32_ANGLE_TYPES else nullcontext():
+        run_engine(engine, make_batch(SAMPLES), actor_loss())
+
+
+@pytest.mark.parametrize(("version", "casts"), [("2.11.0+cu130", False), ("2.12.1", False), ("2.13.0", True)])
+def test_versions_that_cast_again_are_told_apart(version: str, casts: bool) -> None:
+    assert fsdp2_recomputes_as_it_ran(version) == casts

@@ -1,6 +1,5 @@
 """Architectures on a GPU in bf16, their layers compiled: as close to float32 as stock rmpad is."""
 
-import json
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from make_models_table import read_record
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.architectures.test_every_model import ZERO_GRADIENTS, without
@@ -54,8 +54,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**HEADS, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {**HEADS, **EXPERTS, "num_experts": 4},
 }
-RECORD = json.loads((Path(__file__).parents[2] / "docs/data/models.json").read_text())
-EXACT_TYPES = {name for record in RECORD.values() for name, found in record.items() if found["status"] == "exact"}
+EXACT_TYPES = {
+    name for record in read_record().values() for name, found in record.items() if found["status"] == "exact"
+}
 DENSE = sorted((EXACT_TYPES & set(MODEL_TYPES)) - UNCOMPILED.keys() - WRONG_COMPILED.keys() - MODELS.keys())
 OF_TYPE = {
     "gemma4_text": {"global_head_dim": 64, "initializer_range": 0.02},

@@ -6,22 +6,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_models_table import read_record
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from tests.architectures.test_record import REPOSITORY
+from tests.architectures.outcome import EXACT, outcome_of
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import POSITIONS_KEPT, rmpad_fault
 
 RECORDING = "recording"
-TEXT_TYPES = sorted(
-    model_type
-    for model_type, outcome in read_record(REPOSITORY).get(transformers.__version__, {}).items()
-    if outcome["status"] == "exact" and model_type in MODEL_TYPES and hasattr(tiny_config(model_type), "vocab_size")
-)
 
 
 @pytest.fixture
@@ -41,9 +35,11 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 def test_types_whose_attention_keeps_positions_to_itself_are_known(handed_on: list[bool]) -> None:
-    assert len(TEXT_TYPES) >= 50
+    exact = [model_type for model_type in MODEL_TYPES if outcome_of(model_type).status == EXACT]
     found = set()
-    for model_type in TEXT_TYPES:
+    for model_type in exact:
+        if not hasattr(tiny_config(model_type), "vocab_size"):
+            continue
         handed_on.clear()
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=RECORDING)
@@ -58,27 +54,30 @@ def test_types_whose_attention_keeps_positions_to_itself_are_known(handed_on: li
 @pytest.mark.parametrize("model_type", ["ministral3", "fuyu"])
 def test_rmpad_on_flash_attn_is_told_of_and_torchs_attention_is_not(model_type: str) -> None:
     config = tiny_config(model_type)
-    fault = rmpad_fault(config, "cuda")
-    assert fault is not None
-    assert f"computes {model_type} wrongly" in fault.why
-    assert "attn_implementation=sdpa, or set actor_rollout_ref.actor.use_prefix_grouper=True" in fault.fix
     assert rmpad_fault(config, "cpu") is None
     assert rmpad_fault(tiny_config("mistral"), "cuda") is None
-    config.get_text_config()._attn_implementation = "flash_attention_2"
-    assert rmpad_fault(config, "cuda") is not None
+    for implementation in (None, "flash_attention_2"):
+        config.get_text_config()._attn_implementation = implementation
+        fault = rmpad_fault(config, "cuda")
+        assert fault is not None
+        assert f"computes {model_type} wrongly" in fault.why
+        assert "attn_implementation=sdpa, or set actor_rollout_ref.actor.use_prefix_grouper=True" in fault.fix
     config.get_text_config()._attn_implementation = "sdpa"
     assert rmpad_fault(config, "cuda") is None
 
 
-def test_capped_scores_on_a_flash_attn_built_without_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("obstacle", ["does not cap scores", ""])
+def test_capped_scores_on_a_flash_attn_built_without_are_told_of(
+    obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such a build multiplies scores by the cap in stock verl too."""
-    capped, built_without = tiny_config("gemma2"), ["does not cap scores"]
     monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device: "")
-    monkeypatch.setattr(architectures, "model_obstacle", lambda name, device, needs: built_without[0])
-    fault = rmpad_fault(capped, "cuda")
-    assert fault is not None
-    assert "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why
-    assert rmpad_fault(capped, "cpu") is None
+    monkeypatch.setattr(architectures, "model_obstacle", lambda name, device, needs: obstacle)
+    fault = rmpad_fault(tiny_config("gemma2"), "cuda")
+    if obstacle:
+        assert fault is not None
+        assert "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why
+    else:
+        assert fault is None
+    assert rmpad_fault(tiny_config("gemma2"), "cpu") is None
     assert rmpad_fault(tiny_config("mistral"), "cuda") is None
-    built_without[0] = ""
-    assert rmpad_fault(capped, "cuda") is None

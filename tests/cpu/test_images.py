@@ -20,7 +20,7 @@ TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?<|
 
 
 def squares(count: int, seed: int) -> Image.Image:
-    from make_image_data import draw_squares
+    from make_image_task import draw_squares
 
     return draw_squares(count, random.Random(seed))
 
@@ -45,7 +45,7 @@ def ask(server: HFServer, processor: Any, images: list[Image.Image | None]) -> l
 
 def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path) -> None:
     """Prompts of different images, of equal ones and of none, in one batch."""
-    from make_tiny_vision_checkpoint import make_tiny_vision_checkpoint
+    from make_image_task import make_tiny_vision_checkpoint
 
     vision_checkpoint = make_tiny_vision_checkpoint(tmp_path / "model", warm_up_steps=0)
     processor = hf_processor(str(vision_checkpoint))

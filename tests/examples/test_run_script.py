@@ -1,4 +1,4 @@
-"""examples/run_qwen3_pg.sh stops with one clear line before anything heavy starts."""
+"""examples/run_qwen3_pg.sh stops with one clear line before anything heavy starts, and saves as verl's examples do."""
 
 from __future__ import annotations
 
@@ -9,49 +9,65 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "run_qwen3_pg.sh"
+DATA = {"MODEL_PATH": "{}", "TRAIN_FILES": "{}/data.parquet", "VAL_FILES": "{}/data.parquet"}
 
 
 def run_script(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return subprocess.run(
-        ["bash", str(SCRIPT)],
-        env={**inherited, "WORK_DIR": str(tmp_path / "work"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.parametrize("only", ["MODEL_PATH", "TRAIN_FILES", "VAL_FILES"])
-def test_half_of_the_inputs_is_an_error_that_names_the_missing_one(tmp_path: Path, only: str) -> None:
-    done = run_script(tmp_path, **{only: "/some/where"})
-    missing = next(name for name in ("MODEL_PATH", "TRAIN_FILES", "VAL_FILES") if name != only)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"error: {missing} is not set")
-
-
-def test_a_data_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = run_script(tmp_path, MODEL_PATH="a/b", TRAIN_FILES="/none/train.parquet", VAL_FILES="/none/test.parquet")
-    assert done.returncode == 1
-    assert "/none/train.parquet does not exist" in done.stderr.splitlines()[-1]
-
-
-def test_a_device_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    """``{}`` stands for the folder, which has a file of data and a ``python`` that says its arguments."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
     (tmp_path / "data.parquet").write_text("")
-    data = {name: str(tmp_path / "data.parquet") for name in ("TRAIN_FILES", "VAL_FILES")}
-    done = run_script(tmp_path, MODEL_PATH=str(tmp_path), DEVICE="tpu", **data)
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    given = {name: value.format(tmp_path) for name, value in {"WORK_DIR": "{}/work", **environment}.items()}
+    return subprocess.run(["bash", str(SCRIPT)], env={**inherited, **given}, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"MODEL_PATH": "/some/where"}, "error: TRAIN_FILES is not set"),
+        ({"TRAIN_FILES": "/some/where"}, "error: MODEL_PATH is not set"),
+        ({"VAL_FILES": "/some/where"}, "error: MODEL_PATH is not set"),
+        ({**DATA, "TRAIN_FILES": "/none/train.parquet"}, "/none/train.parquet does not exist"),
+        ({**DATA, "DEVICE": "tpu"}, "error: DEVICE=tpu is neither cpu nor gpu"),
+    ],
+)
+def test_inputs_that_are_missing_or_wrong_are_named(tmp_path: Path, variables: dict[str, str], says: str) -> None:
+    done = run_script(tmp_path, **variables)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: DEVICE=tpu is neither cpu nor gpu"
+    assert says in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", ["run_qwen3_pg.sh", "run_qwen3_tools_pg.sh", "run_qwen3_agent_pg.sh"])
 def test_help_lists_every_variable_that_the_script_reads_and_starts_nothing(tmp_path: Path, script: str) -> None:
-    done = subprocess.run(
-        ["bash", str(SCRIPT.with_name(script)), "--help"], capture_output=True, text=True, cwd=tmp_path
-    )
+    command = ["bash", str(SCRIPT.with_name(script)), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     assert list(tmp_path.iterdir()) == []
     internal = {"BASH_SOURCE", "OMP_NUM_THREADS", "!name"}
     read = {part.split(":-")[0] for part in SCRIPT.read_text().split("${")[1:] if ":-" in part.split("}")[0]} - internal
     assert read >= {"MODEL_PATH", "NGPUS_PER_NODE", "LR"}
     assert not {name for name in read if name not in done.stdout}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["trainer.save_freq=20", "trainer.test_freq=5", "trainer.resume_mode=auto"]),
+        ({"DEVICE": "cpu"}, ["trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable"]),
+        (
+            {"SAVE_FREQ": "7", "TEST_FREQ": "3", "RESUME_MODE": "disable", "CHECKPOINT_DIR": "/kept"},
+            ["trainer.save_freq=7", "trainer.test_freq=3", "trainer.resume_mode=disable"],
+        ),
+    ],
+    ids=["gpu", "cpu", "set"],
+)
+def test_fifteen_epochs_on_gpus_are_not_lost(tmp_path: Path, variables: dict[str, str], expected: list[str]) -> None:
+    runs = [run_script(tmp_path, **DATA, PYTHON="{}/python", **variables) for _ in range(2)]
+    assert all(done.returncode == 0 for done in runs), runs[0].stderr
+    said = [done.stdout.splitlines() for done in runs]
+    assert all(override in arguments for override in expected for arguments in said)
+    folders = [next(a for a in arguments if a.startswith("trainer.default_local_dir=")) for arguments in said]
+    # Where a run resumes from stays; a trial's is its own.
+    assert (folders[0] == folders[1]) == ("DEVICE" not in variables)

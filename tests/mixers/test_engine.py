@@ -16,7 +16,6 @@ import torch
 import transformers
 from verl.utils import tensordict_utils as tu
 
-from tests.architectures.outcome import record_outcome
 from tests.engine.ranks import on_ranks
 from tests.mixers.hybrids import (
     KINDS,
@@ -103,13 +102,10 @@ def relative_error(got: Result, exact: Result, name: str) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_is_that_of_the_row_alone(
-    kind: str, hybrids: dict, references: dict, record_property: Any
-) -> None:
+def test_every_number_is_that_of_the_row_alone(kind: str, hybrids: dict, references: dict) -> None:
     engine = make_engine(hybrids[kind], packed=True)
     assert_exact(run_engine(engine, make_batch(SAMPLES), actor_loss()), references[kind])
     assert engine.shared_model.layers == {"gated_delta": 3, "attention": 1}
-    record_outcome(record_property, kind)
 
 
 COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -216,7 +212,7 @@ def reference(path: str) -> Result:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_text_alone_is_exact_in_multimodal_models(kind: str, tmp_path: Path, record_property: Any) -> None:
+def test_text_alone_is_exact_in_multimodal_models(kind: str, tmp_path: Path) -> None:
     path = save_multimodal(tmp_path, kind)
     classes = (transformers.Qwen3_5ForConditionalGeneration, transformers.Qwen3_5MoeForConditionalGeneration)
     forwards = [model_class.forward for model_class in classes]
@@ -229,7 +225,6 @@ def test_text_alone_is_exact_in_multimodal_models(kind: str, tmp_path: Path, rec
     with engine.train_mode():
         engine.forward_backward_batch(make_batch(TEXTS), actor_loss())
         assert engine.optimizer_step() > 0  # weights of the vision encoder have no gradient
-    record_outcome(record_property, kind)
 
 
 def test_the_vision_encoder_costs_text_nothing() -> None:

@@ -28,34 +28,28 @@ LORA_RANK = 4
 HOW_TO_CUT = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "use_fused_kernels")
 
 
-def save_adapter(model_path: str, path: Path) -> str:
-    """A LoRA adapter on every linear layer that changes the model's output."""
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    config = LoraConfig(TaskType.CAUSAL_LM, r=LORA_RANK, lora_alpha=8, target_modules="all-linear", bias="none")
-    adapted = get_peft_model(model, config)
-    for name, weight in adapted.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    adapted.save_pretrained(path)
-    return str(path)
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """A tiny model on disk and a LoRA adapter for it."""
+    """A tiny model on disk, and a LoRA adapter on every linear layer of it that changes the model's output."""
 
     model: str
     adapter: str
 
     @classmethod
     def save(cls, folder: Path, **sizes: Any) -> "Checkpoint":
-        model = save_tiny_model(folder / "model", **sizes)
-        return cls(model, save_adapter(model, folder / "adapter"))
+        found = cls(save_tiny_model(folder / "model", **sizes), str(folder / "adapter"))
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_pretrained(found.model, dtype=torch.float32)
+        config = LoraConfig(TaskType.CAUSAL_LM, r=LORA_RANK, lora_alpha=8, target_modules="all-linear", bias="none")
+        adapted = get_peft_model(model, config)
+        for name, weight in adapted.named_parameters():
+            if "lora" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        adapted.save_pretrained(found.adapter)
+        return found
 
-    def adapter_of(self, model: dict[str, Any]) -> str | None:
-        """The adapter, if the model settings ask for one."""
-        return self.adapter if model.get("lora_rank") else None
+    def adapter_of(self, case: Case) -> str | None:
+        return self.adapter if case.settings("model").get("lora_rank") else None
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Engines:
         strategy = engine.pop("strategy", "fsdp2")
         key = json.dumps([strategy, engine, model, {**settings, "engine_cls": str(settings.get("engine_cls"))}])
         if key not in self.built:
-            if adapter := self.checkpoint.adapter_of(model):
+            if adapter := self.checkpoint.adapter_of(case):
                 model["lora_adapter_path"] = adapter
             settings = {"packed": True, **settings}
             model = {**settings.pop("model", {}), **model}
@@ -86,7 +80,7 @@ class Engines:
     def reference_of(self, case: Case, batch: TensorDict) -> Result:
         """Every sample of the matrix alone; how they are cut makes no difference to it."""
         told = {name: value for name, value in case.settings("batch").items() if name not in HOW_TO_CUT}
-        key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case.settings("model"))))
+        key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case)))
         if key not in self.references:
             self.references[key] = reference_of(case, self.checkpoint, batch)
         return self.references[key]
@@ -120,15 +114,7 @@ def loss_of(case: Case) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
 
 def reference_of(case: Case, checkpoint: Checkpoint, batch: TensorDict) -> Result:
     """Every sequence alone, in float32."""
-    adapter = checkpoint.adapter_of(case.settings("model"))
-    return run_reference(checkpoint.model, batch, loss_of(case), adapter=adapter)
-
-
-def output_names(batch: TensorDict) -> set[str]:
-    """Outputs that the batch asks for."""
-    optional = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
-    asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(batch, flag, default=False)}
-    return {"log_probs", *asked}
+    return run_reference(checkpoint.model, batch, loss_of(case), adapter=checkpoint.adapter_of(case))
 
 
 def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
@@ -136,18 +122,17 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
     mine = tu.index_select_tensor_dict(everything, rows_of(case, engine, everything))
     if case.splits and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
         # Ranks that share sequences share the budget of all.
-        budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // sequence_ranks(engine))
+        ranks = engine.engine_config.ulysses_sequence_parallel_size
+        budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // ranks)
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
     shares = isinstance(engine, SharedPrefixEngine)
     with carrying(engine) if case.splits and shares else nullcontext():
         result = run_engine(engine, mine, loss_of(case))
-    assert result.outputs.keys() == output_names(everything)
+    optional = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
+    asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(mine, flag, default=False)}
+    assert result.outputs.keys() == {"log_probs", *asked}
     assert any(gradient.any() for gradient in result.gradients.values())
     return Result(result.outputs, result.gradients, result.loss if engine.get_data_parallel_size() == 1 else None)
-
-
-def sequence_ranks(engine: Any) -> int:
-    return engine.engine_config.ulysses_sequence_parallel_size
 
 
 def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:

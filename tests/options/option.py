@@ -36,26 +36,13 @@ def parse(override: str) -> list[Override]:
     return OverridesParser.create().parse_overrides(re.split(r" (?=[\w.+]+=)", override) if "=" in override else [])
 
 
-def settings_of(override: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What it sets in the config of the engine and of the model."""
-    engine, model = {}, {}
-    for parsed in parse(override):
-        section, _, name = parsed.key_or_group.rpartition(".")
-        if section in (ACTOR, FSDP, "prefix_grouper") and name in ENGINE_FIELDS:
-            engine[name] = parsed.value()
-        elif section == MODEL:
-            model[name] = parsed.value()
-    return engine, model
-
-
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One row of the support table.
+    """One option.
 
     Attributes:
-        name: its title in the table.
-        override: what the user writes on the command line.
-        meets: where it takes effect; the matrix runs what has any, and the tests of the others are ``proofs``.
+        name, override: its row of docs/support.md.
+        meets: where it takes effect.
         engine, model: settings for ``make_engine`` of ``tests.support``, beside or for those of the override.
         batch, loss: for ``make_batch`` and ``actor_loss``; a tensor in ``batch`` becomes a field of the batch.
         num_ranks: processes it needs.
@@ -64,9 +51,6 @@ class Option:
         masks: it takes some other options out of effect.
         splits: it makes split groups, which every case with it must have.
         refuses: names of options that it is rejected with, by name.
-        rejected: packed mode refuses it, by name.
-        proofs: further tests of it, as beginnings of test ids.
-        note: what the user should know.
     """
 
     name: str
@@ -82,12 +66,15 @@ class Option:
     masks: bool = False
     splits: bool = False
     refuses: Set[str] = frozenset()
-    rejected: bool = False
-    proofs: tuple[str, ...] = ()
-    note: str = ""
 
     def __post_init__(self) -> None:
-        engine, model = settings_of(self.override) if self.meets else ({}, {})
+        engine, model = {}, {}
+        for parsed in parse(self.override):
+            section, _, name = parsed.key_or_group.rpartition(".")
+            if section in (ACTOR, FSDP, "prefix_grouper") and name in ENGINE_FIELDS:
+                engine[name] = parsed.value()
+            elif section == MODEL:
+                model[name] = parsed.value()
         object.__setattr__(self, "engine", {**engine, **self.engine})
         object.__setattr__(self, "model", {**model, **self.model})
 
@@ -140,8 +127,7 @@ class Case:
 
 
 def alone(options: Iterable[Option]) -> list[Case]:
-    """One case per option that the matrix runs."""
-    return [Case((option,)) for option in options if option.meets]
+    return [Case((option,)) for option in options]
 
 
 def pairs(options: Iterable[Option], refused: bool = False) -> list[Case]:
@@ -154,29 +140,22 @@ def pairs(options: Iterable[Option], refused: bool = False) -> list[Case]:
 def covering(cases: list[Case]) -> list[Case]:
     """Few cases of many options in which all of the pairs meet, and nothing takes either of the two out of effect."""
     options = list(dict.fromkeys(option for case in cases for option in case.options))
-    missing = {frozenset(case.options) for case in cases}
+    missing = {frozenset(case.options): case.options for case in cases}
 
-    def gained(together: tuple[Option, ...]) -> set[frozenset[Option]]:
+    def gained(together: tuple[Option, ...]) -> list[frozenset[Option]]:
         masking = {option for option in together if option.masks}
-        return {pair for pair in map(frozenset, combinations(together, 2)) if masking <= pair} & missing
+        met = map(frozenset, combinations(together, 2))
+        return [pair for pair in met if masking <= pair and pair in missing]
 
     few = []
     while missing:
-        together = next(case.options for case in cases if frozenset(case.options) in missing)
-        while True:
-            larger = [
-                Case((*together, option))
-                for option in options
-                if option not in together and not any(option.contradicts(other) for other in together)
-            ]
-            best = max(
-                (case for case in larger if not case.is_refused),
-                key=lambda case: len(gained(case.options)),
-                default=None,
-            )
-            if best is None or len(gained(best.options)) <= len(gained(together)):
-                break
-            together = best.options
+        together = next(iter(missing.values()))
+        for option in options:
+            larger = Case((*together, option))
+            fits = option not in together and not any(option.contradicts(other) for other in together)
+            if fits and not larger.is_refused and len(gained(larger.options)) > len(gained(together)):
+                together = larger.options
         few.append(Case(together))
-        missing -= gained(together)
+        for pair in gained(together):
+            del missing[pair]
     return few

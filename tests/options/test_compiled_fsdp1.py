@@ -21,8 +21,8 @@ from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS
 from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of, of_rows
-from tests.options.option import Case, Option, Place, alone, covering
-from tests.options.table import BUDGET, OPTIONS, SAMPLES, case_of
+from tests.options.option import Case, Option, Place, covering
+from tests.options.table import BUDGET, OPTIONS, SAMPLES
 from tests.support import (
     Result,
     actor_loss,
@@ -36,18 +36,24 @@ from tests.support import (
     run_reference,
     save_tiny_model,
 )
-from verl_pg_plugin.synthetic import Sample, make_batch
+from verl_pg_plugin.synthetic import make_batch
 
-FSDP1 = Option("compiled layers of FSDP1", "", {Place.WEIGHTS}, engine={"strategy": "fsdp", "compile_layers": True})
+COMPILED = Option("compiled layers of FSDP1", "", engine={"strategy": "fsdp", "compile_layers": True})
 UNCOMPILED = Option("layers of FSDP1", "", engine={"strategy": "fsdp"})
-ELSEWHERE = {"LoRA", "FSDP2 offload policy", "parameter offload"}
-"""Refused, of FSDP2 alone, and for GPUs alone: verl puts FSDP1's weights back on a device with a number."""
-WITH = [
-    Case((FSDP1, *case.options))
-    for case in alone(o for o in OPTIONS if not (o.needs_gpu or o.compiles or o.is_default or o.name in ELSEWHERE))
-    if case.num_ranks <= 2
+ELSEWHERE = {"FSDP2 offload policy", "parameter offload"}
+"""Of FSDP2 alone, and for GPUs alone: verl puts FSDP1's weights back on a device with a number."""
+HERE = [
+    option
+    for option in OPTIONS
+    if not (option.needs_gpu or option.compiles or option.is_default or option.name in ELSEWHERE)
+    and option.num_ranks <= 2
 ]
-CASES = [*covering(WITH), Case((UNCOMPILED, *case_of("LoRA").options))]
+SEEN = [o for o in HERE if o.meets & {Place.TOKENS, Place.LAYERS, Place.WEIGHTS} and o.name != "LoRA"]
+"""By compiled layers, but for adapters, which are refused."""
+CASES = [
+    *covering([Case((COMPILED, option)) for option in SEEN]),
+    *covering([Case((UNCOMPILED, option)) for option in HERE if option not in SEEN]),
+]
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(3)]
 ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
 
@@ -65,68 +71,49 @@ def of_rank(rank: int, batch: TensorDict) -> TensorDict:
     return tu.index_select_tensor_dict(batch, ROWS[rank])
 
 
-def batch_of(samples: list[Sample] = SAMPLES) -> TensorDict:
-    return make_batch(samples, max_token_len_per_gpu=BUDGET)
+def batch_of() -> TensorDict:
+    return make_batch(SAMPLES, max_token_len_per_gpu=BUDGET)
 
 
-# --- Numbers -------------------------------------------------------------------------------------------------------
-
-
-def run_models(rank: int, paths: dict[str, str]) -> dict[str, Result]:
-    """A critic and an offloaded reference policy, each with every second sequence."""
-    values = {"model_type": "value_model"}, EngineRegistry.get_engine_cls("value_model", "fsdp")
-    critic = fsdp1_engine(paths["critic"], model=values[0], engine_cls=values[1])
-    critic_rows = of_rank(rank, critic_batch(SAMPLES, max_token_len_per_gpu=BUDGET))
-    reference = fsdp1_engine(paths["reference"], engine={"forward_only": True, "model_dtype": "fp32"})
-    rows = of_rank(rank, batch_of())
-    # An offloaded shard is pinned, which only a device makes sense of.
-    with reference.eval_mode(), patch.object(torch.Tensor, "pin_memory", lambda self: self):
-        log_probs = reference.infer_batch(clone(rows))["model_output"]["log_probs"]
-    return {
-        "critic": run_engine(critic, critic_rows, critic_loss()),
-        "reference": Result({"log_probs": response_values(log_probs, rows)}, {}),
-    }
-
-
-def graphs_of(path: str) -> list[int]:
-    """Graphs so far, after an update on each of some ragged batches."""
-    engine, found = fsdp1_engine(path), []
-    for samples in RAGGED:
-        with engine.train_mode():
-            engine.forward_backward_batch(make_batch(samples, max_token_len_per_gpu=64), actor_loss())
-            engine.optimizer_zero_grad()
-        found.append(counters["stats"]["unique_graphs"])
-    return found
-
-
-def run_numbers(rank: int, checkpoint: Checkpoint, paths: dict[str, str]) -> tuple[list[int], Any, list[str]]:
+def run_numbers(rank: int, checkpoint: Checkpoint, critic: str) -> tuple[list[int], list[Result], list[str]]:
+    """Graphs after each of some ragged batches; a critic and an offloaded reference policy; what is wrong in a case."""
     fsdp1_takes_models_on_a_cpu()
     torch._dynamo.reset()
     counters.clear()
-    engines = Engines(checkpoint)
+    engines, graphs = Engines(checkpoint), []
     with compiling():
-        graphs = graphs_of(checkpoint.model)
-        cases = errors_of(rank, CASES, lambda case: assert_exact(case, engines))
-        models = run_models(rank, paths)
+        engine = fsdp1_engine(checkpoint.model)
+        for samples in RAGGED:
+            run_engine(engine, make_batch(samples, max_token_len_per_gpu=64), actor_loss())
+            graphs.append(counters["stats"]["unique_graphs"])
+        wrong = errors_of(rank, CASES, lambda case: assert_exact(case, engines))
+        of_values = {"engine_cls": EngineRegistry.get_engine_cls("value_model", "fsdp")}
+        engine = fsdp1_engine(critic, model={"model_type": "value_model"}, **of_values)
+        batch = of_rank(rank, critic_batch(SAMPLES, max_token_len_per_gpu=BUDGET))
+        values = run_engine(engine, batch, critic_loss())
+        engine = fsdp1_engine(checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
+        batch = of_rank(rank, batch_of())
+        # An offloaded shard is pinned, which only a device makes sense of.
+        with engine.eval_mode(), patch.object(torch.Tensor, "pin_memory", lambda self: self):
+            log_probs = engine.infer_batch(clone(batch))["model_output"]["log_probs"]
     frames = counters["frames"]
     assert frames["total"] == frames["ok"], f"torch ran some of {frames['total']} frames uncompiled"
-    return graphs, models, cases
+    return graphs, [values, Result({"log_probs": response_values(log_probs, batch)}, {})], wrong
 
 
 @pytest.fixture(scope="module")
-def paths(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    return {"critic": save_value_model(folder / "critic"), "reference": checkpoint.model}
+def critic(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_value_model(tmp_path_factory.mktemp("critic"))
 
 
 @pytest.fixture(scope="module")
-def numbers(checkpoint: Checkpoint, paths: dict[str, str]) -> list[tuple[list[int], Any, list[str]]]:
-    return on_ranks(2, run_numbers, checkpoint, paths)
+def numbers(checkpoint: Checkpoint, critic: str) -> list[tuple[list[int], list[Result], list[str]]]:
+    return on_ranks(2, run_numbers, checkpoint, critic)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_layers_of_flat_parameters_keep_the_numbers_of_every_option(case: Case, numbers: list) -> None:
-    errors = by_case(CASES, [of_cases for _, _, of_cases in numbers])
+    errors = by_case(CASES, [wrong for _, _, wrong in numbers])
     assert not errors[str(case)], errors[str(case)]
 
 
@@ -136,16 +123,14 @@ def test_ragged_micro_batches_compile_once_under_fsdp1_too(numbers: list) -> Non
         assert set(later) == {first}
 
 
-@pytest.mark.parametrize("model", ["critic", "reference"])
-def test_compiled_layers_of_flat_parameters_keep_numbers_of(model: str, paths: dict[str, str], numbers: list) -> None:
-    if model == "critic":
-        expected = run_value_reference(paths[model], critic_batch(SAMPLES))
-    else:
-        expected = run_reference(paths[model], batch_of(), actor_loss())
-    if model == "reference":
-        expected = Result({"log_probs": expected.outputs["log_probs"]}, {})
+def test_compiled_critics_and_reference_policies_keep_their_numbers(
+    checkpoint: Checkpoint, critic: str, numbers: list
+) -> None:
+    values = run_value_reference(critic, critic_batch(SAMPLES))
+    policy = Result({"log_probs": run_reference(checkpoint.model, batch_of(), actor_loss()).outputs["log_probs"]}, {})
     for rows, (_, models, _) in zip(ROWS, numbers, strict=True):
-        assert_same(models[model], Result(of_rows(expected, rows).outputs, expected.gradients))
+        for found, expected in zip(models, (values, policy), strict=True):
+            assert_same(found, Result(of_rows(expected, rows).outputs, expected.gradients))
 
 
 def run_experts(rank: int, path: str) -> Result:
@@ -165,13 +150,11 @@ def test_compiled_experts_of_flat_parameters_keep_their_numbers(tmp_path: Path) 
         assert_same(result, Result(of_rows(expected, rows).outputs, expected.gradients))
 
 
-# --- Resuming ------------------------------------------------------------------------------------------------------
-
-
 def state_of(engine: Any) -> list[torch.Tensor]:
-    """This rank's shards of weights and of the optimizer's moments, in the order of the model."""
+    """Copies of this rank's shards of weights and of the optimizer's moments, in the order of the model."""
     moments = [engine.optimizer.state[p] for p in engine.module.parameters()]
-    return [*engine.module.parameters(), *(of[name] for of in moments for name in ("exp_avg", "exp_avg_sq", "step"))]
+    state = [*engine.module.parameters(), *(of[name] for of in moments for name in ("exp_avg", "exp_avg_sq", "step"))]
+    return [tensor.detach().clone() for tensor in state]
 
 
 def run_resumes(rank: int, path: str, folder: str) -> dict[tuple[bool, bool], list[list[torch.Tensor]]]:
@@ -179,27 +162,22 @@ def run_resumes(rank: int, path: str, folder: str) -> dict[tuple[bool, bool], li
     fsdp1_takes_models_on_a_cpu()
     rows, found = of_rank(rank, batch_of()), {}
 
-    def step(engine: Any) -> None:
+    def step(engine: Any) -> list[torch.Tensor]:
         with engine.train_mode():
             engine.train_batch(clone(rows), actor_loss())
-
-    def copied(engine: Any) -> list[torch.Tensor]:
-        return [tensor.detach().clone() for tensor in state_of(engine)]
+        return state_of(engine)
 
     # verl names the device of a checkpoint's weights with its number, and a CPU has none.
     with compiling(), patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None):
         for saves in (True, False):
             through = fsdp1_engine(path, packed=saves)
-            step(through)
+            saved = step(through)
             through.save_checkpoint(f"{folder}/{saves}", global_step=1)
-            saved = copied(through)
-            step(through)
+            later = step(through)
             for loads in (True, False):
                 resumed = fsdp1_engine(path, packed=loads)
                 resumed.load_checkpoint(f"{folder}/{saves}")
-                found[saves, loads] = [saved, copied(resumed), copied(through)]
-                step(resumed)
-                found[saves, loads].append(copied(resumed))
+                found[saves, loads] = [saved, state_of(resumed), later, step(resumed)]
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tests.cpu.conftest import SCRIPTS
 
@@ -22,13 +22,6 @@ def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(tokeniz
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-
-
-def test_the_checkpoint_is_a_qwen3_with_grouped_query_attention(checkpoint: Path, model: PreTrainedModel) -> None:
-    config = AutoConfig.from_pretrained(checkpoint)
-    assert config.model_type == "qwen3"
-    assert config.num_attention_heads > config.num_key_value_heads
-    assert model.generation_config.eos_token_id == config.eos_token_id
 
 
 def test_rows_are_in_verls_rl_format_and_answers_are_right(
@@ -44,13 +37,8 @@ def test_rows_are_in_verls_rl_format_and_answers_are_right(
     }
     lengths = [len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts]
     assert all(100 < length <= 256 for length in lengths)
-
-
-def test_test_questions_are_not_trained_on(data: tuple[Path, Path]) -> None:
-    train, test = ({row["extra_info"]["question"] for row in datasets.Dataset.from_parquet(str(path))} for path in data)
-    assert train
-    assert test
-    assert not train & test
+    trained, tested = ({row["extra_info"]["question"] for row in rows} for rows in (train, test))
+    assert not trained & tested
 
 
 TURNS = [("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2)]
@@ -94,49 +82,38 @@ def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def run_summary(metrics: Path, config: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPTS / "run_summary.py", metrics, "--config", config, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-@pytest.fixture
-def packed_config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
+def run_summary(folder: Path, metrics: str, loggers: str = "[console, file]") -> subprocess.CompletedProcess[str]:
     roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
-    path.write_text(f"{roles}\ntrainer: {{logger: [console, file]}}\n")
-    return path
+    (folder / "config.yaml").write_text(f"{roles}\ntrainer: {{logger: {loggers}}}\n")
+    command = [sys.executable, SCRIPTS / "run_summary.py", metrics, "--config", folder / "config.yaml"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent)
 
 
-def test_the_summary_of_a_real_packed_run_has_every_figure(packed_config: Path) -> None:
-    done = run_summary(Path(__file__).parent / "packed_run.jsonl", packed_config)
+def test_the_summary_of_a_real_packed_run_has_every_figure(tmp_path: Path) -> None:
+    done = run_summary(tmp_path, "packed_run.jsonl")
     assert done.returncode == 0, done.stderr
     *words, line = done.stdout.splitlines()
     assert words[1].startswith("shared prefixes: 52,839 tokens a mini-batch never computed (98%)")
     assert "update_actor 8.22" in words[2]
     summary = json.loads(line.removeprefix("run summary: "))
-    assert summary["steps"] == 4
-    assert summary["mode"] == "packed"
-    assert summary["attention_backend"] == "sdpa"
-    assert summary["dedup_ratio"] == pytest.approx(49.0523)
+    expected = {"steps": 4, "mode": "packed", "attention_backend": "sdpa", "dedup_ratio": 49.0523, "rows_saved": 52839}
+    assert expected.items() <= summary.items()
     assert (summary["reward_first"], summary["reward_last"]) == (0.2588, 0.2785)
-    assert (summary["rows_saved"], summary["rows_saved_share"]) == (52839, 0.9796)
     assert summary["time_old_log_prob"] > 0
-    assert summary["time_update_actor"] > 0
 
 
 @pytest.mark.parametrize("loggers", ["[console, tensorboard]", "tensorboard"])
 def test_a_run_that_was_told_to_log_elsewhere_ends_well_and_says_why_it_has_no_summary(
-    tmp_path: Path, packed_config: Path, loggers: str
+    tmp_path: Path, loggers: str
 ) -> None:
-    packed_config.write_text(packed_config.read_text().replace("[console, file]", loggers))
-    done = run_summary(tmp_path / "none.jsonl", packed_config)
+    done = run_summary(tmp_path, "none.jsonl", loggers)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("no run summary: trainer.logger=")
     assert "tensorboard" in done.stdout
 
 
-def test_a_missing_metrics_file_is_one_clear_line(tmp_path: Path, packed_config: Path) -> None:
-    done = run_summary(tmp_path / "none.jsonl", packed_config)
+def test_a_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
+    done = run_summary(tmp_path, "none.jsonl")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "trainer.logger" in done.stderr

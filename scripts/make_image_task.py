@@ -1,9 +1,10 @@
-"""Write a tiny Qwen3-VL checkpoint with a character tokenizer and a processor, for training on a CPU.
+"""Write a tiny Qwen3-VL checkpoint and images for it to count squares in, for training on a CPU.
 
-    python scripts/make_tiny_vision_checkpoint.py --output-dir DIR [--warm-up-steps 60] [--seed 0] [--for-vllm]
+    python scripts/make_image_task.py --data DIR --model DIR [--warm-up-steps 60] [--seed 0] [--for-vllm]
 
-The weights are random, then fitted for some seconds on images of ``make_image_data.py`` (supervised, answer tokens
-only), so that the reward starts above zero and RL does the rest. ``--warm-up-steps 0`` leaves them random.
+Data are ``train.parquet`` and ``test.parquet`` in verl's RL format: an image shows some coloured squares on a white
+ground, and the question is how many. The weights are random, then fitted for some seconds on such images (supervised,
+answer tokens only), so that the reward starts above zero; ``--warm-up-steps 0`` leaves them random.
 ``--for-vllm``: heads of 64, which kernels of GPUs take, and transformers' own processor with its part for videos, which
 vLLM asks for and torchvision computes.
 """
@@ -11,21 +12,31 @@ vLLM asks for and torchvision computes.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
 import transformers
 from data.whole_directory import whole_directory
-from make_image_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
 from make_tiny_checkpoint import END, character_tokenizer
+from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
 from verl_pg_plugin.cpu.images import Qwen3VLProcessor
 
+CELLS, CELL = 3, 8
+"""Cells on a side, and pixels on a side of each: what one token of the tiny model's vision encoder sees."""
+COUNTS = (1, 2, 3, 4)
+COLOURS = ((220, 40, 40), (40, 160, 60), (50, 70, 220))
+# Of several lengths: verl 0.9.1 fails on positions in three dimensions where all sequences of a batch have one length.
+QUESTIONS = ("How many?", "How many squares?", "Count the squares.", "What is the number of squares?")
+SYSTEM_PROMPT = "You look at an image. Reply with the number of coloured squares in it and nothing else."
 MERGE, PATCH, FRAMES = 2, CELL // 2, 2
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 CHAT_TEMPLATE = (
@@ -36,6 +47,48 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def draw_squares(count: int, rng: random.Random) -> Image.Image:
+    """An image with ``count`` coloured cells at random places."""
+    pixels = np.full((CELLS * CELL, CELLS * CELL, 3), 255, dtype=np.uint8)
+    for place in rng.sample(range(CELLS**2), count):
+        top, left = CELL * (place // CELLS), CELL * (place % CELLS)
+        pixels[top : top + CELL, left : left + CELL] = rng.choice(COLOURS)
+    return Image.fromarray(pixels)
+
+
+def chat(question: str) -> list[dict[str, Any]]:
+    """The prompt's messages, with the mark of verl's data set where the image belongs."""
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"<image>{question}"}]
+
+
+def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
+    """One row of verl's RL data set."""
+    count, encoded = rng.choice(COUNTS), io.BytesIO()
+    draw_squares(count, rng).save(encoded, "PNG")
+    return {
+        "data_source": "squares",
+        "prompt": chat(rng.choice(QUESTIONS)),
+        "images": [{"bytes": encoded.getvalue()}],
+        "ability": "vision",
+        "reward_model": {"style": "rule", "ground_truth": str(count)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def make_image_data(output_dir: Path, *, seed: int = 0) -> Path:
+    """Write both files to ``output_dir`` and return it.
+
+    Raises:
+        FileExistsError: ``output_dir`` is not empty.
+    """
+    rng = random.Random(seed)
+    with whole_directory(output_dir) as scratch:
+        for split, size in (("train", 256), ("test", 32)):
+            dataset = datasets.Dataset.from_list([rl_row(index, split, rng) for index in range(size)])
+            dataset.to_parquet(str(scratch / f"{split}.parquet"))
+    return output_dir
 
 
 def tiny_processor(for_vllm: bool = False) -> transformers.Qwen3VLProcessor:
@@ -94,15 +147,10 @@ _MARKS = {
 }
 
 
-def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rng: random.Random) -> float:
-    """Fit the answers to random images in place: ``steps`` AdamW steps on 32 samples each.
-
-    Returns:
-        The last loss.
-    """
+def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rng: random.Random) -> None:
+    """Fit the answers to random images in place: ``steps`` AdamW steps on 32 samples each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     prompts = [_prompt(processor, question) for question in QUESTIONS]
-    value = float("nan")
     for _ in range(steps):
         counts, prompt = rng.choices(COUNTS, k=32), rng.choice(prompts)
         made = processor(
@@ -112,12 +160,9 @@ def warm_up(model: Any, processor: transformers.Qwen3VLProcessor, steps: int, rn
         )
         labels = made["input_ids"].clone()
         labels[:, :-2] = -100
-        loss = model(**made, labels=labels).loss
-        loss.backward()
+        model(**made, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = loss.item()
-    return value
 
 
 def _prompt(processor: transformers.Qwen3VLProcessor, question: str) -> str:
@@ -156,13 +201,18 @@ def _forget_class(file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--data", type=Path, metavar="DIR")
+    parser.add_argument("--model", type=Path, metavar="DIR")
     parser.add_argument("--warm-up-steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--for-vllm", action="store_true", help="for training on a GPU")
-    args = vars(parser.parse_args())
+    args = parser.parse_args()
     try:
-        sys.stdout.write(f"{make_tiny_vision_checkpoint(args.pop('output_dir'), **args)}\n")
+        if args.data:
+            sys.stdout.write(f"{make_image_data(args.data, seed=args.seed)}\n")
+        if args.model:
+            options = {"warm_up_steps": args.warm_up_steps, "seed": args.seed, "for_vllm": args.for_vllm}
+            sys.stdout.write(f"{make_tiny_vision_checkpoint(args.model, **options)}\n")
     except FileExistsError as error:
         parser.exit(1, f"error: {error}\n")
 
