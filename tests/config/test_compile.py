@@ -111,7 +111,7 @@ def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_th
         assert compiler(fsdp1).fix == "++prefix_grouper.compile_layers=False"
 
 
-def test_machine_without_triton_or_a_c_compiler_compiles_nothing_on_a_gpu(monkeypatch) -> None:
+def test_machine_without_triton_or_a_compiler_compiles_nothing(monkeypatch) -> None:
     there = under_test.importlib.util.find_spec("torch")
     monkeypatch.setattr(under_test.importlib.util, "find_spec", lambda name: None)
     assert "pip install triton" in compiler_obstacle("cuda")
@@ -119,5 +119,7 @@ def test_machine_without_triton_or_a_c_compiler_compiles_nothing_on_a_gpu(monkey
     monkeypatch.setattr(under_test.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     assert "Triton needs a C compiler and does not find gcc or clang" in compiler_obstacle("cuda")
-    monkeypatch.setenv("CC", "no-such-compiler")
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, "no-such-compiler")
+    assert "does not find no-such-compiler" in compiler_obstacle("cpu")
     assert "does not find CC=no-such-compiler" in compiler_obstacle("cuda")

@@ -131,7 +131,7 @@ def errors(config: DictConfig) -> list[Issue]:
 @pytest.mark.parametrize("name", WORKING)
 def test_what_stock_verl_trains_is_not_refused(name: str, config_of, on_gpus, monkeypatch) -> None:
     on_gpus(8)
-    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    monkeypatch.setattr(machine, "PACKAGES", {})
     # verl's own validation would load the user's losses and vLLM; it speaks for itself.
     monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
     monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "")
@@ -240,7 +240,7 @@ def test_gpus_that_are_asked_for_and_not_there(there: int, fix: str | None, conf
 
 def test_gpus_of_a_rollout_of_its_own_count(config_of, on_gpus, monkeypatch) -> None:
     on_gpus(7)
-    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    monkeypatch.setattr(machine, "PACKAGES", {})
     (issue,) = errors(config_of(FSDP_EXAMPLE + SEPARATE))
     assert "8 GPUs are asked for, and 7 are there" in issue.why
     assert issue.fix == "trainer.n_gpus_per_node=3"

@@ -87,7 +87,8 @@ def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
     if flat_parameters and (why := flat_parameters_obstacle()):
         return why
     if device != "cuda":
-        return ""
+        named = os.environ.get("CXX", "g++")  # all that torch looks for on Linux
+        return "" if shutil.which(named) else f"torch.compile needs a C++ compiler and does not find {named}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton, which is not installed: pip install triton"
     named = os.environ.get("CC")
