@@ -13,7 +13,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
-from transformers import Gemma2Config, JetMoeConfig, Olmo2Config, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
+from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
 from verl_pg_plugin.config import Mode
 
@@ -29,7 +29,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for config in (
         Gemma2Config(**TINY),
-        JetMoeConfig(**TINY, kv_channels=8, pad_token_id=0),
         Olmo2Config(**TINY),
         Qwen3Config(**TINY),
         Qwen3NextConfig(**TINY, layer_types=["linear_attention", "full_attention"]),

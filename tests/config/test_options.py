@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_pg_plugin.config import PrefixGrouperOptions
-from verl_pg_plugin.config.options import GONE, OPTION_NAMES, option_issues
+from verl_pg_plugin.config.options import OPTION_NAMES, option_issues
 
 WRONG = [
     (
@@ -44,27 +44,6 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
     assert issue.fix.startswith(f"++prefix_grouper.{name}=")
     with pytest.raises(ValueError, match=rf"prefix_grouper.{name}=.*; set \+\+prefix_grouper.{name}="):
         PrefixGrouperOptions(**{name: value})
-
-
-REPLACED = {
-    ("recompute_attention", True): "activations=inputs for True",
-    ("keep_activations", "all"): "activations=all for all",
-    ("keep_activations", 20.0): "++prefix_grouper.activations=auto",
-    ("verify_every", 50): "++prefix_grouper.verify=every_50",
-    ("static_rows", True): "remove it",
-    ("min_dedup_ratio", 1.5): "remove it",
-    ("on_mismatch", "rmpad"): "remove it",
-    ("console", "full"): "remove it",
-    ("verify_rows", 3): "remove it",
-}
-
-
-@pytest.mark.parametrize(("name", "value"), REPLACED)
-def test_an_option_of_earlier_versions_is_refused_with_what_replaces_it(name, value):
-    (issue,) = option_issues({name: value})
-    assert issue.setting == f"prefix_grouper.{name}={value}"
-    assert REPLACED[name, value] in issue.fix
-    assert {gone for gone, _ in REPLACED} == set(GONE)
 
 
 def test_a_misspelt_option_is_met_with_the_one_that_was_meant():

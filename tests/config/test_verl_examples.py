@@ -43,7 +43,7 @@ def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
     for module in (machine, rules):
         monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(machine, "version", lambda package: "1.0")
+    monkeypatch.setattr(machine, "PACKAGES", {})
     monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
     monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])  # it would load vLLM
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")

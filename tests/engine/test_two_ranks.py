@@ -95,7 +95,7 @@ def build_on_unlike_machines(rank: int, path: str) -> dict[str, str]:
     either = patch.object(kernels, "candidates", lambda name, device: ("fast", "sdpa"))
     no_compiler = patch.dict(os.environ, {"CXX": "/nowhere/c++"}) if rank == 1 else nullcontext()
     compiles = (rank == 0, "it has a C++ compiler" if rank == 0 else "it has none: install g++")
-    unlike = patch.object(prepare, "compiles_layers", lambda *configs: compiles)
+    unlike = patch.object(prepare, "layer_compilation", lambda engine: compiles)
     cases: dict[str, tuple[dict, list[Any]]] = {
         "kernel": (
             {},

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--response is missing: how long responses are cannot be told from prompts")
 
     from verl_pg_plugin.architectures import architecture_issues, text_skeleton
-    from verl_pg_plugin.config.compile import decide
+    from verl_pg_plugin.config.compile import compiled_by_auto
     from verl_pg_plugin.planning.cost import ModelFlops
     from verl_pg_plugin.planning.forecast import Settings, forecast
     from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     flops = ModelFlops.of(module)
     compiled, why = args.compile_layers == "True", f"--compile-layers {args.compile_layers}"
     if args.compile_layers == "auto":
-        compiled, why = decide("auto", config.model_type, "cuda")
+        compiled, why = compiled_by_auto(config.model_type, "cuda")
     weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_this_gpu() or 80.0
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:

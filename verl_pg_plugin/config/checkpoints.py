@@ -1,5 +1,7 @@
-"""Are the checkpoints there, and can their architectures share prefixes? Neither the hub nor code of a checkpoint's own
-is asked: what is not on this machine, the workers find out."""
+"""Are the checkpoints there, and can their architectures share prefixes?
+
+Neither the hub nor code of a checkpoint's own is asked: what is not on this machine, the workers find out.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,15 @@ UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)
 
 
 def checkpoint_issues(config: DictConfig, section: str) -> Iterator[Issue]:
-    """Problems of the local or cached checkpoint that a model section names.
+    """Problems of the local or cached checkpoint that a model section names: ``MODEL`` or ``CRITIC_MODEL``.
 
     The architecture counts only in the modes that share prefixes.
-
-    Args:
-        config: the composed trainer config.
-        section: ``MODEL`` or ``CRITIC_MODEL``.
     """
     path = str(OmegaConf.select(config, f"{section}.path"))
     if _is_local(path) and not Path(path).is_dir():
-        expanded = Path(path).expanduser()
-        there = path.startswith("~") and expanded.is_dir()
-        value = f"{expanded} (verl does not expand ~)" if there else "<folder written by save_pretrained, or a hub id>"
-        yield Issue(f"{section}.path={path}", "no such folder", f"{section}.path={value}")
+        tilde = " (verl does not expand ~)" if path.startswith("~") else ""
+        fix = f"{section}.path=<folder written by save_pretrained, or a hub id>{tilde}"
+        yield Issue(f"{section}.path={path}", "no such folder", fix)
         return
     setting, folder = _config_folder(config, section)
     if folder is None:
@@ -70,12 +67,7 @@ def _architecture(config: DictConfig, section: str, setting: str, folder: str) -
 def read_hf_config(config: DictConfig, section: str = MODEL) -> PretrainedConfig | None:
     """Config of a checkpoint on this machine, overrides applied, without running code that it brings along.
 
-    Args:
-        config: the composed trainer config.
-        section: ``MODEL`` or ``CRITIC_MODEL``.
-
-    Returns:
-        None where there is none, or where it cannot be read so.
+    None where there is none, or where it cannot be read so.
     """
     _, folder = _config_folder(config, section)
     if folder is None or not Path(folder, "config.json").is_file():

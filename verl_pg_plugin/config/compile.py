@@ -11,7 +11,6 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.config.keys import OPTIONS
@@ -21,57 +20,45 @@ from verl_pg_plugin.upstream import flat_parameters_obstacle
 COMPILE_LAYERS = f"{OPTIONS}.compile_layers"
 
 
-def compiles_layers(engine_config: Any, model_config: Any) -> tuple[bool, str]:
-    """Whether an engine compiles its decoder layers, and why.
-
-    Args:
-        engine_config: a ``PrefixGrouperEngineConfig``.
-        model_config: verl's ``HFModelConfig``.
-    """
-    return layer_compilation(Engine.of(engine_config, model_config))
-
-
 def layer_compilation(engine: Engine) -> tuple[bool, str]:
-    """The same of an engine whose checkpoint's config has been read."""
+    """Whether an engine whose checkpoint's config is known compiles its decoder layers, and why."""
     asked = engine.option("compile_layers")
-    forbidden = layers_obstacle(engine) or compiler_obstacle(engine.device, has_flat_parameters(engine))
-    if asked != "auto" or forbidden:
-        return asked is True, f"{COMPILE_LAYERS}={asked}" + (f": {forbidden}" if asked == "auto" else "")
+    if asked != "auto":
+        return asked is True, f"{COMPILE_LAYERS}={asked}"
+    flat = has_flat_parameters(engine)
+    if why := layers_obstacle(engine) or compiler_obstacle(engine.device, flat):
+        return False, f"{COMPILE_LAYERS}=auto: {why}"
     unsafe = ""
     if "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {}):
         unsafe = "the checkpoint may bring a model class of its own" if engine.of_model("trust_remote_code") else ""
     if engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"):
         unsafe = "compiled layers have not been tested with LoRA under strategy=fsdp"
-    if has_flat_parameters(engine) and any((engine.get("wrap_policy") or {}).values()):
+    if flat and any((engine.get("wrap_policy") or {}).values()):
         unsafe = "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"
     if engine.of_model("use_liger"):
         unsafe = "compiled layers have not been tested with Liger kernels (use_liger)"
     if engine.of_model("tiled_mlp.enabled"):
         unsafe = "compiled layers have not been tested with a tiled MLP (tiled_mlp)"
-    return decide(asked, engine.hf_config.model_type, engine.device, unsafe)
+    return compiled_by_auto(engine.hf_config.model_type, engine.device, unsafe)
 
 
-def decide(asked: bool | str, model_type: str, device: str, unsafe: str = "") -> tuple[bool, str]:
-    """What ``prefix_grouper.compile_layers`` comes to in packed mode where a compiler works, and why.
+def compiled_by_auto(model_type: str, device: str, unsafe: str = "") -> tuple[bool, str]:
+    """What ``compile_layers=auto`` comes to in packed mode where a compiler works, and why.
 
     Args:
-        asked: its value: auto, True or False.
         model_type: of the checkpoint's config.
-        device: type of the device, as verl names it.
+        device: its type, as verl names it.
         unsafe: what else speaks against it, empty if nothing.
     """
-    setting = f"{COMPILE_LAYERS}={asked}"
-    if asked != "auto":
-        return asked is True, setting
     if model_type in WRONG_COMPILED:
-        return False, f"{setting}: compiled layers of {model_type} {WRONG_COMPILED[model_type]}"
+        return False, f"{COMPILE_LAYERS}=auto: compiled layers of {model_type} {WRONG_COMPILED[model_type]}"
     if device != "cuda":
         unsafe = f"compiling pays on a GPU, and this device is {device}"
     elif model_type in UNCOMPILED:
         unsafe = f"layers of {model_type} {UNCOMPILED[model_type]}"
     if unsafe:
-        return False, f"{setting}: {unsafe}; ++{COMPILE_LAYERS}=True compiles them all the same"
-    return True, f"{setting}: nothing is known against it for {model_type} on {device}"
+        return False, f"{COMPILE_LAYERS}=auto: {unsafe}; ++{COMPILE_LAYERS}=True compiles them all the same"
+    return True, f"{COMPILE_LAYERS}=auto: nothing is known against it for {model_type} on {device}"
 
 
 def layers_obstacle(engine: Engine) -> str:
@@ -100,25 +87,13 @@ def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
     if flat_parameters and (why := flat_parameters_obstacle()):
         return why
     if device != "cuda":
-        why = _missing("CXX", "g++")  # all that torch looks for on Linux
-        return f"torch.compile needs a C++ compiler and {why}" if why else ""
+        named = os.environ.get("CXX", "g++")  # all that torch looks for on Linux
+        return "" if shutil.which(named) else f"torch.compile needs a C++ compiler and does not find {named}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton, which is not installed: pip install triton"
-    if why := _missing("CC", "gcc", "clang"):
-        return f"Triton needs a C compiler and {why}"
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, [named] if named is not None else ["gcc", "clang"])):
+        return f"Triton needs a C compiler and does not find {f'CC={named}' if named else 'gcc or clang'}: install gcc"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Triton needs Python.h and finds none: install python3-dev"
     return ""
-
-
-def _missing(variable: str, *usual: str) -> str:
-    """Why there is no compiler; empty if the one that ``variable`` names, or a usual one where it is unset, is there.
-
-    torch and Triton run what the variable holds as the name of one program, blanks and all.
-    """
-    named = os.environ.get(variable)
-    if named is None:
-        return "" if any(map(shutil.which, usual)) else f"finds none: install {usual[0]}, or name one in {variable}"
-    if shutil.which(named):
-        return ""
-    return f"does not find {variable}={named!r}: name one program without arguments, or unset it and install {usual[0]}"

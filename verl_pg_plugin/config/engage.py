@@ -1,7 +1,7 @@
 """Make ``actor.use_prefix_grouper=True`` mean something in verl's own ``python -m verl.trainer.main_ppo``.
 
-verl's config has the flag and no field that carries it, or an option of ours, to the engines. What our entry point
-composes with Hydra is put into verl's composed config here.
+verl's config has the flag and no field that carries it to the engines. What our entry point composes with Hydra is put
+into verl's composed config here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import sys
 from importlib.resources import files
-from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, OPTIONS, REF, USE_PREFIX_GROUPER, group_keeping
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER, group_keeping
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.preflight import check, sharing_issues
 from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
@@ -63,32 +62,24 @@ def add_sections(config: DictConfig) -> None:
     """
     if not (mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES):
         return
-    ours = OmegaConf.create((files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml").read_text())
-    assert isinstance(ours, DictConfig)
+    ours = OmegaConf.load(str(files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml"))
     users = copy.deepcopy(config)
-    with open_dict(config):
-        config.merge_with(ours)
-        if isinstance(options := users.get(OPTIONS) or {}, DictConfig | dict):  # all else is refused
-            config[OPTIONS] = OmegaConf.merge(ours[OPTIONS], options)
+    with open_dict(users):
         for engine in ENGINES:
-            section: Any = OmegaConf.select(config, engine)
-            users_section: Any = OmegaConf.to_container(OmegaConf.select(users, engine), resolve=False)
-            if users_section["_target_"] != STOCK_ENGINE_CONFIG:
-                section["_target_"] = users_section["_target_"]
-            if "use_prefix_grouper" in users_section:
-                section["use_prefix_grouper"] = users_section["use_prefix_grouper"]
-            if isinstance(options := users_section.get("prefix_grouper"), dict):
-                section["prefix_grouper"] = OmegaConf.merge(config[OPTIONS], options)
+            section = OmegaConf.select(users, engine)
+            if section["_target_"] == STOCK_ENGINE_CONFIG:
+                del section["_target_"]
+    with open_dict(config):
+        config.merge_with(ours, users)
 
 
 def engage_or_exit(config: DictConfig) -> None:
-    """``engage`` for verl's entry point: errors end the process with their list, without a traceback, and exit code 2,
-    as in ours.
+    """``engage`` for verl's entry point: errors end the process without a traceback, with exit code 2, as in ours.
 
     Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none.
 
     Raises:
-        SystemExit: after the message of a ``ConfigError`` was written to stderr.
+        SystemExit: after the errors were written to stderr.
         ConfigError: the flag would do nothing in this recipe.
     """
     if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):

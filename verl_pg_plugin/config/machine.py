@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +38,31 @@ def machine_issues(config: DictConfig) -> Iterator[Issue]:
 
 
 def _count(config: DictConfig, key: str) -> int:
-    """A positive integer; 0 for all else, of which verl speaks."""
+    """A positive integer; 0 for all else."""
     value = OmegaConf.select(config, key)
     return value if type(value) is int and value > 0 else 0
 
 
 def _gpus(config: DictConfig) -> Iterator[Issue]:
     """GPUs that a run of one node asks for."""
-    wanted, told, device = _count(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
-    if not wanted or OmegaConf.select(config, "trainer.nnodes") != 1 or device not in ("cuda", "cpu"):
-        return
-    if not (told is None or isinstance(told, (int, float))):
+    asked, told, device = _count(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
+    known = asked and (told is None or isinstance(told, (int, float))) and device in ("cuda", "cpu")
+    if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
     beside = 0
-    if str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
-        beside = _count(config, f"{ROLLOUT}.nnodes") * _count(config, f"{ROLLOUT}.n_gpus_per_node")
-    beside = beside if OmegaConf.select(config, "trainer.use_v1") else 0
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    if OmegaConf.select(config, "trainer.use_v1") and mode.endswith("separate_async"):
+        beside += _count(config, f"{ROLLOUT}.nnodes") * _count(config, f"{ROLLOUT}.n_gpus_per_node")
     if OmegaConf.select(config, "distillation.enabled") is True:
         beside += _count(config, "distillation.nnodes") * _count(config, "distillation.n_gpus_per_node")
-    wanted += beside
-    setting = f"{GPUS_PER_NODE}={_count(config, GPUS_PER_NODE)}"
+    wanted, setting = asked + beside, f"{GPUS_PER_NODE}={asked}"
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
         there = int(told or 0)
         why = f"{wanted} worker processes are asked for and Ray is told of {there}: on the CPU a GPU of Ray's is one"
         setting, fix = f"{setting}, {RAY_GPUS}={told}", f"++{RAY_GPUS}={wanted}"
     else:
         there = torch.cuda.device_count() if told is None else int(told)  # asks the driver, and starts no CUDA context
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = f"{wanted} GPUs are asked for, and {there} are there"
-        why += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
         fix = f"{GPUS_PER_NODE}={there - beside}"
         if there <= beside:
             fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
@@ -77,13 +72,9 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
 
 def _rollout_engine(config: DictConfig) -> Iterator[Issue]:
     key, name = f"{ROLLOUT}.name", OmegaConf.select(config, f"{ROLLOUT}.name")
-    package = PACKAGES.get(name)
-    try:
-        if package:
-            version(package)
-    except PackageNotFoundError:
+    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
         fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
-        yield Issue(f"{key}={name}", f"{package} is not installed in {sys.prefix}", fix)
+        yield Issue(f"{key}={name}", f"{PACKAGES[name]} is not installed in {sys.prefix}", fix)
 
 
 def _files(config: DictConfig) -> Iterator[Issue]:
@@ -104,9 +95,8 @@ def _data(config: DictConfig) -> Iterator[Issue]:
             if "://" in path or any(sign in path for sign in "*?["):
                 continue  # on another machine, or a pattern, which ``datasets`` expands
             if not Path(path).is_file():
-                there = path.startswith("~") and Path(path).expanduser().is_file()
-                why = "does not exist" + (": verl does not expand ~" if there else "")
-                yield Issue(f"{key}={path}", why, f"{key}={Path(path).expanduser() if there else '<file>.parquet'}")
+                why = "does not exist" + (": verl does not expand ~" if path.startswith("~") else "")
+                yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
             elif path.endswith(".parquet"):
                 yield from _columns(key, path, prompt)
 

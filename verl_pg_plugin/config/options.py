@@ -65,83 +65,50 @@ OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
 
 _EVERY = r"every_(n|[1-9]\d*)"
 
-GONE = {
-    "keep_activations": (
-        "activations says what layers keep, and auto chooses by the memory there is",
-        "++{key}.activations=auto, ++{key}.activations=attention for attention, ++{key}.activations=all for all",
-    ),
-    "recompute_attention": (
-        "activations says what is kept: inputs recomputes attention, attention does not",
-        "++{key}.activations=inputs for True, ++{key}.activations=attention for False",
-    ),
-    "static_rows": ("packed micro-batches have the length of what they hold", "remove it"),
-    "min_dedup_ratio": ("every micro-batch is packed, whatever it shares", "remove it"),
-    "on_mismatch": ("a mismatch always ends the run", "remove it"),
-    "console": ("verl's console is left as it is", "remove it"),
-    "verify_every": ("verify holds the number itself", "++{key}.verify=every_{value}"),
-    "verify_rows": ("two samples of a micro-batch are verified", "remove it"),
-}
-"""Options of earlier versions: what holds instead, and what to set."""
-
-Objection = tuple[str, str]
-"""Why a value is not taken, and a value that is."""
+_Taken = tuple[Callable[[Any], bool], str, str]
+"""Whether a value is taken; else why not, and one that is."""
 
 
-def _one_of(*known: str) -> Callable[[Any], Objection | None]:
-    why = f"is unknown; the values are {', '.join(known)}"
-    return lambda value: None if isinstance(value, str) and value in known else (why, known[0])
+def _one_of(*known: str) -> _Taken:
+    return known.__contains__, f"is unknown; the values are {', '.join(known)}", known[0]
 
 
-def _auto_or_boolean(value: Any) -> Objection | None:
-    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
-        return None
-    return "is neither auto nor a boolean; the values are auto, True and False without quotes", "auto"
-
-
-def _count(value: Any) -> Objection | None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return None
-    return "is not an integer of at least 0", "<integer of at least 0>"
-
-
-def _verify(value: Any) -> Objection | None:
-    if isinstance(value, str) and (value in ("off", "first") or re.fullmatch(_EVERY, value)):
-        return None
-    return "is unknown; the values are off, first and every_<number of micro-batches>", "'off'"  # a bare off is False
-
-
-def _above_zero_or_none(value: Any) -> Objection | None:
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
-        return None
-    return "is not a finite number above 0: one lets nothing pass, the other everything", "null or <number above 0>"
-
-
-_OBJECTIONS: dict[str, Callable[[Any], Objection | None]] = {
+_TAKEN: dict[str, _Taken] = {
     "attention_kernel": _one_of(*ATTENTION_KERNELS),
     "activations": _one_of("auto", *(level.value for level in Level)),
-    "compile_layers": _auto_or_boolean,
-    "logits_chunk_size": _count,
+    "compile_layers": (
+        lambda value: value == "auto" or isinstance(value, bool),
+        "is neither auto nor a boolean; the values are auto, True and False without quotes",
+        "auto",
+    ),
+    "logits_chunk_size": (
+        lambda value: type(value) is int and value >= 0,
+        "is not an integer of at least 0",
+        "<integer of at least 0>",
+    ),
     "carry": _one_of("auto", "never"),
-    "verify": _verify,
-    "verify_tolerance": _above_zero_or_none,
+    "verify": (
+        lambda value: value in ("off", "first") or (isinstance(value, str) and bool(re.fullmatch(_EVERY, value))),
+        "is unknown; the values are off, first and every_<number of micro-batches>",
+        "'off'",  # a bare off is False
+    ),
+    "verify_tolerance": (
+        lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),
+        "is not a finite number above 0: one lets nothing pass, the other everything",
+        "null or <number above 0>",
+    ),
 }
 
 
 def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
-    """Options that there are not, and values that an option does not take.
-
-    Args:
-        options: values by name.
-    """
+    """Options, values by name, that there are not, and values that an option does not take."""
     for name, value in options.items():
         setting = f"{OPTIONS}.{name}={value}"
-        if name in GONE:
-            why, fix = GONE[name]
-            fix = fix.format(key=OPTIONS, value=value)
-            yield Issue(setting, f"there is no such option any more: {why}", fix)
-        elif name in _OBJECTIONS and (objection := _OBJECTIONS[name](value)):
-            yield Issue(setting, objection[0], f"++{OPTIONS}.{name}={objection[1]}")
-        elif name not in (*_OBJECTIONS, "_target_"):
+        if name in _TAKEN:
+            takes, why, taken = _TAKEN[name]
+            if not takes(value):
+                yield Issue(setting, why, f"++{OPTIONS}.{name}={taken}")
+        elif name != "_target_":
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean ++{OPTIONS}.{close[0]}={value}?" if close else "remove it"

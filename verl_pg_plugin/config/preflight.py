@@ -16,27 +16,35 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydra.errors import InstantiationException
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 
+from verl_pg_plugin.config import rules
 from verl_pg_plugin.config.checkpoints import checkpoint_issues, read_hf_config
-from verl_pg_plugin.config.keys import CRITIC, CRITIC_MODEL, FSDP_STRATEGIES, MODEL, REF, ROLLOUT
-from verl_pg_plugin.config.machine import machine_issues
-from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.config.rules import (
-    MACHINE_RULES,
-    PREFLIGHT_RULES,
-    RULES,
-    engine_of,
-    roles_of,
-    trainer_issues,
+from verl_pg_plugin.config.keys import (
+    ACTOR,
+    CRITIC,
+    CRITIC_MODEL,
+    FSDP_STRATEGIES,
+    MODEL,
+    OPTIONS,
+    REF,
+    ROLLOUT,
+    USE_PREFIX_GROUPER,
+    USE_REMOVE_PADDING,
 )
+from verl_pg_plugin.config.machine import machine_issues
+from verl_pg_plugin.config.mode import Engine, Mode, mode_of
+from verl_pg_plugin.config.options import option_issues
+from verl_pg_plugin.config.rules import engine_of, roles_of
 from verl_pg_plugin.issue import ConfigError, Issue
 
 logger = logging.getLogger(__name__)
 
+ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 RAY_INIT = "ray_kwargs.ray_init"
 INTERPRETERS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
 """Keys of a Ray runtime environment that choose the packages of workers."""
@@ -70,9 +78,7 @@ def preflight(config: DictConfig) -> list[Issue]:
     said = {issue.key for issue in found}
     numbers = (*_counts(config), *_divisors(config))
     found = list(dict.fromkeys([*found, *(issue for issue in numbers if issue.key not in said)]))
-    # A run that joins a cluster works where this machine lacks what it asks for.
-    uncertain = _joins_cluster(config)
-    found += [replace(issue, is_warning=uncertain) for issue in machine_issues(config)]
+    found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
         found += _verls_objection(config)
@@ -80,24 +86,84 @@ def preflight(config: DictConfig) -> list[Issue]:
 
 
 def sharing_issues(config: DictConfig) -> list[Issue]:
-    """What the modes say against a run: its trainer's config, its engines and its checkpoints."""
-    found = [*trainer_issues(config)]
+    """What the modes say against a run: its flags and options, its engines and its checkpoints."""
+    shares = mode_of(config).shares_prefixes
+    found = [*_flag_issues(config)]
+    if mode_of(config) is Mode.PADDED_GROUPS:
+        found += _torn_groups(config)
+    if shares and OmegaConf.select(config, f"{ACTOR}.qat.enable"):
+        found.append(rules.no_quantization(f"{ACTOR}.qat.enable"))
     checkpoints: dict[str, list[Issue]] = {}
     for role in roles_of(config):
         engine = engine_of(config, role, read_hf_config(config, CRITIC_MODEL if role == CRITIC else MODEL))
-        section = engine.model_section
+        section, has_engine = engine.model_section, engine.get("strategy") in FSDP_STRATEGIES
         if section not in checkpoints:
             checkpoints[section] = list(checkpoint_issues(config, section))
             found += checkpoints[section]
-        if not (mode_of(config).shares_prefixes and engine.get("strategy") in FSDP_STRATEGIES):
-            continue
+        if has_engine:
+            found += _engine_config_issues(config, engine, shares)
+        elif shares:
+            key, why = f"{role}.strategy", "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only"
+            found.append(Issue(f"{key}={engine.get('strategy')}", why, f"model_engine=dp {key}=fsdp2"))
         if checkpoints[section]:
             engine = replace(engine, hf_config=None)  # an architecture that cannot share is looked at no further
-        for rule in (*RULES, *PREFLIGHT_RULES):
+        for rule in (*rules.RULES, *rules.PREFLIGHT_RULES) if shares and has_engine else ():
             if issue := rule(engine):
-                uncertain = rule in MACHINE_RULES and _joins_cluster(config)
+                uncertain = rule in rules.MACHINE_RULES and _joins_cluster(config)
                 found.append(replace(issue, is_warning=issue.is_warning or uncertain))
     return found
+
+
+def _flag_issues(config: DictConfig) -> Iterator[Issue]:
+    """Flags and options that are not what they seem."""
+    for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING):
+        flag = OmegaConf.select(config, key)
+        if flag not in (None, True, False):  # 1 and 0 too
+            why = "is not a boolean; the values are True and False"  # Hydra reads no as a word, and a word is true
+            yield Issue(f"{key}={flag}", why, f"{key}=True or False")
+    section = OmegaConf.select(config, OPTIONS)
+    if isinstance(section, DictConfig):
+        yield from option_issues({str(name): OmegaConf.select(section, str(name)) for name in section})
+    elif section is not None:
+        fix = f"++{OPTIONS}.<option>=<value>, or remove it"
+        yield Issue(f"{OPTIONS}={section}", "is not a section of options", fix)
+
+
+def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> Iterator[Issue]:
+    """An engine config that knows nothing of the flag, or says otherwise."""
+    target, key = engine.get("_target_"), f"{engine.section}._target_"
+    try:
+        takes_options = target and OPTIONS in getattr(get_class(str(target)), "__dataclass_fields__", {})
+    except Exception as error:  # whatever an import raises
+        yield Issue(f"{key}={target}", f"cannot be imported: {str(error).splitlines()[0]}", f"++{key}={ENGINE_CONFIG}")
+        return
+    if shares and not takes_options:
+        why = f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}"
+        yield Issue(f"{key}={target}", why, f"++{key}={ENGINE_CONFIG}")
+    key = f"{engine.section}.use_prefix_grouper"
+    if takes_options and bool(follows := OmegaConf.select(config, key)) != shares:
+        why = f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths"
+        yield Issue(f"{key}={follows}", why, f"++{key}={shares}")
+
+
+def _torn_groups(config: DictConfig) -> list[Issue]:
+    """What would tear padded groups apart and no engine config tells."""
+    broken = []
+    if OmegaConf.select(config, "trainer.balance_batch"):
+        why = "balancing reorders single samples across ranks and tears groups apart"
+        broken.append(("trainer.balance_batch=True", why))
+    dynamic, n = f"{ROLLOUT}.log_prob_use_dynamic_bsz", OmegaConf.select(config, f"{ROLLOUT}.n")
+    if OmegaConf.select(config, dynamic):
+        broken.append((f"{dynamic}=True", rules.TORN_BY_TOKENS))
+    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    sizes += [f"{REF}.log_prob_micro_batch_size_per_gpu"] if REF in roles_of(config) else []
+    for key in sizes:
+        size = OmegaConf.select(config, key)
+        if isinstance(size, int) and isinstance(n, int) and n > 0 and size % n:
+            why = f"a micro-batch that is no multiple of {ROLLOUT}.n={n} cuts a group in two"
+            broken.append((f"{key}={size}", why))
+    issue = rules.not_padded(broken, MODEL)
+    return [issue] if issue else []
 
 
 def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:
@@ -139,13 +205,9 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
         value = OmegaConf.select(config, key)
         if value is not None and not (isinstance(value, int | float) and value >= at_least):
             yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", f"{key}=<{what}>")
-    if OmegaConf.select(config, f"{ROLLOUT}.name") in (None, "None"):
-        why = "names no rollout engine"
-        yield Issue(
-            f"{ROLLOUT}.name={OmegaConf.select(config, f'{ROLLOUT}.name')}",
-            why,
-            f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU",
-        )
+    if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
+        fix = f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU"
+        yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", fix)
 
 
 def _divisors(config: DictConfig) -> Iterator[Issue]:
@@ -177,11 +239,7 @@ def _verls_objection(config: DictConfig) -> Iterator[Issue]:
     errors = (ValueError, AssertionError, InstantiationException, OmegaConfBaseException, TypeError, ArithmeticError)
     try:
         with redirect_stdout(io.StringIO()):  # it says that all is well
-            validate(
-                config=config,
-                use_reference_policy=need_reference_policy(config),
-                use_critic=CRITIC in roles_of(config),
-            )
+            validate(config, need_reference_policy(config), CRITIC in roles_of(config))
     except errors as error:
         why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
         yield Issue("", why, "change what it names")

@@ -1,19 +1,19 @@
 """What runs that share prefixes cannot do: one function for each rule, ``None`` where nothing is wrong.
 
-``RULES`` look at one engine: preflight asks them before Ray starts, an engine when it is built. ``PREFLIGHT_RULES`` are
-those that an engine finds out by itself, ``TRAINER_RULES`` look at what only the trainer's config tells.
+All look at one engine. ``RULES`` are asked before Ray starts and when the engine is built, ``PREFLIGHT_RULES`` before
+Ray alone: the engine finds out by itself.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -27,27 +27,21 @@ from verl_pg_plugin.architectures import (
     fused_obstacle,
     text_skeleton,
 )
-from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, candidates, kernel_obstacle, model_misfit
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, kernel_obstacle, model_misfit
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
-    FSDP_STRATEGIES,
-    MODEL,
     OPTIONS,
     REF,
-    ROLLOUT,
     USE_PREFIX_GROUPER,
-    USE_REMOVE_PADDING,
 )
-from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode, mode_of
-from verl_pg_plugin.config.options import option_issues
+from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import modality_obstacles, modality_of
 
-ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
 TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the middle of a group"
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
@@ -64,15 +58,10 @@ def check_engine(engine_config: Any, model_config: Any) -> None:
     Raises:
         ValueError: one line with the settings, the cause and the fix of each error.
     """
-    if found := engine_issues(engine_config, model_config):
+    engine = Engine.of(engine_config, model_config)
+    if found := [issue for rule in RULES if (issue := rule(engine))]:
         listing = "; ".join(f"{issue.setting}: {issue.why} (fix: {issue.fix})" for issue in found)
         raise ValueError(f"use_prefix_grouper=True: {listing}; or set {USE_PREFIX_GROUPER}=False")
-
-
-def engine_issues(engine_config: Any, model_config: Any) -> list[Issue]:
-    """What an engine cannot do; recipes build engines that no preflight has seen."""
-    engine = Engine.of(engine_config, model_config)
-    return [issue for rule in RULES if (issue := rule(engine))]
 
 
 def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
@@ -82,28 +71,24 @@ def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
         config: the composed trainer config.
         role: ``ACTOR``, ``REF`` or ``CRITIC``.
         hf_config: config of its checkpoint, overrides applied, if it could be read.
-
-    Raises:
-        omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
-    sizes = [f"{role}.{'fsdp' if role == CRITIC else 'fsdp_config'}.{SP_SIZE}"]
-    if role != CRITIC:  # verl lets this deprecated key win above 1, and ignores the critic's
-        size = OmegaConf.select(config, f"{role}.{SP_SIZE}")
-        sizes.insert(0 if isinstance(size, int) and size > 1 else 1, f"{role}.{SP_SIZE}")
-    engine = Engine(role, {}, {}, get_device_name(), hf_config, sizes[0])
+    engine = Engine(role, {}, {}, get_device_name(), hf_config)
     section: Any = OmegaConf.select(config, engine.section)
     found: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
-    if role != CRITIC:
+    sp_key = f"{engine.section}.{SP_SIZE}"
+    if role != CRITIC:  # verl lets this deprecated key win above 1, and ignores the critic's
+        size = OmegaConf.select(config, f"{role}.{SP_SIZE}")
+        sp_key = f"{role}.{SP_SIZE}" if isinstance(size, int) and size > 1 else sp_key
         dynamic = f"{role}.use_dynamic_bsz" if role == ACTOR else f"{role}.log_prob_use_dynamic_bsz"
         found["use_dynamic_bsz"] = OmegaConf.select(config, dynamic)
         found["pad_to_length"] = found.get("pad_to_length") or OmegaConf.select(config, f"{role}.pad_to_length")
     found |= {
         "strategy": OmegaConf.select(config, f"{role}.strategy"),
-        SP_SIZE: OmegaConf.select(config, sizes[0]),
+        SP_SIZE: OmegaConf.select(config, sp_key),
         "use_prefix_grouper": OmegaConf.select(config, USE_PREFIX_GROUPER),
         OPTIONS: OmegaConf.select(config, OPTIONS),
     }
-    return Engine(role, found, OmegaConf.select(config, engine.model_section), engine.device, hf_config, sizes[0])
+    return replace(engine, config=found, model=OmegaConf.select(config, engine.model_section), sp_key=sp_key)
 
 
 def roles_of(config: DictConfig) -> list[str]:
@@ -114,9 +99,6 @@ def roles_of(config: DictConfig) -> list[str]:
     return [ACTOR, *([REF] if need_reference_policy(config) else []), *([CRITIC] if critic else [])]
 
 
-# --- One engine ------------------------------------------------------------------------------------------------------
-
-
 def multi_token_prediction(engine: Engine) -> Issue | None:
     if not (engine.of_model("mtp.enable") and engine.trains):  # verl switches it off for the reference policy
         return None
@@ -125,10 +107,10 @@ def multi_token_prediction(engine: Engine) -> Issue | None:
 
 
 def quantization_aware_training(engine: Engine) -> Issue | None:
-    return _no_quantization(f"{engine.section}.qat.enable") if engine.get("qat.enable") else None
+    return no_quantization(f"{engine.section}.qat.enable") if engine.get("qat.enable") else None
 
 
-def _no_quantization(key: str) -> Issue:
+def no_quantization(key: str) -> Issue:
     return Issue(f"{key}=True", "quantization-aware training is not verified with shared prefixes", f"{key}=False")
 
 
@@ -200,20 +182,27 @@ def ulysses(engine: Engine) -> Issue | None:
 
 def gradient_checkpointing(engine: Engine) -> Issue | None:
     kind = getattr(engine.hf_config, "model_type", "")
-    if not kind or not engine.of_model("enable_gradient_checkpointing"):
-        return None
-    key, why, ways = f"{engine.model_section}.enable_gradient_checkpointing", "", ""
-    known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING  # of a class of the checkpoint's own verl finds out
-    if known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
-        why = f"transformers has no gradient checkpointing for {kind}"
     casts = engine.get("strategy") == "fsdp2" and not _is_float32(engine.get("mixed_precision.param_dtype"))
-    if engine.trains and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
-        why = (
-            f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
-            "their forward had, so that the first update fails, in stock verl too"
-        )
-        ways = f", or {engine.role}.strategy=fsdp, or pip install 'torch>=2.13,<2.14'"
-    return Issue(f"{key}=True", why, f"{key}=False{ways}") if why else None
+    recomputes = engine.trains and casts and engine.of_model("enable_gradient_checkpointing")
+    if not recomputes or kind not in FLOAT32_ANGLE_TYPES or fsdp2_recomputes_as_it_ran():
+        return None
+    key = f"{engine.model_section}.enable_gradient_checkpointing"
+    why = (
+        f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
+        "their forward had, so that the first update fails, in stock verl too"
+    )
+    fix = f"{key}=False, or {engine.role}.strategy=fsdp, or pip install 'torch>=2.13,<2.14'"
+    return Issue(f"{key}=True", why, fix)
+
+
+def activation_offload(engine: Engine) -> Issue | None:
+    """A level of ours stands in for verl's offload, and levels are what checkpointed layers keep."""
+    key = f"{engine.model_section}.enable_activation_offload"
+    if not engine.of_model("enable_activation_offload") or engine.of_model("enable_gradient_checkpointing"):
+        return None
+    why = "without gradient checkpointing layers keep everything on the device, and nothing is offloaded"
+    fix = f"{engine.model_section}.enable_gradient_checkpointing=True, or {key}=False"
+    return Issue(f"{key}=True", why, fix, is_warning=True)
 
 
 def mixer_kernels(engine: Engine) -> Issue | None:
@@ -246,9 +235,9 @@ def padded_groups(engine: Engine) -> Issue | None:
     if engine.mode is not Mode.PADDED_GROUPS:
         return None
     broken: list[tuple[str, str]] = []
+    unpadded = engine.model_setting("use_remove_padding")
     if engine.role == CRITIC and engine.get("use_dynamic_bsz") is not False:
-        why = "verl cuts the critic's micro-batches by tokens, which padded groups do not support"
-        broken.append((engine.model_setting("use_remove_padding"), why))
+        broken.append((unpadded, "verl cuts the critic's micro-batches by tokens, which padded groups do not support"))
     elif engine.role != CRITIC and engine.get("use_dynamic_bsz"):
         key = f"{engine.role}.{'log_prob_' if engine.role == REF else ''}use_dynamic_bsz"
         broken.append((f"{key}=True", TORN_BY_TOKENS))
@@ -267,12 +256,10 @@ def padded_groups(engine: Engine) -> Issue | None:
     if engine.hf_config is not None:
         kind, mixers = engine.hf_config.model_type, _mixers(engine.hf_config.get_text_config())
         if bound := [mixer.name for mixer in mixers if not mixer.padded_groups]:
-            why = f"{', '.join(bound)} layers of {kind} share packed tokens only"
-            broken.append((engine.model_setting("use_remove_padding"), why))
+            broken.append((unpadded, f"{', '.join(bound)} layers of {kind} share packed tokens only"))
         elif not modality_obstacles(engine.hf_config) and modality_of(engine.hf_config).encoders:
-            why = f"{kind} reads images, which padded groups do not hold"
-            broken.append((engine.model_setting("use_remove_padding"), why))
-    return _not_padded(broken, engine.model_section)
+            broken.append((unpadded, f"{kind} reads images, which padded groups do not hold"))
+    return not_padded(broken, engine.model_section)
 
 
 def padded_library(engine: Engine) -> Issue | None:
@@ -288,18 +275,14 @@ def attention_kernel(engine: Engine) -> Issue | None:
     asked = engine.option("attention_kernel") or "auto"
     if asked not in ("auto", *KERNELS):
         return None  # the option itself is refused
-    setting, stock = f"{ATTENTION_KERNEL}={asked}", f"++{ATTENTION_KERNEL}=auto, or {STOCK}"
+    setting = f"{ATTENTION_KERNEL}={asked}"
+    fix = f"++{ATTENTION_KERNEL}={'sdpa' if asked == 'auto' else 'auto'}, or {STOCK}"
     if asked != "auto" and (missing := kernel_obstacle(asked, engine.device, asks_gpu=False)):
-        return Issue(setting, f"{asked} {missing}", stock)
+        return Issue(setting, f"{asked} {missing}", fix)
     if engine.hf_config is None:
         return None
-    needs = attention_needs(engine.hf_config.get_text_config())
-    if not (why := model_misfit(asked, engine.device, needs)):
-        return None
-    fitting = [name for name in KERNELS if name not in candidates(asked, engine.device)]
-    fitting = [name for name in fitting if not model_misfit(name, engine.device, needs)]
-    others = f"++{ATTENTION_KERNEL}=<one of {', '.join(fitting)}>, or " if fitting else ""
-    return Issue(setting, f"no kernel for {engine.hf_config.model_type}: {why}", f"{others}{STOCK}")
+    why = model_misfit(asked, engine.device, attention_needs(engine.hf_config.get_text_config()))
+    return Issue(setting, f"no kernel for {engine.hf_config.model_type}: {why}", fix) if why else None
 
 
 def attn_implementation(engine: Engine) -> Issue | None:
@@ -319,7 +302,7 @@ def _is_float32(dtype: Any) -> bool:
     return dtype is not None and PrecisionType.is_fp32(dtype)
 
 
-def _not_padded(broken: list[tuple[str, str]], model_section: str) -> Issue | None:
+def not_padded(broken: list[tuple[str, str]], model_section: str) -> Issue | None:
     """Settings that padded groups do not run with, each with its cause, as one issue."""
     settings, causes = ", ".join(setting for setting, _ in broken), "; ".join(dict.fromkeys(why for _, why in broken))
     fix = f"{model_section}.use_remove_padding=True (packed mode, which supports it), or leave the settings out"
@@ -341,7 +324,7 @@ RULES: tuple[EngineRule, ...] = (
     padded_groups,
     padded_library,
 )
-PREFLIGHT_RULES: tuple[EngineRule, ...] = (attention_kernel, attn_implementation)
+PREFLIGHT_RULES: tuple[EngineRule, ...] = (attention_kernel, attn_implementation, activation_offload)
 MACHINE_RULES: tuple[EngineRule, ...] = (
     attention_kernel,
     compiler,
@@ -351,100 +334,3 @@ MACHINE_RULES: tuple[EngineRule, ...] = (
     padded_library,
 )
 """What they find on this machine is no more than a warning where the run's machines are others."""
-
-
-# --- The trainer's config --------------------------------------------------------------------------------------------
-
-
-def distillation(config: DictConfig) -> Issue | None:
-    """A teacher's top k is compared with logits; all other losses of a teacher read log-probs."""
-    key, mode = f"{MODEL}.use_fused_kernels", OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
-    reads_logits = OmegaConf.select(config, "distillation.enabled") and mode == "forward_kl_topk"
-    if not (reads_logits and OmegaConf.select(config, key)):
-        return None
-    return Issue(f"{key}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{key}=False")
-
-
-def actor_quantization(config: DictConfig) -> Issue | None:
-    key = f"{ACTOR}.qat.enable"
-    return _no_quantization(key) if OmegaConf.select(config, key) else None
-
-
-def sum_pi_squared(config: DictConfig) -> Issue | None:
-    key = f"{ACTOR}.calculate_sum_pi_squared"
-    if not (OmegaConf.select(config, key) and OmegaConf.select(config, f"{MODEL}.use_fused_kernels")):
-        return None
-    return Issue(f"{key}=True", "verl's fused kernels never have the probabilities that it sums", f"{key}=False")
-
-
-def padded_groups_of_the_trainer(config: DictConfig) -> Issue | None:
-    if mode_of(config) is not Mode.PADDED_GROUPS:
-        return None
-    broken = []
-    if OmegaConf.select(config, "trainer.balance_batch"):
-        why = "balancing reorders single samples across ranks and tears groups apart"
-        broken.append(("trainer.balance_batch=True", why))
-    dynamic, n = f"{ROLLOUT}.log_prob_use_dynamic_bsz", OmegaConf.select(config, f"{ROLLOUT}.n")
-    if OmegaConf.select(config, dynamic):
-        broken.append((f"{dynamic}=True", TORN_BY_TOKENS))
-    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
-    sizes += [f"{REF}.log_prob_micro_batch_size_per_gpu"] if REF in roles_of(config) else []
-    for key in sizes:
-        size = OmegaConf.select(config, key)
-        if isinstance(size, int) and isinstance(n, int) and n > 0 and size % n:
-            why = f"a micro-batch that is no multiple of {ROLLOUT}.n={n} cuts a group in two"
-            broken.append((f"{key}={size}", why))
-    return _not_padded(broken, MODEL)
-
-
-TRAINER_RULES: tuple[Callable[[DictConfig], Issue | None], ...] = (
-    distillation,
-    actor_quantization,
-    sum_pi_squared,
-    padded_groups_of_the_trainer,
-)
-
-
-def trainer_issues(config: DictConfig) -> Iterator[Issue]:
-    """Flags and options that are not what they seem, engines that would not share, and ``TRAINER_RULES``."""
-    for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING):
-        flag = OmegaConf.select(config, key)
-        if flag not in (None, True, False):  # 1 and 0 too
-            why = "is not a boolean; the values are True and False"  # Hydra reads no as a word, and a word is true
-            yield Issue(f"{key}={flag}", why, f"{key}=True or False")
-    section = OmegaConf.select(config, OPTIONS)
-    if isinstance(section, DictConfig):
-        yield from option_issues({str(name): OmegaConf.select(section, str(name)) for name in section})
-    elif section is not None:
-        yield Issue(
-            f"{OPTIONS}={section}", "is not a section of options", f"++{OPTIONS}.<option>=<value>, or remove it"
-        )
-    shares = mode_of(config).shares_prefixes
-    for role in roles_of(config):
-        yield from _engine_config_issues(config, role, shares)
-    if shares:
-        yield from filter(None, (rule(config) for rule in TRAINER_RULES))
-
-
-def _engine_config_issues(config: DictConfig, role: str, shares: bool) -> Iterator[Issue]:
-    engine = engine_of(config, role)
-    strategy = engine.get("strategy")
-    if strategy not in FSDP_STRATEGIES:
-        if shares:
-            key = f"{role}.strategy"
-            why = "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only"
-            yield Issue(f"{key}={strategy}", why, f"model_engine=dp {key}=fsdp2")
-        return
-    target, key = engine.get("_target_"), f"{engine.section}._target_"
-    try:
-        takes_options = target and OPTIONS in getattr(get_class(str(target)), "__dataclass_fields__", {})
-    except Exception as error:  # whatever an import raises
-        yield Issue(f"{key}={target}", f"cannot be imported: {str(error).splitlines()[0]}", f"++{key}={ENGINE_CONFIG}")
-        return
-    if shares and not takes_options:
-        why = f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}"
-        yield Issue(f"{key}={target}", why, f"++{key}={ENGINE_CONFIG}")
-    key = f"{engine.section}.use_prefix_grouper"
-    if takes_options and bool(OmegaConf.select(config, key)) != shares:
-        why = f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths"
-        yield Issue(f"{key}={OmegaConf.select(config, key)}", why, f"++{key}={shares}")

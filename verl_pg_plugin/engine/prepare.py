@@ -22,7 +22,8 @@ from verl.utils.device import get_device_name
 from verl_pg_plugin.architectures import class_issues, config_issues
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, Kernel, select_kernel
-from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiles_layers
+from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
+from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.ranks import Agreement
@@ -57,7 +58,7 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
         check_engine(engine_config, model_config)
         needs = attention_needs(model_config.hf_config.get_text_config())
         kernel = select_kernel(engine_config.prefix_grouper.attention_kernel, get_device_name(), needs)
-        compiles, why_layers = compiles_layers(engine_config, model_config)
+        compiles, why_layers = layer_compilation(Engine.of(engine_config, model_config))
         layers = "layers compiled" if compiles else "layers not compiled"
         why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
         ranks.tell((kernel.name, compiles, f"{platform.node()} has {why}"))
