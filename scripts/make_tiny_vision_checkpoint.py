@@ -21,10 +21,10 @@ import torch
 import transformers
 from data.whole_directory import whole_directory
 from make_image_data import CELL, CELLS, COUNTS, QUESTIONS, chat, draw_squares
-from make_tiny_checkpoint import END, character_tokenizer
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
 from verl_pg_plugin.cpu.images import Qwen3VLProcessor
+from verl_pg_plugin.demo.checkpoint import END, character_tokenizer
 
 MERGE, PATCH, FRAMES = 2, CELL // 2, 2
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
