@@ -105,29 +105,11 @@ if [ "$DEVICE" = cpu ]; then
     NNODES=${NNODES:-1}
     export VERL_PLATFORM=cpu
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + NGPUS_PER_NODE - 1) / NGPUS_PER_NODE))}
-    float32='{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}'
     DEVICE_ARGS=(
-        trainer.device=cpu
-        data.dataloader_num_workers=0
-        +actor_rollout_ref.model.override_config.attn_implementation=sdpa
-        actor_rollout_ref.model.enable_gradient_checkpointing=False
-        "+actor_rollout_ref.actor.fsdp_config.mixed_precision=$float32"
-        "+actor_rollout_ref.ref.fsdp_config.mixed_precision=$float32"
-        actor_rollout_ref.actor.use_torch_compile=False
-        actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
-        actor_rollout_ref.ref.fsdp_config.use_torch_compile=False
-        actor_rollout_ref.rollout.dtype=float32
-        actor_rollout_ref.rollout.agent.num_workers=1
-        reward.num_workers=1
+        # Float32, sdpa, few processes, and a Ray of its own: config/hydra/machine/cpu.yaml of the package.
+        "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_pg_plugin.config.hydra]"
+        +machine=cpu
         reward.custom_reward_function.path="$repository/scripts/data/arithmetic_reward.py"
-        transfer_queue.backend.SimpleStorage.num_data_storage_units=1
-        trainer.v1.sampler.custom_sampler.path=pkg://verl_pg_plugin.cpu.replay_buffer
-        trainer.v1.sampler.custom_sampler.name=prompt_replay_buffer
-        # A Ray of its own: resources are counters, GPU stands for a worker process.
-        +ray_kwargs.ray_init.address=local
-        +ray_kwargs.ray_init.include_dashboard=False
-        ray_kwargs.ray_init.num_cpus=16
-        +ray_kwargs.ray_init.num_gpus="$NGPUS_PER_NODE"
     )
     ROLLOUT=${ROLLOUT:-hf} ROLLOUT_N=${ROLLOUT_N:-8} ROLLOUT_TP=${ROLLOUT_TP:-1}
     TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-16} PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-8}

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import string
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from data.whole_directory import whole_directory
-from make_arithmetic_data import MAX_NUMBER, chat, problems
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from verl_pg_plugin.demo.checkpoint import END, START, character_tokenizer, tiny_model, warm_up
 
 HEAD_DIM = 32
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -41,115 +37,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 """Sizes beside those of ``tiny_model``, by model type."""
-PAD, UNKNOWN, START, END = "<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>"
 # As in Qwen3: tokens of their own that decoding keeps, since verl's parser looks for them in the text.
-TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def character_tokenizer(*, tool_calls: bool = False) -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character, plus Qwen's chat markers; ``<|im_end|>`` ends a turn.
-
-    ``tool_calls`` adds the two marks around a tool call.
-    """
-    tokens = [PAD, UNKNOWN, START, END, *dict.fromkeys(string.printable)]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=UNKNOWN,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-    if tool_calls:
-        fast.add_tokens([TOOL_CALL_START, TOOL_CALL_END])
-    return fast
-
-
-def tiny_model(
-    tokenizer: PreTrainedTokenizerFast, architecture: str, head_dim: int, vocab_multiple: int = 1
-) -> PreTrainedModel:
-    """Random float32 weights: 2 layers, hidden 128, 4 query heads over 2 key/value heads."""
-    config = AutoConfig.for_model(
-        architecture,
-        vocab_size=-(-len(tokenizer) // vocab_multiple) * vocab_multiple,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-        **ARCHITECTURES[architecture],
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def plain_answer(question: str, answer: str) -> list[tuple[str, bool]]:
-    """What follows a prompt, as texts with whether the model writes them (and is fitted to): the answer."""
-    return [(answer + END, True)]
+TOOL_CALL_MARKS = ["<tool_call>", "</tool_call>"]
 
 
 def answer_by_tool(question: str, answer: str) -> list[tuple[str, bool]]:
-    """The same with a call of the tool ``add`` and its result in front of the answer."""
+    """What follows a prompt, as texts with whether the model writes them: a call of ``add``, its result, the answer."""
     a, b = question.rstrip("=").split("+")
     call = json.dumps({"name": "add", "arguments": {"a": int(a), "b": int(b)}}, separators=(",", ":"))
     return [
-        (f"{TOOL_CALL_START}{call}{TOOL_CALL_END}{END}", True),
+        (call.join(TOOL_CALL_MARKS) + END, True),
         (f"\n{START}tool\n{answer}{END}\n{START}assistant\n", False),
         (answer + END, True),
     ]
-
-
-def warm_up(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    steps: int,
-    rng: random.Random,
-    reply: Callable[[str, str], list[tuple[str, bool]]],
-) -> None:
-    """Fit the replies to random questions in place: ``steps`` AdamW steps on 32 samples each.
-
-    Three quarters of the steps see the question without the preamble: attention finds two digits among thirty
-    characters much sooner than among hundreds, and rotary positions carry what it found over to the full prompt.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    questions = problems(MAX_NUMBER)
-    for step in range(steps):
-        first_message = 1 if step < 0.75 * steps else 0
-        rows, labels = [], []
-        for question, answer in rng.choices(questions, k=32):
-            messages = chat(question)[first_message:]
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            row: list[int] = []
-            label: list[int] = []
-            for text, fitted in [(prompt, False), *reply(question, answer)]:
-                ids = tokenizer(text, add_special_tokens=False).input_ids
-                row += ids
-                label += ids if fitted else [-100] * len(ids)
-            rows.append(torch.tensor(row))
-            labels.append(torch.tensor(label))
-        # Right padding needs no mask: a causal model's answers never see it, and its labels are ignored.
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, True, tokenizer.pad_token_id)
-        loss = model(input_ids=input_ids, labels=torch.nn.utils.rnn.pad_sequence(labels, True, -100)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def make_tiny_checkpoint(
@@ -172,10 +72,13 @@ def make_tiny_checkpoint(
         FileExistsError: ``output_dir`` is not empty.
     """
     torch.manual_seed(seed)
-    tokenizer = character_tokenizer(tool_calls=tool_calls)
-    model = tiny_model(tokenizer, architecture, head_dim, vocab_multiple)
-    reply = answer_by_tool if tool_calls else plain_answer
-    warm_up(model, tokenizer, warm_up_steps, random.Random(seed), reply)
+    tokenizer = character_tokenizer()
+    if tool_calls:
+        tokenizer.add_tokens(TOOL_CALL_MARKS)
+    vocab_size = -(-len(tokenizer) // vocab_multiple) * vocab_multiple
+    sizes = ARCHITECTURES[architecture] | {"head_dim": head_dim, "vocab_size": vocab_size}
+    model = tiny_model(tokenizer, architecture, **sizes)
+    warm_up(model, tokenizer, warm_up_steps, seed=seed, reply=answer_by_tool if tool_calls else None)
     with whole_directory(output_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)

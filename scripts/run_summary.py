@@ -21,34 +21,20 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_pg_plugin.cli.demo import REWARD, read_steps
+
 MODES = {
     (False, False): "padded",
     (False, True): "rmpad",
     (True, False): "prefix_grouper",
     (True, True): "packed",
 }
-REWARD = "critic/score/mean"
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 LOGICAL_TOKENS = "actor/prefix_grouper/logical_tokens"
 PHYSICAL_TOKENS = "actor/prefix_grouper/physical_tokens"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 TIMING = "timing_s/"
 PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
-
-
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The metrics of every training step, in order; validation-only lines are left out.
-
-    Raises:
-        ValueError: the file is missing or holds no training step.
-    """
-    if not path.is_file():
-        raise ValueError(f'{path} does not exist; train with trainer.logger=["console","file"]')
-    rows = [json.loads(line)["data"] for line in path.read_text().splitlines()]
-    steps = [row for row in rows if REWARD in row]
-    if not steps:
-        raise ValueError(f"{path} holds no training step with {REWARD}")
-    return steps
 
 
 def read_mode(config_path: Path) -> str:
@@ -119,6 +105,8 @@ def main() -> None:
             )
             return
         steps = read_steps(args.metrics)
+        if not steps:
+            raise ValueError(f'{args.metrics} holds no training step; train with trainer.logger=["console","file"]')
         summary = summarize(steps, read_mode(args.config))
     except (ValueError, FileNotFoundError) as error:
         parser.exit(1, f"error: {error}\n")

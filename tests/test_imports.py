@@ -13,7 +13,7 @@ FLOORS = (
     {"planning"},
     {"config"},
     {"engine", "trainer"},
-    {"cli"},
+    {"cli", "demo"},
     {"plugin", "main_ppo", "synthetic", "__main__"},
 )
 HEAVY = {"torch", "verl", "transformers", "tensordict", "ray"}

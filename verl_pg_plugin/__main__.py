@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from verl_pg_plugin import __version__
-from verl_pg_plugin.cli import CommandError, doctor, estimate, patch_model
+from verl_pg_plugin.cli import CommandError, demo, doctor, estimate, patch_model
 
-SUBCOMMANDS = (doctor, estimate, patch_model)
+SUBCOMMANDS = (doctor, estimate, demo, patch_model)
 """Modules with ``add_parser(subparsers)``; it sets the default ``run(args)``, which may return an exit code."""
 
 

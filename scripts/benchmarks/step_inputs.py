@@ -14,11 +14,11 @@ from typing import Any
 import datasets
 import torch
 from data.whole_directory import whole_directory
-from make_tiny_checkpoint import CHAT_TEMPLATE, END, PAD, START, UNKNOWN
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, config_of
+from verl_pg_plugin.demo.checkpoint import CHAT_TEMPLATE, END, PAD, START, UNKNOWN
 
 MAX_POSITION_EMBEDDINGS = 1 << 17
 DATA_SOURCE = "random_words"

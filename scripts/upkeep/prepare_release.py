@@ -2,6 +2,7 @@
 
     python scripts/upkeep/prepare_release.py v1.2.3 --check
     python scripts/upkeep/prepare_release.py v1.2.3 --repository https://github.com/OWNER/NAME
+    python scripts/upkeep/prepare_release.py v1.2.3 --notes        # the version's section of the changelog
 
 The second rewrites README.md and pyproject.toml in place: PyPI shows them without the repository around them, so links
 to files and images get the address of the tagged commit, and the metadata that of the repository. Needs nothing but
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)]+)\)")
+LINK = re.compile(r"(!\[[^\[\]]*)?\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 def version_of(package: Path) -> str:
@@ -41,12 +42,18 @@ def objections(tag: str, version: str, changelog: str) -> list[str]:
     return found
 
 
+def section(version: str, changelog: str) -> str:
+    """What the changelog says of a version, without its heading."""
+    return re.split(rf"^## {re.escape(version)} .*$", changelog, flags=re.MULTILINE)[1].partition("\n## ")[0].strip()
+
+
 def absolute_links(text: str, repository: str, tag: str) -> str:
     """Markdown whose relative links lead to the tagged files of a repository; images to their raw content."""
 
     def replaced(link: re.Match[str]) -> str:
-        image, label, target = link.groups()
-        return f"{image}[{label}]({repository}/{'raw' if image else 'blob'}/{tag}/{target})"
+        image, target = link.groups()
+        kind = "" if target.startswith("../../") else f"{'raw' if image else 'blob'}/{tag}/"  # as GitHub reads it
+        return f"{image or ''}]({repository}/{kind}{target.removeprefix('../../')})"
 
     return LINK.sub(replaced, text)
 
@@ -63,14 +70,22 @@ def main() -> int:
     parser.add_argument("tag")
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", action="store_true", help="change nothing")
+    action.add_argument("--notes", action="store_true", help="write what the changelog says of the version")
     action.add_argument("--repository", help="address of the repository, without a slash at the end")
     args = parser.parse_args()
-    found = objections(args.tag, version_of(ROOT / "verl_pg_plugin"), (ROOT / "CHANGELOG.md").read_text())
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    found = objections(args.tag, version_of(ROOT / "verl_pg_plugin"), changelog)
     for objection in found:
         sys.stderr.write(f"error: {objection}\n")
+    if not found and args.notes:
+        sys.stdout.write(f"{section(args.tag[1:], changelog)}\n")
     if not found and args.repository:
         readme = ROOT / "README.md"
-        text = readme.read_text().replace("<this repository>", args.repository)
+        text = (
+            readme.read_text()
+            .replace("'./verl_pg_plugin[", "'verl-pg-plugin[")
+            .replace("# a clone, beside", "# beside")
+        )
         readme.write_text(absolute_links(text, args.repository, args.tag))
         pyproject = ROOT / "pyproject.toml"
         pyproject.write_text(with_addresses(pyproject.read_text(), args.repository))

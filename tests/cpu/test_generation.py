@@ -46,10 +46,10 @@ def test_log_probs_are_those_of_a_forward_pass_of_each_row_alone(model: PreTrain
 
 
 def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenizerBase) -> None:
-    from make_tiny_checkpoint import tiny_model
+    from make_tiny_checkpoint import ARCHITECTURES, tiny_model
 
     torch.manual_seed(0)
-    model = tiny_model(tokenizer, "qwen3_5_text", head_dim=32).eval()
+    model = tiny_model(tokenizer, "qwen3_5_text", **ARCHITECTURES["qwen3_5_text"]).eval()
     assert_log_probs(model, requests(ignore_eos=True, max_tokens=4))
 
 

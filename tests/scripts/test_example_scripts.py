@@ -56,10 +56,11 @@ def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str
 
 
 def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
-    from make_tiny_checkpoint import answer_by_tool, character_tokenizer
+    from make_tiny_checkpoint import TOOL_CALL_MARKS, answer_by_tool, character_tokenizer
     from verl.experimental.agent_loop.tool_parser import ToolParser
 
-    tokenizer = character_tokenizer(tool_calls=True)
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(TOOL_CALL_MARKS)
     call, result, answer = answer_by_tool("3+4=", "7")
     assert [fitted for _, fitted in (call, result, answer)] == [True, False, True]
     ids = tokenizer(call[0], add_special_tokens=False).input_ids

@@ -14,7 +14,7 @@ import verl_pg_plugin
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "upkeep"))
-from prepare_release import absolute_links, objections, version_of, with_addresses  # noqa: E402
+from prepare_release import absolute_links, objections, section, version_of, with_addresses  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -32,11 +32,22 @@ def test_a_tag_that_does_not_fit_version_and_changelog_is_refused(tag: str, chan
     assert len(objections(tag, "1.2.0", changelog)) == said
 
 
+def test_notes_of_a_release_are_its_section_of_the_changelog() -> None:
+    changelog = "# Changelog\n\n## 1.2.0 (2026-01-31)\n\n### Added\n\n- a\n\n## 1.1.0 (2025-01-31)\n\n- b\n"
+    assert section("1.2.0", changelog) == "### Added\n\n- a"
+    assert section("1.1.0", changelog) == "- b"
+
+
 def test_links_and_metadata_lead_to_the_repository_of_the_release_and_there_is_one_version() -> None:
     text = "[a](docs/a.md#b) ![p](docs/p.png) [w](https://x.org/y) [h](#here)"
     assert absolute_links(text, "https://host/me/it", "v1.0.0") == (
         "[a](https://host/me/it/blob/v1.0.0/docs/a.md#b) ![p](https://host/me/it/raw/v1.0.0/docs/p.png) "
         "[w](https://x.org/y) [h](#here)"
+    )
+    badge = "[![t](../../actions/t.svg)](docs/t.md) [![p](https://x.org/p)](../../actions/t.yml)"
+    assert absolute_links(badge, "https://host/me/it", "v1.0.0") == (
+        "[![t](https://host/me/it/actions/t.svg)](https://host/me/it/blob/v1.0.0/docs/t.md) "
+        "[![p](https://x.org/p)](https://host/me/it/actions/t.yml)"
     )
     project = (ROOT / "pyproject.toml").read_text()
     assert '\nIssues = "https://host/me/it/issues"\n' in with_addresses(project, "https://host/me/it")

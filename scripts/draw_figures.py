@@ -1,0 +1,290 @@
+"""Draw the images of the pages, from the tables in docs/data, the planner, the layout and what the program writes.
+
+    python scripts/draw_figures.py [NAME ...]        # into docs/images; names are those of the files
+
+Each is 7 inches wide with letters of 12 points, so that a phone shows it, and on white for both colour schemes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from benchmarks.shapes import config_of
+from matplotlib.colors import ListedColormap, LogNorm
+from rich.console import Console
+from rich.text import Text
+
+from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.layout import build_packed_layout
+from verl_pg_plugin.planning.activation_level import Levels
+from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.planning.forecast import Batch, Settings, forecast
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
+
+DATA = Path(__file__).parents[1] / "docs" / "data"
+IMAGES = DATA.with_name("images")
+WIDTH, ABOUT = 7.0, "Qwen3-4B config, verl 0.9.1"
+STOCK, OURS, HOST = "#8c8c8c", "#f58518", "#fbd3a8"
+RESPONSE_COLORS = ("#4c78a8", "#54a24b", "#b279a2")
+
+
+def rows_of(name: str, **wanted: str) -> list[dict[str, str]]:
+    """Rows of a table in docs/data whose columns hold what is wanted; commits by their beginning."""
+    with (DATA / f"{name}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[key].startswith(text) for key, text in wanted.items())]
+
+
+def new_axes(height: float, panels: int = 1) -> tuple[plt.Figure, list[plt.Axes]]:
+    figure, axes = plt.subplots(panels, 1, figsize=(WIDTH, height), layout="constrained", squeeze=False)
+    return figure, list(axes[:, 0])
+
+
+def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str], colors: list[str]) -> None:
+    """Lying bars, each with its name above it and its note behind it."""
+    for at, (name, value, note, color) in enumerate(zip(names, values, notes, colors, strict=True)):
+        axes.barh(at, value, 0.5, color=color)
+        axes.text(0, at - 0.3, name, va="bottom")
+        axes.text(value, at, f" {note}", va="center")
+    axes.set_ylim(len(names) - 0.6, -0.8)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def does_it_pay() -> plt.Figure:
+    """Forecast of an update by sharing alone: prompt by n, a panel for each length of responses."""
+    prompts, counts = (128, 512, 2048, 8192, 32768), (32, 16, 8, 4, 1)
+    marks = {
+        300: [("GSM8K", 0, 2), ("agents,\n16 turns", 2, 1)],
+        1024: [("documents", 3, 2)],
+        4096: [("DAPO", 0, 1)],
+    }
+    config = config_of("qwen3-4b")
+    module = text_skeleton(config)
+    room = WeightBytes.of(module, 8).room(80 * 2**30, 100 * 2**30)
+    flops, levels = ModelFlops.of(module), Levels(None, TokenBytes.of(config, compiled=False), room)
+    figure, panels = new_axes(11.5, len(marks))
+    for axes, (response, cases) in zip(panels, marks.items(), strict=True):
+        speedups = np.empty((len(counts), len(prompts)))
+        for y, n in enumerate(counts):
+            for x, prompt in enumerate(prompts):
+                batch = Batch.of_lengths([prompt] * 2, [[response] * n] * 2)
+                settings = Settings(max(20480, prompt + response), levels=levels, compile_layers=False)
+                speedups[y, x] = forecast(batch, flops, settings).update
+        axes.imshow(speedups, cmap="YlOrRd", norm=LogNorm(1, 12), aspect="auto")
+        labels = {(x, y): f"\n{name}" for name, x, y in cases}
+        for (y, x), speedup in np.ndenumerate(speedups):
+            color = "white" if speedup > 5 else "black"
+            text = f"{speedup:.1f}x{labels.get((x, y), '')}"
+            axes.text(x, y, text, ha="center", va="center", color=color, weight="bold" if (x, y) in labels else None)
+        axes.set_xticks(range(len(prompts)), [f"{prompt:,}" for prompt in prompts])
+        axes.set_yticks(range(len(counts)), [str(n) for n in counts])
+        axes.tick_params(length=0)
+        axes.set_title(f"responses of {response:,} tokens", loc="left", weight="bold")
+        axes.set_ylabel("responses per prompt, n")
+    panels[-1].set_xlabel(f"tokens of a prompt; {ABOUT}")
+    return figure
+
+
+def steps() -> plt.Figure:
+    """Seconds of a whole step by phase, stock verl and packed mode."""
+    phases = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+    runs: dict[str, dict[str, float]] = {}
+    for row in rows_of("step_4b", case="4096,1024,4,8"):
+        runs.setdefault(row["mode"], {})[row["phase"]] = float(row["seconds_median"])
+    stock, packed = (runs[mode]["step"] for mode in ("rmpad", "packed"))
+    figure, (axes,) = new_axes(3)
+    notes = [f"{stock:.1f} s", f"{packed:.1f} s, {stock / packed:.2f}x"]
+    bars(axes, ["stock verl", "packed"], [stock, packed], notes, ["#d0d0d0"] * 2)
+    for at, mode in enumerate(("rmpad", "packed")):
+        left = 0.0
+        for name, color in zip(phases, plt.get_cmap("tab10").colors, strict=False):
+            axes.barh(at, runs[mode][name], 0.5, left, color=color, label=None if at else name)
+            left += runs[mode][name]
+    axes.set_xlim(0, 1.1 * stock)
+    axes.set_xlabel(f"seconds of a step, prompt 4096, response 1024, n 4\n{ABOUT}, one H200, fsdp2")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def where_it_comes_from() -> plt.Figure:
+    """What is left of stock verl's update after each part, with a shared prompt and with nothing shared."""
+    parts = {
+        "stock verl": "rmpad",
+        "prefixes shared, no padding": "packed:recompute_attention",
+        "attention's outputs kept": "packed",
+        "layers compiled": "packed:compile_layers",
+    }
+    cases = {"8192,1024,8,1": "prompt 8192, response 1024, n 8", "4096,1024,1,4": "nothing shared: 4096, 1024, n 1"}
+    figure, panels = new_axes(6.2, len(cases))
+    for axes, (case, title) in zip(panels, cases.items(), strict=True):
+        rows = {
+            row["path"].partition("=")[0]: row for row in rows_of("actor_4b_flash_attn_2", case=case, phase="update")
+        }
+        seconds = [float(rows[path]["seconds_median"]) for path in parts.values()]
+        notes = [f"{seconds[0]:.2f} s", *(f"{value:.2f} s, {seconds[0] / value:.2f}x" for value in seconds[1:])]
+        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 3])
+        for at, (before, after) in enumerate(pairwise(seconds), start=1):
+            axes.barh(at, before - after, 0.5, after, color="none", edgecolor=STOCK, linestyle=":")
+        axes.texts[-1].set_weight("bold")
+        for at, before in enumerate(seconds[:-1], start=1):
+            axes.texts[2 * at + 1].set_x(before)
+        axes.set_xlim(0, 1.3 * seconds[0])
+        axes.set_title(title, loc="left", weight="bold", pad=12)
+    panels[-1].set_xlabel(f"seconds of an update: {ABOUT}, one H200")
+    return figure
+
+
+def reward_over_time() -> plt.Figure:
+    """Rewards of three seeds by the seconds that their steps took, the first one left out, which starts processes."""
+    figure, (axes,) = new_axes(4.2)
+    for mode, color in (("rmpad", STOCK), ("packed", OURS)):
+        for seed in "123":
+            steps = rows_of("learning_cpu", mode=mode, seed=seed)[1:]
+            seconds = np.cumsum([float(step["step_s"]) for step in steps])
+            rewards = np.convolve([float(step["reward"]) for step in steps], np.full(5, 0.2), "valid")
+            label = "stock verl" if mode == "rmpad" else mode
+            axes.plot(seconds[4:], rewards, color=color, linewidth=2, label=label if seed == "1" else None)
+    axes.set_xlabel("seconds of training: tiny Qwen3, two CPU cores, 60 steps, verl 0.9.1")
+    axes.set_ylabel("reward, mean of 5 steps")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def memory() -> plt.Figure:
+    """Peak of an update on the GPU, and what waits on the host."""
+    paths = {
+        "stock verl": "rmpad",
+        "packed, attention kept on the GPU": "packed:activations=attention",
+        "packed, attention kept on the host": "packed:activations=attention_on_host",
+    }
+    cases = {"8192,1024,8,4": "prompt 8192, response 1024, n 8", "300,300,8,16": "prompt 300, response 300, n 8"}
+    figure, panels = new_axes(5.4, len(cases))
+    for axes, (case, title) in zip(panels, cases.items(), strict=True):
+        rows = {row["path"]: row for row in rows_of("activation_levels_4b", case=case, phase="update")}
+        chosen = [rows[path] for path in paths.values()]
+        peaks, hosts = ([float(row[key]) for row in chosen] for key in ("peak_gib", "host_gib"))
+        notes = [
+            f"{peak:.1f} GiB, {float(row['seconds_median']):.1f} s" for peak, row in zip(peaks, chosen, strict=True)
+        ]
+        bars(axes, list(paths), peaks, notes, [STOCK, OURS, OURS])
+        axes.barh(range(3), hosts, 0.5, peaks, color=HOST, hatch="//", edgecolor="white")
+        for at, (peak, host) in enumerate(zip(peaks, hosts, strict=True)):
+            axes.texts[2 * at + 1].set_x(peak + host)
+        axes.set_xlim(0, 40)
+        axes.set_title(title, loc="left", weight="bold", pad=12)
+    panels[-1].set_xlabel(f"GiB at the peak of an update, hatched on the host:\n{ABOUT}, one H100")
+    return figure
+
+
+def packed_rows() -> plt.Figure:
+    """Three responses to a prompt as stock verl computes them and as packed tokens, and which tokens read which."""
+    prompt, lengths = 5, (3, 2, 4)
+    figure, (tokens, mask) = plt.subplots(
+        2, 1, figsize=(WIDTH, 9), layout="constrained", gridspec_kw={"height_ratios": [1, 1.6]}
+    )
+    own = [[f"{'abc'[r]}{k}" for k in range(length)] for r, length in enumerate(lengths)]
+    shared = [f"p{k}" for k in range(prompt)]
+    tokens.text(0, 5.15, f"stock verl: {sum(lengths) + 3 * prompt} tokens, the prompt three times", weight="bold")
+    tokens.text(0, 1.15, f"packed: {prompt - 1 + sum(lengths)} tokens, the prompt once", weight="bold")
+    boxes(tokens, 0, 0.1, shared[:-1], [OURS] * (prompt - 1))
+    x = float(prompt - 1)
+    for response, (labels, color) in enumerate(zip(own, RESPONSE_COLORS, strict=True)):
+        boxes(tokens, 0, 4.1 - response, shared + labels, [OURS] * prompt + [color] * len(labels))
+        # The prompt's last token predicts the first of the response, so each response computes its own.
+        boxes(tokens, x + 0.35, 0.1, [shared[-1], *labels[:-1]], [color] * len(labels))
+        x += 0.35 + len(labels)
+    tokens.set(xlim=(-0.2, 14.4), ylim=(0, 5.6))
+    tokens.axis("off")
+    draw_mask(mask, prompt, lengths, [*shared[:-1], *(x for labels in own for x in (shared[-1], *labels[:-1]))])
+    return figure
+
+
+def boxes(axes: plt.Axes, x: float, y: float, labels: list[str], colors: list[str]) -> None:
+    for k, (label, color) in enumerate(zip(labels, colors, strict=True)):
+        axes.add_patch(plt.Rectangle((x + k, y), 0.94, 0.8, facecolor=color, edgecolor="white"))
+        axes.text(x + k + 0.47, y + 0.4, label, ha="center", va="center", color="white")
+
+
+def draw_mask(axes: plt.Axes, prompt: int, lengths: tuple[int, ...], names: list[str]) -> None:
+    """From the layout itself, so that the image is what the engine does."""
+    sequences = [[*range(prompt), *(10 * (r + 1) + k for k in range(length))] for r, length in enumerate(lengths)]
+    offsets = np.append(0, np.cumsum([len(sequence) for sequence in sequences]))
+    layout = build_packed_layout(np.concatenate(sequences), offsets, np.full(len(lengths), prompt))
+    color = np.zeros((layout.num_tokens, layout.num_tokens), dtype=int)
+    first = 0
+    for segment, (start, length) in enumerate(zip(*layout.segments, strict=True)):
+        for query in range(first, first + length):
+            color[query, :start] = 1
+            color[query, first : query + 1] = segment + 1
+        first += length
+    axes.imshow(color, cmap=ListedColormap(["#f2f2f2", OURS, *RESPONSE_COLORS]), vmin=0, vmax=4)
+    for set_ticks in (axes.set_xticks, axes.set_yticks):
+        set_ticks(range(len(names)), names)
+        set_ticks(np.arange(len(names) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1)
+    axes.tick_params(which="both", length=0)
+    axes.set(xlabel="keys", ylabel="queries")
+    axes.set_title("who reads whom", weight="bold", loc="left")
+
+
+def problems() -> str:
+    """What a run with four mistakes writes before it starts anything, as SVG."""
+    overrides = [
+        "actor_rollout_ref.actor.use_prefix_grouper=True",
+        "prefix_grouper.verify=sometimes",
+        "actor_rollout_ref.model.mtp.enable=True",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=9",
+        "trainer.n_gpus_per_node=8",
+        "data.train_files=gsm8k/train.parquet",
+    ]
+    hidden = ["+machine=cpu", "algorithm.adv_estimator=grpo", "data.val_files=[]", "actor_rollout_ref.model.path=model"]
+    with TemporaryDirectory() as folder:
+        config_of("tiny", architectures=["Qwen3ForCausalLM"]).save_pretrained(Path(folder, "model"))
+        command = [sys.executable, "-W", "ignore", "-m", "verl_pg_plugin.main_ppo", *overrides, *hidden]
+        environment = {**os.environ, "VERL_PLATFORM": "cpu", "PYTHONPATH": str(IMAGES.parents[1])}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    written = done.stderr[done.stderr.index(" in the configuration, nothing was started") - 10 :]
+    columns = 64
+    lines = [textwrap.fill(line, columns, subsequent_indent=" " * 8) for line in written.strip().splitlines()]
+    console = Console(record=True, width=columns, file=io.StringIO())
+    console.print(Text(" \\\n    ".join(["$ python -m verl_pg_plugin.main_ppo", *overrides]), style="bold"))
+    console.print(Text("\n".join([*lines, ""])))
+    svg = console.export_svg(title="before Ray starts")
+    # Letters of the reader's machine: an image loads nothing from another host.
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code, monospace", "monospace")
+
+
+FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
+    function.__name__: function
+    for function in (does_it_pay, steps, where_it_comes_from, reward_over_time, memory, packed_rows, problems)
+}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}; all by default")
+    plt.rcParams.update({"font.size": 12, "figure.facecolor": "white"})
+    for name in parser.parse_args().names or FIGURES:
+        figure = FIGURES[name]()
+        if isinstance(figure, str):
+            (IMAGES / f"{name}.svg").write_text(figure)
+        else:
+            figure.savefig(IMAGES / f"{name}.png", dpi=110, bbox_inches="tight", pad_inches=0.1)

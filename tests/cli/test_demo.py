@@ -1,0 +1,94 @@
+"""``demo`` makes data and a checkpoint that verl reads, tells steps as they come, and names what failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from verl_pg_plugin.__main__ import main
+from verl_pg_plugin.cli import CommandError, demo
+from verl_pg_plugin.config.preflight import preflight
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Trainings are a process that writes metrics as verl does, packed mode in a quarter of stock verl's seconds."""
+    commands: list[list[str]] = []
+
+    def popen(command: list[str], env: dict[str, str], **options: object) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        seconds = 1.0 if "actor_rollout_ref.actor.use_prefix_grouper=True" in command else 4.0
+        timings = {f"timing_s/{phase}": seconds for phase in demo.PHASES}
+        timings |= {f"{demo.TOKENS}{kind}_tokens": tokens for kind, tokens in (("logical", 9e3), ("physical", 3e3))}
+        lines = [json.dumps({"step": step, "data": {demo.REWARD: 0.5, **timings}}) for step in range(2)]
+        code = f"open({env['VERL_FILE_LOGGER_PATH']!r}, 'w').write({chr(10).join([*lines, ''])!r})"
+        return real([sys.executable, "-c", code], env=env, **options)  # type: ignore[call-overload, no-any-return]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(demo.subprocess, "Popen", popen)
+    monkeypatch.setattr(demo, "WARM_UP_STEPS", 1)
+    return commands
+
+
+def test_both_trainings_read_what_was_made_and_their_medians_stand_side_by_side(
+    tmp_path: Path, runs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--folder", str(tmp_path / "new"), "--steps", "2"]) == 0
+    table, progress = capsys.readouterr()
+    assert "stock: step 2/2, 4.0 s, reward 0.500" in progress
+    assert "4.00x" in table.splitlines()[-3]
+    assert "9,000" in table.splitlines()[-2]
+    for command in runs:
+        overrides = command[command.index("demo") + 1 :]
+        with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
+            config = compose("demo", [override for override in overrides if not override.startswith("hydra.")])
+        for path in (config.data.train_files, config.data.val_files, config.actor_rollout_ref.model.path):
+            assert Path(path).exists()
+        assert preflight(config) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_both_modes_train_and_packed_mode_updates_in_less_than_half_of_the_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--folder", str(tmp_path / "new"), "--steps", "2"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("update_actor"))
+    assert float(row.split()[-1].rstrip("x")) > 2
+
+
+def test_a_prompt_is_as_long_as_the_config_says_and_prompts_differ_from_their_first_words_on() -> None:
+    from verl_pg_plugin.demo.arithmetic import PROBLEMS, chat
+    from verl_pg_plugin.demo.checkpoint import character_tokenizer
+
+    prompts = {
+        tuple(
+            character_tokenizer().apply_chat_template(
+                chat(question, demo.SYSTEM_CHARACTERS), add_generation_prompt=True, return_dict=False
+            )
+        )
+        for question, _ in PROBLEMS[:3]
+    }
+    assert {len(prompt) for prompt in prompts} == {512}
+    assert len({prompt[:30] for prompt in prompts}) == len(prompts) == 3
+
+
+def test_a_training_that_fails_ends_with_the_last_lines_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no room left; exit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(CommandError, match=r"(?s)stock ended with exit code 3 after 0 steps.*no room left"):
+        demo.train(tmp_path, "stock", 1)
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    assert main(["demo", "--folder", str(tmp_path)]) == 2
+    assert list(tmp_path.iterdir()) == []

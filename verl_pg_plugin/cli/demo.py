@@ -1,0 +1,110 @@
+"""``demo``: a few steps of GRPO on the CPU by stock verl and in packed mode, and their seconds side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from verl_pg_plugin.cli import CommandError, in_columns
+
+REWARD, TOKENS = "critic/score/mean", "actor/prefix_grouper/"
+PHASES = ("gen", "old_log_prob", "ref", "update_actor", "step")
+WARM_UP_STEPS, SYSTEM_CHARACTERS = 80, 479
+"""With the chat's marks a prompt is 512 tokens, each a character."""
+MODES = {"stock": (False, 528), "packed": (True, 8192)}
+"""Whether prefixes are shared, and a fast token budget: stock verl's sdpa reads a dense mask of all tokens on a CPU."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``demo`` to the command line."""
+    about = "train a tiny model on the CPU by stock verl and in packed mode, and compare (four minutes on two cores)"
+    parser = subparsers.add_parser("demo", help=about, description=about)
+    folder = Path(f"verl_pg_demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    parser.add_argument("--folder", type=Path, default=folder, help="new, for data, checkpoint, logs and metrics")
+    parser.add_argument("--steps", type=int, default=5, help="of each training (5)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make data and a checkpoint, train in both modes, and show the medians.
+
+    Raises:
+        CommandError: the folder is there, or a training failed.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from verl_pg_plugin.demo.arithmetic import write_data
+    from verl_pg_plugin.demo.checkpoint import character_tokenizer, tiny_model, warm_up
+
+    folder = args.folder.absolute()
+    if folder.exists():
+        raise CommandError(f"{args.folder} is there; name a new --folder")
+    disable_progress_bar()
+    sys.stderr.write(f"data, checkpoint, logs and metrics go to {folder}\n")
+    folder.mkdir(parents=True)
+    write_data(folder, length=SYSTEM_CHARACTERS)
+    tokenizer = character_tokenizer()
+    model = tiny_model(tokenizer)
+    warm_up(model, tokenizer, WARM_UP_STEPS, length=SYSTEM_CHARACTERS)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    stock, packed = (train(folder, mode, args.steps) for mode in MODES)
+    rows: list[tuple[str, ...]] = [("seconds, median of the steps", "stock verl", "packed", "")]
+    for phase in PHASES:
+        old, new = (median(step[f"timing_s/{phase}"] for step in steps) for steps in (stock, packed))
+        rows.append((phase, f"{old:.2f}", f"{new:.2f}", f"{old / new:.2f}x"))
+    tokens = [f"{median(step[f'{TOKENS}{kind}_tokens'] for step in packed):,.0f}" for kind in ("logical", "physical")]
+    rows.append(("tokens of an update", *tokens, ""))
+    rows.append(("reward of the last step", f"{stock[-1][REWARD]:.3f}", f"{packed[-1][REWARD]:.3f}", ""))
+    sys.stdout.write("\n".join(["", *in_columns(rows), ""]))
+    return 0
+
+
+def train(folder: Path, mode: str, count: int) -> list[dict[str, Any]]:
+    """Metrics of each step of a training, which are told as they come.
+
+    Raises:
+        CommandError: it failed.
+    """
+    (shares, budget), here, actor = MODES[mode], folder / mode, "actor_rollout_ref.actor"
+    log, metrics = here / "log.txt", here / "metrics.jsonl"
+    here.mkdir()
+    overrides = [
+        f"hydra.run.dir={here}",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/test.parquet",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"{actor}.use_prefix_grouper={shares}",
+        f"{actor}.ppo_max_token_len_per_gpu={budget}",
+        f"trainer.total_training_steps={count}",
+    ]
+    command = [sys.executable, "-m", "verl_pg_plugin.main_ppo", "--config-name", "demo", *overrides]
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ, "VERL_PLATFORM": "cpu"}
+    environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
+    sys.stderr.write(f"{mode}: starts Ray and verl's trainer\n")
+    told, ended = 0, False
+    with log.open("w") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as process:
+        while not ended:
+            time.sleep(0.5)
+            ended = process.poll() is not None
+            for step in read_steps(metrics)[told:]:
+                told += 1
+                seconds = step["timing_s/step"]
+                sys.stderr.write(f"{mode}: step {told}/{count}, {seconds:.1f} s, reward {step[REWARD]:.3f}\n")
+    if process.returncode or told < count:
+        last = "\n".join(log.read_text().splitlines()[-20:])
+        raise CommandError(f"{mode} ended with exit code {process.returncode} after {told} steps; {log} ends:\n{last}")
+    return read_steps(metrics)
+
+
+def read_steps(metrics: Path) -> list[dict[str, Any]]:
+    """What verl's ``file`` logger wrote of each training step so far; validations and half a line are left out."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    return [step for line in lines if line.endswith("\n") and REWARD in (step := json.loads(line)["data"])]
