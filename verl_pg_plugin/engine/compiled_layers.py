@@ -165,7 +165,7 @@ def decoder_layers(module: Any) -> list[nn.Module]:
     return [layer for layer in text.modules() if type(layer).__name__ in names]
 
 
-def last_product(layer: nn.Module) -> nn.Linear | None:
+def last_product(layer: nn.Module) -> nn.Module | None:
     """The second matrix of a layer's MLP, by its name in transformers' models; None where a norm reads the product."""
     if any(hasattr(layer, norm) for norm in NORMS_BEHIND_THE_MLP):
         return None
