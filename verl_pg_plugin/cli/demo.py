@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: the folder is there, or a training failed.
     """
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from verl_pg_plugin.demo.arithmetic import write_data
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     sys.stderr.write(f"data, checkpoint, logs and metrics go to {folder}\n")
     folder.mkdir(parents=True)
     write_data(folder, length=SYSTEM_CHARACTERS)
+    torch.manual_seed(0)
     tokenizer = character_tokenizer()
     model = tiny_model(tokenizer)
     warm_up(model, tokenizer, WARM_UP_STEPS, length=SYSTEM_CHARACTERS)
