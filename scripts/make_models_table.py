@@ -5,8 +5,9 @@
     python scripts/make_models_table.py --record outputs/models.xml    # keeps them, and writes docs/models.md
     python scripts/make_models_table.py --check                        # fails if that would change it
 
-Results are kept by the version of transformers: run the tests under the lowest and the highest that is supported. Those
-of ``tests/architectures/test_fused_kernels.py`` are slow, recorded the same way, and stay until they run again.
+Results are kept by the version of transformers: run the tests under the lowest and the highest that is supported, and
+that of ``constraints.txt``. Those of ``tests/architectures/test_fused_kernels.py`` are slow, recorded the same way, and
+stay until they run again.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from verl_pg_plugin.attention.kernels import kernel_obstacle, model_obstacle
@@ -41,8 +42,11 @@ OVERRIDE = "actor_rollout_ref.model.override_config"
 
 REFUSED_TYPES: dict[str, str] = {
     "aria_text": "multiplies its experts' weights one by one outside of a module, where FSDP2 has not gathered them",
+    "diffllama": "attends twice in each layer, which the prefix cache and FLOPs know once",
     "doge": "computes a mask of its own from the values, which attention over shared prefixes does not take",
     "emu3": "is multimodal (vq_config); only text models are supported",
+    "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
+    "nemotron": "does not hand keywords of its forward on to attention",
     "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",
 }
 """Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
@@ -67,10 +71,12 @@ UNCOMPILED: dict[str, str] = {
         "hold a recurrence of fla's, which has not run compiled on a GPU (fla 0.4)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
-        "have not run compiled (transformers 5.5.3 to 5.10.4)": (
-            "code_llama dots1 exaone_moe flex_olmo fuyu gemma3n_text gemma4_unified_text gpt_neox gpt_oss "
-            "granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna longcat_flash "
-            "mellum minimax_m2 modernbert-decoder nanochat olmo opt persimmon solar_open vaultgemma youtu"
+        "have not run compiled": (
+            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text dory dots1 exaone exaone_moe flex_olmo "
+            "flint fuyu gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa "
+            "granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
+            "jais2 jetmoe kolibri1 laguna longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text "
+            "modernbert-decoder moshi nanochat olmo opt persimmon sarvam_mla sarvam_moe solar_open vaultgemma youtu"
         ),
     }.items()
     for model_type in types.split()
@@ -86,10 +92,13 @@ POSITIONS_KEPT: frozenset[str] = frozenset({"ministral3", "persimmon"})
 """Types whose attention does not hand on ``position_ids`` (transformers 5.5.3 to 5.10.4; Fuyu's text is Persimmon's):
 flash-attn learns from nothing else where a sequence begins."""
 
+CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
+"""Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
+
 
 def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
     """Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
-    return Version(torch_version).release >= (2, 13)
+    return CHECKPOINTS_FORWARD or Version(torch_version).release >= (2, 13)
 
 
 # --- Can it share prefixes? ------------------------------------------------------------------------------------------

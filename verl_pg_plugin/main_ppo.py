@@ -38,18 +38,20 @@ def prepare(config: DictConfig) -> Any:
     """
     auto_set_device(config)
     check(config)
-    if mode_of(config).shares_prefixes:
-        if config.trainer.use_v1:
-            register()  # this module may have been what the package was first imported for
+    use_v1 = bool(config.trainer.get("use_v1"))  # a verl with one kind of trainers has no such key
+    if not mode_of(config).shares_prefixes:
+        return verls_task_runner(use_v1)
+    runner = task_runner(use_v1)
+    if use_v1:
+        register()  # this module may have been what the package was first imported for
+        try:
             from verl.trainer.ppo.v1 import get_trainer_cls
 
-            try:
-                get_trainer_cls(group_keeping(config.trainer.v1.trainer_mode))
-            except TypeError as error:
-                raise ValueError(str(error)) from None
-        select_trainer(config)
-        return task_runner(config.trainer.use_v1)
-    return verls_task_runner(config.trainer.use_v1)
+            get_trainer_cls(group_keeping(config.trainer.v1.trainer_mode))
+        except (ImportError, TypeError) as error:
+            raise ValueError(f"trainer.use_v1=True: {error}") from None
+    select_trainer(config)
+    return runner
 
 
 def verls_task_runner(use_v1: bool) -> Any:

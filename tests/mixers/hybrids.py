@@ -130,7 +130,7 @@ def build_hybrid(kind: str, dtype: torch.dtype = torch.float64, attention: str =
 
 def delta_layer(model: nn.Module) -> nn.Module:
     """The first Gated DeltaNet layer."""
-    return next(module for module in model.modules() if hasattr(module, "chunk_gated_delta_rule"))
+    return next(module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet"))
 
 
 def depth_of(layout: PackedLayout) -> int:

@@ -28,7 +28,7 @@ from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, regist
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.mixers import delta_layer as layer_file
 from verl_pg_plugin.mixers import gated_delta as kernels
-from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, GatedDeltaLayer, Windows, install
+from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, GATED_DELTA, Windows, install
 
 Found = dict[str, torch.Tensor]
 PADDING = 3
@@ -39,11 +39,11 @@ def shared_layer(kind: str) -> Callable[[PackedAttention, torch.Tensor], torch.T
     model = build_hybrid(kind)
     assert install(model) == 3
     module = delta_layer(model)
-    ops = module.chunk_gated_delta_rule.__self__
-    assert isinstance(ops, GatedDeltaLayer)
 
     def run(rows: PackedAttention, hidden: torch.Tensor) -> torch.Tensor:
-        ops.enter_layer(module, (), {"prefix_grouper": rows})
+        if not hasattr(module, CONVOLUTION):  # transformers 5.15 and later
+            return module(hidden, prefix_grouper=rows)
+        module.chunk_gated_delta_rule.__self__.enter_layer(module, (), {"prefix_grouper": rows})
         return module(hidden)
 
     run.module = module
@@ -124,15 +124,20 @@ def test_without_the_ancestors_in_the_windows_nothing_is_right() -> None:
 
 
 def test_a_layer_that_is_given_no_rows_says_so() -> None:
-    model = build_hybrid("qwen3_next")
-    install(model)
+    shared = shared_layer("qwen3_next")
+    rows = PackedAttention(None, select_kernel("sdpa", "cpu"), "cpu")
     with pytest.raises(RuntimeError, match="got no layout"):
-        delta_layer(model)(torch.zeros(1, 4, SIZES["hidden_size"], dtype=torch.float64))
+        shared(rows, torch.zeros(1, 4, SIZES["hidden_size"], dtype=torch.float64))
 
 
-def test_a_layer_that_convolves_by_other_means_is_an_error_and_not_a_wrong_number() -> None:
+def test_a_layer_that_convolves_by_other_means_is_an_error_and_not_a_wrong_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shared, layout = shared_layer("qwen3_next"), trie_of_depth(2).layout()
-    shared.module.causal_conv1d_fn = None  # transformers then calls the module's own convolution
+    if hasattr(shared.module, CONVOLUTION):
+        shared.module.causal_conv1d_fn = None  # transformers then calls the module's own convolution
+    else:
+        monkeypatch.setattr(modeling_file("qwen3_next", torch.float64), CONVOLUTION, lambda x, *_, **__: x)
     rows = PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu")
     with pytest.raises(RuntimeError, match="by other means"):
         shared(rows, torch.zeros(1, layout.num_tokens, SIZES["hidden_size"], dtype=torch.float64))

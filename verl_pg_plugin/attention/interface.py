@@ -21,7 +21,7 @@ ATTENTION = "attention"
 
 # Keywords that decoders pass and that change nothing here: positions are in q and k already, the rest concerns
 # caches, outputs, losses and masks that a forward over packed tokens does not have.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 )
 
@@ -88,7 +88,7 @@ def attention_options(
     Raises:
         RuntimeError: the model needs what the kernels do not compute (a mask, dropout, biases, non-causal layers).
     """
-    unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in _WITHOUT_EFFECT]
+    unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in WITHOUT_EFFECT]
     if attention_mask is not None:
         unsupported.append("attention_mask")
     if dropout:

@@ -47,7 +47,7 @@ def select_trainer(config: DictConfig) -> None:
     Args:
         config: of a run that shares prefixes; its section ``trainer.v1.MODE``, if any, is also that of the new name.
     """
-    if not config.trainer.use_v1:
+    if not config.trainer.get("use_v1"):
         return
     mode = config.trainer.v1.trainer_mode
     with open_dict(config):

@@ -156,8 +156,7 @@ def fused_kernel(backend: str | None) -> FusedKernel:
         )
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    # verl 0.9.0 has torch alone and takes no name.
-    return FusedLinearForPPO() if backend == "torch" else FusedLinearForPPO(impl_backend=backend)
+    return FusedLinearForPPO(impl_backend=backend)
 
 
 def _fused_outputs(

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from transformers import Qwen3Config
-from transformers.cache_utils import Cache
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from verl_pg_plugin.attention.interface import packed_attention
@@ -39,7 +38,6 @@ class Qwen3Attention(qwen3.Qwen3Attention):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         prefix_grouper: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -49,14 +47,14 @@ class Qwen3Attention(qwen3.Qwen3Attention):
             hidden_states: (B, T, hidden size).
             position_embeddings: cosines and sines, (B, T, head dim) each.
             attention_mask: for transformers' attention; None with a ``prefix_grouper``.
-            past_key_values: None with a ``prefix_grouper``.
             prefix_grouper: see ``packed_attention``; None runs transformers' attention.
+            kwargs: of transformers' attention; a cache among them is None with a ``prefix_grouper``.
 
         Returns:
             (B, T, hidden size), and the attention weights where transformers computes them.
         """
         if prefix_grouper is None:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(by_head)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden_states).view(by_head)).transpose(1, 2)
