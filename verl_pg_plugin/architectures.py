@@ -1,7 +1,6 @@
 """Which transformers architectures can share prefixes, which of them run compiled, and what stock verl gets wrong.
 
-Asked by preflight before Ray starts and by the engines when they have built a model. A skeleton is a model without
-storage, for what only a built model tells.
+Asked by preflight before Ray starts and by the engines when they have built a model.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ REFUSED_TYPES: dict[str, str] = {
     "aria_text": "multiplies its experts' weights one by one outside of a module, where FSDP2 has not gathered them",
     "diffllama": "attends twice in each layer, which the prefix cache and FLOPs know once",
     "doge": "computes a mask of its own from the values, which attention over shared prefixes does not take",
+    "dory": "attends twice in each layer, which the prefix cache and FLOPs know once",
     "emu3": "is multimodal (vq_config); only text models are supported",
     "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
     "nemotron": "does not hand keywords of its forward on to attention",
@@ -72,7 +72,7 @@ UNCOMPILED: dict[str, str] = {
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
         "have not run compiled": (
-            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text dory dots1 exaone exaone_moe flex_olmo "
+            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text dots1 exaone exaone_moe flex_olmo "
             "flint fuyu gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa "
             "granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
             "jais2 jetmoe kolibri1 laguna longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text "
@@ -107,11 +107,7 @@ def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
 def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, value_model: bool = False) -> list[Issue]:
     """Every reason why a checkpoint cannot run with shared prefixes, empty when it can.
 
-    Args:
-        hf_config: config of the checkpoint with the user's overrides applied.
-        trust_remote_code: the user's own flag; a model class that the checkpoint brings along is not looked at here,
-            the engine examines it when it is built.
-        value_model: the checkpoint is loaded as a token classifier, not as a causal language model.
+    A model class that the checkpoint brings along is not looked at: the engine examines it when it is built.
     """
     issues = config_issues(hf_config)
     auto_name = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
@@ -123,8 +119,7 @@ def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, va
 
 def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
     """What the config alone says against sharing prefixes."""
-    text, kind = hf_config.get_text_config(), hf_config.model_type
-    found = []
+    text, kind, found = hf_config.get_text_config(), hf_config.model_type, []
     if getattr(hf_config, "is_encoder_decoder", False):
         found.append(f"{kind} is an encoder-decoder; only decoders share causal prefixes")
     elif type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING:
@@ -231,23 +226,14 @@ def _key_value_heads(hf_config: PretrainedConfig) -> list[Issue]:
 # --- What only a built model tells -----------------------------------------------------------------------------------
 
 
-def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that builds a language model from a config, with its vision encoder if it needs one."""
-    needs_encoder = (
-        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
-
-
 def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The model of a config without storage: no weight is read, none takes memory; the config is left as it is.
-
-    Raises:
-        ValueError: transformers has no causal language model for it.
-    """
+    """The model of a config without storage, which is left as it is; ValueError where transformers has none for it."""
+    kind = type(config)
+    needs_encoder = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class: Any = AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
     with torch.device("meta"):
         # Which attention runs changes no weight, and the default may be one that is not installed here.
-        return auto_class(config).from_config(
+        return auto_class.from_config(
             copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
 
@@ -323,11 +309,8 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
 
     Recurrent layers are not told where a sequence begins: tiny models are off by 0.30 to 0.35 in a log-prob. verl's
     forward of multimodal Qwen3.5 tells fla's kernels alone. Unknown beginnings: see ``POSITIONS_KEPT``; a tiny
-    Ministral 3 on an H200 was off by 10%. Capped scores: some builds of flash-attn 2 leave them out.
-
-    Args:
-        hf_config: of the checkpoint; without an ``attn_implementation`` it is flash-attn, verl's default.
-        device_name: device type as verl names it.
+    Ministral 3 on an H200 was off by 10%. Capped scores: some builds of flash-attn 2 leave them out. A config without
+    an ``attn_implementation`` takes flash-attn, verl's default.
     """
     text, kind = hf_config.get_text_config(), hf_config.model_type
     implementation = (text._attn_implementation or "flash_attention_2") if device_name == "cuda" else ""

@@ -55,6 +55,8 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 PER_LAYER = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
 OF_TYPE: dict[str, dict[str, Any]] = {
     "aria_text": {"num_experts_per_tok": 2},
+    "axk1": LATENT,
+    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
@@ -74,6 +76,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_text": {**PER_LAYER, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4_moe_lite": LATENT,
+    "gptj": {"rotary_dim": 4},
     "hunyuan_v1_moe": {"moe_topk": 2},
     "jetmoe": {"kv_channels": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -86,7 +89,9 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "zero_expert_num": 4,
         "routed_scaling_factor": 1.0,
     },
+    "minicpm3": LATENT,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "sarvam_mla": LATENT,
     "xlnet": {"d_head": 8},
     "youtu": LATENT,
 }

@@ -100,11 +100,11 @@ def version_lines() -> list[Line]:
     lines = [Line(FACT, "python", platform.python_version())]
     for name in dict.fromkeys([*PACKAGES, *wanted]):
         installed, requirement = compat.installed(name), wanted.get(name)
-        supported = tested.get(name, requirement)
-        fix = f"pip install '{name}{requirement.specifier}'" if requirement else ""
         if requirement is None:
             lines.append(Line(FACT, name, installed or "not installed"))
-        elif installed is None:
+            continue
+        fix, supported = f"pip install '{name}{requirement.specifier}'", tested.get(name, requirement)
+        if installed is None:
             lines.append(Line(FAIL, name, "not installed", fix))
         elif not requirement.specifier.contains(installed, prereleases=True):
             lines.append(Line(FAIL, name, f"{installed} is outside the supported range {requirement.specifier}", fix))

@@ -362,9 +362,10 @@ def install_in_file(modeling: Any) -> None:
     """
     from transformers.utils import is_flash_linear_attention_available
 
-    rule = getattr(modeling, DELTA_RULE_OF_FILE)
     if is_flash_linear_attention_available():
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
+    else:
+        rule = getattr(modeling, DELTA_RULE_OF_FILE)
     ops = GatedDeltaLayer(getattr(modeling, CONVOLUTION), rule)
     upstream.run_when_shared(modeling, CONVOLUTION, ops.convolve)
     upstream.run_when_shared(modeling, DELTA_RULE_OF_FILE, ops.delta_rule)
