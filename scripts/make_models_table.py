@@ -55,8 +55,9 @@ NOTES = """
   built without caps multiplies scores by the cap, in stock verl too, and says nothing. Layers that cap scores have run
   on a CPU only. On a GPU 33 types were run compiled, in bf16, as close to float32 as stock rmpad
   ([record](data/gpu_tests_one_h200.csv)).
-- **Ministral 3, Persimmon and Fuyu**: in stock rmpad on flash-attn their tokens see those packed in front of them. A
-  tiny Ministral 3 on an H200 had log-probs off by 10%. Packed mode does not go that way; engine and doctor say so.
+- **Persimmon, Fuyu, GPT BigCode, Moshi, Cohere Compass, and Ministral 3 before transformers 5.23**: in stock rmpad on
+  flash-attn their tokens see those packed in front of them. A tiny Ministral 3 on an H200 had log-probs off by 10%.
+  Packed mode does not go that way; engine and doctor say so.
 - **needs**: overrides under `++actor_rollout_ref.model.override_config.` (checkpointing: under
   `actor_rollout_ref.model.`) without which the type's default config is refused.
 - **Mixtures of experts** are exact with transformers' `eager`, `batched_mm` and `grouped_mm` experts. The

@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers import __version__ as transformers_version
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -88,9 +89,11 @@ FLOAT32_ANGLE_TYPES: frozenset[str] = frozenset({"ernie4_5", "ernie4_5_moe", "fl
 """Types whose layers are handed rotary angles in float32. FSDP2 casts them to the dtype of the parameters, and torch
 2.11 and 2.12 leave that out in the recomputation of a checkpointed layer, which ends in a ``CheckpointError``."""
 
-POSITIONS_KEPT: frozenset[str] = frozenset({"ministral3", "persimmon"})
-"""Types whose attention does not hand on ``position_ids`` (transformers 5.5.3 to 5.10.4; Fuyu's text is Persimmon's):
-flash-attn learns from nothing else where a sequence begins."""
+POSITIONS_KEPT = frozenset({"cohere_compass_text", "gpt_bigcode", "moshi", "persimmon"})
+"""Types whose attention does not hand on ``position_ids`` (Fuyu's text is Persimmon's): flash-attn learns from nothing
+else where a sequence begins."""
+if Version(transformers_version).release < (5, 23):
+    POSITIONS_KEPT |= {"ministral3"}
 
 CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 """Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
