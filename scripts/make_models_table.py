@@ -3,7 +3,7 @@
     python scripts/make_models_table.py
 
 Outcomes are kept by the version of transformers in docs/data/models.json: run it under the lowest and the highest that
-is supported. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail where the record is another. What is
+is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail where the record is another. What is
 written between the tables is kept.
 """
 

@@ -2,10 +2,11 @@
 
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from verl.workers.engine import EngineRegistry
 
@@ -19,27 +20,27 @@ def test_installed_versions_are_what_our_code_was_written_for() -> None:
     assert compat.problems() == []
 
 
-def _renamed(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs): ...
+def _renamed(self, hidden_states, position_embeddings, attention_mask=None, kv=None, **kwargs): ...
 
 
-def _as_functions_of_the_module(self, config, layer_idx): ...
+CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in vars(GradientCheckpointingLayer))
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "new", "told"),
     [
-        (modeling_qwen3.Qwen3Attention, "forward", _renamed, "without past_key_values"),
+        (modeling_llama.LlamaDecoderLayer, "forward", _renamed, "without past_key_values|cache"),
         (
             modeling_qwen3_5.Qwen3_5GatedDeltaNet,
-            "__init__",
-            _as_functions_of_the_module,
-            "does not set causal_conv1d_fn, chunk_gated_delta_rule",
+            "forward",
+            _renamed,
+            "does not call causal_conv1d_fn, chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
         ),
-        (GradientCheckpointingLayer, "__call__", None, "is not its own"),
+        (GradientCheckpointingLayer, CHECKPOINTS, None, "is gone, or not its own"),
     ],
-    ids=["transformers 5.24", "transformers 5.17", "transformers 5.23"],
+    ids=["as in transformers 5.24", "as in transformers 5.15", "as in transformers 5.23"],
 )
-def test_what_newer_transformers_change_is_told(
+def test_a_change_of_the_kind_that_transformers_has_made_is_told(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, new: object, told: str
 ) -> None:
     if new is None:
@@ -50,6 +51,15 @@ def test_what_newer_transformers_change_is_told(
     assert told in problem
     assert owner.__name__ in problem
     assert "pip install 'transformers" in problem
+
+
+def test_a_version_outside_of_what_was_tested_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("verl", "0.10.0"), ("torch", "2.99.0+cpu"), ("transformers", "5.9.0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = compat.untested()
+    assert [line.partition(" is outside")[0] for line in told] == ["verl 0.10.0", "torch 2.99.0+cpu"]
 
 
 def test_every_method_that_our_engines_override_is_looked_at() -> None:

@@ -1,7 +1,6 @@
 """Which transformers architectures can share prefixes, which of them run compiled, and what stock verl gets wrong.
 
-Asked by preflight before Ray starts and by the engines when they have built a model. A skeleton is a model without
-storage, for what only a built model tells.
+Asked by preflight before Ray starts and by the engines when they have built a model.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers import __version__ as transformers_version
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from verl_pg_plugin.attention.kernels import kernel_obstacle, model_obstacle
@@ -41,8 +42,12 @@ OVERRIDE = "actor_rollout_ref.model.override_config"
 
 REFUSED_TYPES: dict[str, str] = {
     "aria_text": "multiplies its experts' weights one by one outside of a module, where FSDP2 has not gathered them",
+    "diffllama": "attends twice in each layer, which the prefix cache and FLOPs know once",
     "doge": "computes a mask of its own from the values, which attention over shared prefixes does not take",
+    "dory": "attends twice in each layer, which the prefix cache and FLOPs know once",
     "emu3": "is multimodal (vq_config); only text models are supported",
+    "mimo_v2_flash": "adds learned attention sinks where keys are wider than values",
+    "nemotron": "does not hand keywords of its forward on to attention",
     "phimoe": "draws experts at random in training, so a shared token would draw once for all its responses",
 }
 """Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
@@ -67,10 +72,12 @@ UNCOMPILED: dict[str, str] = {
         "hold a recurrence of fla's, which has not run compiled on a GPU (fla 0.4)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
-        "have not run compiled (transformers 5.5.3 to 5.10.4)": (
-            "code_llama dots1 exaone_moe flex_olmo fuyu gemma3n_text gemma4_unified_text gpt_neox gpt_oss "
-            "granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna longcat_flash "
-            "mellum minimax_m2 modernbert-decoder nanochat olmo opt persimmon solar_open vaultgemma youtu"
+        "have not run compiled": (
+            "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text dots1 exaone exaone_moe flex_olmo "
+            "flint fuyu gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa "
+            "granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
+            "jais2 jetmoe kolibri1 laguna longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text "
+            "modernbert-decoder moshi nanochat olmo opt persimmon sarvam_mla sarvam_moe solar_open vaultgemma youtu"
         ),
     }.items()
     for model_type in types.split()
@@ -82,14 +89,19 @@ FLOAT32_ANGLE_TYPES: frozenset[str] = frozenset({"ernie4_5", "ernie4_5_moe", "fl
 """Types whose layers are handed rotary angles in float32. FSDP2 casts them to the dtype of the parameters, and torch
 2.11 and 2.12 leave that out in the recomputation of a checkpointed layer, which ends in a ``CheckpointError``."""
 
-POSITIONS_KEPT: frozenset[str] = frozenset({"ministral3", "persimmon"})
-"""Types whose attention does not hand on ``position_ids`` (transformers 5.5.3 to 5.10.4; Fuyu's text is Persimmon's):
-flash-attn learns from nothing else where a sequence begins."""
+POSITIONS_KEPT = frozenset({"cohere_compass_text", "gpt_bigcode", "moshi", "persimmon"})
+"""Types whose attention does not hand on ``position_ids`` (Fuyu's text is Persimmon's): flash-attn learns from nothing
+else where a sequence begins."""
+if Version(transformers_version).release < (5, 23):
+    POSITIONS_KEPT |= {"ministral3"}
+
+CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
+"""Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
 
 
 def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
     """Whether the recomputation of a layer gets its inputs in the dtype that the forward got them in."""
-    return Version(torch_version).release >= (2, 13)
+    return CHECKPOINTS_FORWARD or Version(torch_version).release >= (2, 13)
 
 
 # --- Can it share prefixes? ------------------------------------------------------------------------------------------
@@ -98,11 +110,7 @@ def fsdp2_recomputes_as_it_ran(torch_version: str = torch.__version__) -> bool:
 def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, value_model: bool = False) -> list[Issue]:
     """Every reason why a checkpoint cannot run with shared prefixes, empty when it can.
 
-    Args:
-        hf_config: config of the checkpoint with the user's overrides applied.
-        trust_remote_code: the user's own flag; a model class that the checkpoint brings along is not looked at here,
-            the engine examines it when it is built.
-        value_model: the checkpoint is loaded as a token classifier, not as a causal language model.
+    A model class that the checkpoint brings along is not looked at: the engine examines it when it is built.
     """
     issues = config_issues(hf_config)
     auto_name = "AutoModelForTokenClassification" if value_model else "AutoModelForCausalLM"
@@ -114,8 +122,7 @@ def architecture_issues(hf_config: PretrainedConfig, trust_remote_code: bool, va
 
 def config_issues(hf_config: PretrainedConfig) -> list[Issue]:
     """What the config alone says against sharing prefixes."""
-    text, kind = hf_config.get_text_config(), hf_config.model_type
-    found = []
+    text, kind, found = hf_config.get_text_config(), hf_config.model_type, []
     if getattr(hf_config, "is_encoder_decoder", False):
         found.append(f"{kind} is an encoder-decoder; only decoders share causal prefixes")
     elif type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING:
@@ -222,23 +229,14 @@ def _key_value_heads(hf_config: PretrainedConfig) -> list[Issue]:
 # --- What only a built model tells -----------------------------------------------------------------------------------
 
 
-def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that builds a language model from a config, with its vision encoder if it needs one."""
-    needs_encoder = (
-        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
-
-
 def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The model of a config without storage: no weight is read, none takes memory; the config is left as it is.
-
-    Raises:
-        ValueError: transformers has no causal language model for it.
-    """
+    """The model of a config without storage, which is left as it is; ValueError where transformers has none for it."""
+    kind = type(config)
+    needs_encoder = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class: Any = AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
     with torch.device("meta"):
         # Which attention runs changes no weight, and the default may be one that is not installed here.
-        return auto_class(config).from_config(
+        return auto_class.from_config(
             copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
 
@@ -314,11 +312,8 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
 
     Recurrent layers are not told where a sequence begins: tiny models are off by 0.30 to 0.35 in a log-prob. verl's
     forward of multimodal Qwen3.5 tells fla's kernels alone. Unknown beginnings: see ``POSITIONS_KEPT``; a tiny
-    Ministral 3 on an H200 was off by 10%. Capped scores: some builds of flash-attn 2 leave them out.
-
-    Args:
-        hf_config: of the checkpoint; without an ``attn_implementation`` it is flash-attn, verl's default.
-        device_name: device type as verl names it.
+    Ministral 3 on an H200 was off by 10%. Capped scores: some builds of flash-attn 2 leave them out. A config without
+    an ``attn_implementation`` takes flash-attn, verl's default.
     """
     text, kind = hf_config.get_text_config(), hf_config.model_type
     implementation = (text._attn_implementation or "flash_attention_2") if device_name == "cuda" else ""

@@ -1,18 +1,23 @@
-"""The names of verl, transformers and torch that this package overrides, patches or reads although they are private.
+"""Which verl, transformers and torch this package was tested with, and their names that it builds on.
 
-What is merely imported needs no check: it fails by name. These fail later, or change what runs without a word.
+These names it overrides, patches or reads although they are private. What is merely imported needs no check: it fails
+by name. These fail later, or change what runs without a word. ``python -m verl_pg_plugin.compat`` prints what differs.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-from importlib.metadata import requires, version
+import sys
+from collections.abc import Container, Iterable
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.requirements import Requirement
 
-__all__ = ["NUM_NAMES", "problems"]
+__all__ = ["NUM_NAMES", "installed", "problems", "requirements", "untested"]
 
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 _LAYERS = "transformers.models"
@@ -35,11 +40,13 @@ _FUNCTIONS = {
     **{f"{_FSDP}.FSDPEngineWithValueHead.{name}": takes for name, takes in _ENGINE_STEPS.items()},
     "verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch": "batch metrics logging_prefix keep_minibatch",
     "verl.trainer.ppo.v1.trainer_base.PPOTrainer._update_actor": "batch metrics",
+    "verl.single_controller.base.worker.Worker._query_dispatch_info": "mesh_name",
     "verl.utils.dataset.rl_dataset.RLHFDataset._process_multi_modal_info": "messages image_patch_size config",
-    f"{_LAYERS}.qwen3.modeling_qwen3.Qwen3Attention.forward": "hidden_states position_embeddings past_key_values",
-    f"{_LAYERS}.qwen3.modeling_qwen3.Qwen3ForCausalLM.forward": "input_ids attention_mask past_key_values labels",
-    f"{_LAYERS}.llama.modeling_llama.LlamaAttention.forward": "hidden_states position_embeddings past_key_values",
+    f"{_LAYERS}.qwen3.modeling_qwen3.Qwen3Attention.forward": "hidden_states position_embeddings attention_mask",
+    f"{_LAYERS}.qwen3.modeling_qwen3.Qwen3ForCausalLM.forward": "input_ids attention_mask past_key_values|cache labels",
+    f"{_LAYERS}.llama.modeling_llama.LlamaAttention.forward": "hidden_states position_embeddings attention_mask",
     f"{_LAYERS}.llama.modeling_llama.LlamaDecoderLayer.__init__": "config layer_idx",
+    f"{_LAYERS}.llama.modeling_llama.LlamaDecoderLayer.forward": "hidden_states past_key_values|cache",
     # patched, see upstream.py
     "verl.utils.config.validate_config": "config use_reference_policy use_critic",
     "verl.trainer.main_ppo.run_ppo": "config task_runner_class",
@@ -51,7 +58,7 @@ _FUNCTIONS = {
     f"{_FSDP}.CPUOffloadPolicy": "pin_memory",
     "verl.utils.distributed.initialize_global_process_group_ray": "timeout_second backend",
 }
-"""Parameters, beside ``self``, that a function must take under these names."""
+"""Parameters, beside ``self``, that a function must take under these names, or one of several."""
 
 _PRIVATE = (
     "verl.workers.engine.base.EngineRegistry._engines",
@@ -59,47 +66,104 @@ _PRIVATE = (
     "transformers.PretrainedConfig._attn_implementation",
     "transformers.PreTrainedModel._no_split_modules",
     "transformers.PreTrainedModel._supports_attention_backend",
-    "transformers.modeling_layers.GradientCheckpointingLayer.__call__",  # where it checkpoints; see compiled layers
+    # Where it checkpoints, see compiled layers.
+    "transformers.modeling_layers.GradientCheckpointingLayer.__call__|__init_subclass__",
     "torch._C._dynamo.eval_frame._set_lru_cache",
+    "torch._dynamo.config._make_closure_patcher",
+    "torch.ops.aten._flash_attention_forward",
+    "torch.ops.aten._flash_attention_backward",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.nn.modules.dropout._DropoutNd",
 )
 """Names that must be there, in a class as its own."""
 
-_SET_BY_LAYERS = {
-    f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet": "causal_conv1d_fn chunk_gated_delta_rule",
-    f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": "causal_conv1d_fn chunk_gated_delta_rule",
-}
-"""Attributes that layers must set in their constructors, since Gated DeltaNet over shared prefixes replaces them."""
+_CALLED_BY_LAYERS = (
+    f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward",
+    f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward",
+    f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward",
+)
+_CALLED = "causal_conv1d_fn", "chunk_gated_delta_rule|torch_chunk_gated_delta_rule"
+"""What these call, attributes of theirs or functions of their file: Gated DeltaNet over shared prefixes replaces it."""
 
-NUM_NAMES = len(_FUNCTIONS) + len(_PRIVATE) + len(_SET_BY_LAYERS)
+_OPTIONAL = "verl.trainer.ppo.v1", "verl.trainer.ppo.ray_trainer"
+"""Trainers that a version of verl need not have; the plugin runs without either."""
+
+NUM_NAMES = len(_FUNCTIONS) + len(_PRIVATE) + len(_CALLED_BY_LAYERS)
 """How many names ``problems`` looks at."""
+
+
+@cache
+def requirements(extra: str = "") -> dict[str, Requirement]:
+    """What this package's metadata asks for, by name, with that of an extra; empty where it is not installed."""
+    try:
+        declared = [Requirement(line) for line in requires("verl-pg-plugin") or ()]
+    except PackageNotFoundError:
+        return {}
+    found: dict[str, Requirement] = {}
+    for requirement in declared:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            if requirement.name in found:
+                requirement.specifier &= found[requirement.name].specifier
+            requirement.marker = None
+            found[requirement.name] = requirement
+    return found
+
+
+def untested() -> list[str]:
+    """Which of verl, transformers and torch is of a version that this package was not tested with, and which it was."""
+    found = []
+    for name in ("verl", "transformers", "torch"):
+        tested, there = requirements("tested").get(name), installed(name)
+        if tested and there and not tested.specifier.contains(there, prereleases=True):
+            found.append(f"{name} {there} is outside of what was tested, {tested.specifier}")
+    return found
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where no metadata tells, as of a source tree on the path."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def problems() -> list[str]:
     """One sentence for every name that is gone or has changed in the installed versions, with what to install."""
     found = []
-    for path in (*_FUNCTIONS, *_PRIVATE, *_SET_BY_LAYERS):
+    for path in (*_FUNCTIONS, *_PRIVATE, *_CALLED_BY_LAYERS):
         package = path.partition(".")[0]
         if why := _problem(path):
-            found.append(f"{package} {version(package)}: {path} {why}; pip install '{_supported(package)}'")
+            tested = requirements("tested").get(package, package)
+            found.append(f"{package} {installed(package)}: {path} {why}; pip install '{tested}'")
     return found
 
 
 def _problem(path: str) -> str:
+    if any(path.startswith(f"{module}.") and find_spec(module) is None for module in _OPTIONAL):
+        return ""
+    place, _, names = path.rpartition(".")
     try:
-        owner: Any = pkgutil.resolve_name(path.rpartition(".")[0])
-        there: Any = pkgutil.resolve_name(path)
+        owner: Any = pkgutil.resolve_name(place)
+        if path in _PRIVATE:
+            is_there = vars(owner).__contains__ if inspect.isclass(owner) else partial(hasattr, owner)
+            return "" if any(map(is_there, names.split("|"))) else "is gone, or not its own"
+        function = getattr(owner, names)
     except (AttributeError, ImportError) as error:
         return f"is gone ({error})"
-    if path in _PRIVATE:
-        return "is not its own" if inspect.isclass(owner) and path.rpartition(".")[2] not in vars(owner) else ""
-    if path in _SET_BY_LAYERS:
-        missing = [name for name in _SET_BY_LAYERS[path].split() if name not in there.__init__.__code__.co_names]
-        return f"does not set {', '.join(missing)}" if missing else ""
-    taken = inspect.signature(there).parameters
-    missing = [name for name in _FUNCTIONS[path].split() if name not in taken]
-    return f"takes ({', '.join(taken)}), without {', '.join(missing)}" if missing else ""
+    if path in _CALLED_BY_LAYERS:
+        missing = _missing(_CALLED, inspect.unwrap(function).__code__.co_names)
+        return f"does not call {missing}" if missing else ""
+    taken = inspect.signature(function).parameters
+    missing = _missing(_FUNCTIONS[path].split(), taken)
+    return f"takes ({', '.join(taken)}), without {missing}" if missing else ""
 
 
-def _supported(package: str) -> str:
-    return next(str(r) for r in map(Requirement, requires("verl_pg_plugin") or ()) if r.name == package)
+def _missing(wanted: Iterable[str], there: Container[str]) -> str:
+    return ", ".join(names for names in wanted if not any(name in there for name in names.split("|")))
+
+
+if __name__ == "__main__":
+    differing = [*untested(), *problems()]
+    sys.stdout.write("".join(f"{line}\n" for line in differing) or f"all {NUM_NAMES} names are as they were\n")
+    sys.exit(len(differing) > 0)

@@ -3,8 +3,8 @@
 Objects are changed where they are built: the head of one model and the config of one engine in ``engine/``. Names are
 entered into verl's registries where they belong (``cpu/__init__.py``).
 
-Each function says what it changes, why, in which versions, and when it can go. A patch that no longer fits
-the code it was written for raises instead of half applying.
+Each function says what it changes, why, in which versions, and when it can go. Where what it replaces is gone or takes
+other parameters it raises ``UpstreamChangedError``, instead of half applying.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, requires
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
-from packaging.requirements import Requirement
+from verl_pg_plugin.compat import requirements
 
 __all__ = [
     "UpstreamChangedError",
@@ -29,6 +28,7 @@ __all__ = [
     "let_flat_parameters_compile",
     "look_up_group_trainers",
     "regroup_after_v0_balance",
+    "run_when_shared",
     "use_single_gloo_backend",
     "use_unpinned_offload",
     "value_models_loaded_by",
@@ -41,23 +41,12 @@ class UpstreamChangedError(RuntimeError):
 
 
 def _changed(what: str) -> UpstreamChangedError:
-    """With the versions of verl that this package's metadata asks for."""
-    try:
-        needed = next(r for r in map(Requirement, requires("verl_pg_plugin") or ()) if r.name == "verl")
-    except (PackageNotFoundError, StopIteration):
-        return UpstreamChangedError(f"{what}; the plugin was written for verl 0.9")
-    versions = ",".join(sorted(map(str, needed.specifier), reverse=True))
-    return UpstreamChangedError(f"{what}; the plugin needs verl{versions}")
+    return UpstreamChangedError(f"{what}; tested with {requirements('tested').get('verl', 'verl 0.9')}")
 
 
 @contextmanager
 def _names_of_verl() -> Iterator[None]:
-    """Wraps the imports and look-ups of the names that a patch replaces.
-
-    Raises:
-        UpstreamChangedError: a module has no such name any more, there is no such module, or importing it failed for
-            want of something that is not verl's.
-    """
+    """Wraps the imports and look-ups of the names that a patch replaces."""
     try:
         yield
     except ImportError as error:
@@ -91,6 +80,16 @@ def _call_first(owner: Any, name: str, action: Callable[[Any], None], *parameter
     setattr(owner, name, act_then_run)
 
 
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
 def call_before_validation(action: Callable[[Any], None]) -> None:
     """Show ``action`` the composed config of a run of verl's entry points before they validate it.
 
@@ -99,12 +98,8 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     Why: ``python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_prefix_grouper=True`` trains without sharing
     anything and says nothing: the flag is in verl's config and in no engine config, and verl has no hook for plugins
     between the composition of a config and the start of Ray.
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
-
-    Raises:
-        UpstreamChangedError: the function is gone, or its parameters are not ``(config, use_reference_policy,
-            use_critic)``.
     """
     with _names_of_verl():
         import verl.utils.config as patched
@@ -119,11 +114,8 @@ def call_before_run(action: Callable[[Any], None]) -> None:
     Why: entry points of recipes, verl's one-step-off and fully async ones among them, validate their config inside Ray
     or not at all; they import this function when they run. verl's own entry point does not pass through here: run with
     ``python -m`` it is another module, ``__main__`` (see :func:`call_before_validation`).
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
-
-    Raises:
-        UpstreamChangedError: the function is gone, or its parameters are not ``(config, task_runner_class)``.
     """
     with _names_of_verl():
         import verl.trainer.main_ppo as patched
@@ -139,11 +131,8 @@ def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> 
     and left there.
     Why: the registry holds one class per name, and others register theirs at any time, also after this plugin has been
     loaded; verl has no hook between looking a trainer up and building it.
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: V1 trainers take a balance, or the order of groups is verl's own.
-
-    Raises:
-        UpstreamChangedError: the function or verl's registry is gone, or its parameters are not ``(name)``.
     """
     with _names_of_verl():
         from verl.trainer.ppo import v1
@@ -165,16 +154,11 @@ def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> 
     v1.get_trainer_cls = look_up_with_groups
 
 
-@contextmanager
-def verls_groups_off(trainer: Any) -> Iterator[None]:
+def verls_groups_off(trainer: Any) -> AbstractContextManager[None]:
     """Within the block a V0 trainer balances as without the flag: its own balance of groups refuses a number of them
     that the ranks do not divide.
     """
-    asked, trainer.use_prefix_grouper = trainer.use_prefix_grouper, False
-    try:
-        yield
-    finally:
-        trainer.use_prefix_grouper = asked
+    return _replaced(trainer, "use_prefix_grouper", False)
 
 
 def regroup_after_v0_balance(
@@ -189,12 +173,8 @@ def regroup_after_v0_balance(
     Why: with the flag verl refuses a number of groups that the ranks do not divide, weighs a prompt once for each of
     its responses, and lets mini-batches fall where they may. V0's task runners, verl's own and those of its recipes,
     name their trainer's class, so that no other class can be handed in.
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: V0 looks its trainer up by config, or is gone.
-
-    Raises:
-        UpstreamChangedError: the class or a method is gone, or the parameters are not ``(self, batch, metrics,
-            logging_prefix, keep_minibatch)`` and ``(self, batch)``.
     """
     with _names_of_verl():
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -232,15 +212,38 @@ def regroup_after_v0_balance(
     RayPPOTrainer._balance_batch, RayPPOTrainer._update_actor = balance_then_regroup, update_then_show
 
 
-@contextmanager
-def value_models_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
+def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any]) -> None:
+    """Let a function of a model's file be ``packed`` for layers that are handed shared prefixes.
+
+    What: the global ``name`` of ``modeling`` hands a call with a ``prefix_grouper`` on to ``packed``, and drops the
+    keyword where it is None. Put in once per process and left there.
+    Why: layers of Gated DeltaNet call two functions of their file by name, with the keywords of the model's forward;
+    transformers has no registry for them.
+    Versions: transformers 5.15 to 5.24; earlier ones keep the functions in each layer.
+    Remove when: transformers has an interface for linear attention, as it has one for attention.
+    """
+    stock = getattr(modeling, name)
+    if getattr(stock, "takes_shared", False):
+        return
+
+    @functools.wraps(stock)
+    def stock_or_packed(*args: Any, prefix_grouper: Any = None, **kwargs: Any) -> Any:
+        if prefix_grouper is None:
+            return stock(*args, **kwargs)
+        return packed(*args, prefix_grouper=prefix_grouper, **kwargs)
+
+    stock_or_packed.takes_shared = True  # type: ignore[attr-defined]
+    setattr(modeling, name, stock_or_packed)
+
+
+def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within the block, verl's FSDP engine of this process loads its value model with ``load``.
 
     What: ``verl.utils.model.load_valuehead_model``, which ``FSDPEngine._build_module`` imports when it is called;
     put back at the end of the block.
     Why: the function loads every value model with ``attn_implementation="flash_attention_2"``, whatever the model
     config says, and has no argument for it.
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: verl loads value models with the attention of their config.
 
     Args:
@@ -248,18 +251,13 @@ def value_models_loaded_by(load: Callable[..., Any]) -> Iterator[None]:
     """
     import verl.utils.model as patched
 
-    loader = patched.load_valuehead_model
     path = "verl.utils.model.load_valuehead_model"
-    _check_parameters(loader, path, "local_path", "torch_dtype", "model_config", "trust_remote_code")
-    patched.load_valuehead_model = load
-    try:
-        yield
-    finally:
-        patched.load_valuehead_model = loader
+    parameters = "local_path", "torch_dtype", "model_config", "trust_remote_code"
+    _check_parameters(patched.load_valuehead_model, path, *parameters)
+    return _replaced(patched, "load_valuehead_model", load)
 
 
-@contextmanager
-def forwards_left_alone() -> Iterator[None]:
+def forwards_left_alone() -> AbstractContextManager[None]:
     """Within the block, verl's FSDP engine of this process builds its model without replacing forwards.
 
     What: ``apply_monkey_patch`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put back at the
@@ -267,49 +265,32 @@ def forwards_left_alone() -> Iterator[None]:
     Why: for Qwen3.5 it puts its own forwards into transformers' classes, for all models of the process. They take no
     ``logits_to_keep`` and drop the keywords that say which tokens are shared. What else the engine asks of it, Ulysses
     and fused kernels, packed mode does by other means.
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: verl's forwards of Qwen3.5 hand on the keywords that they do not know.
-
-    Raises:
-        UpstreamChangedError: the function has other parameters than the block can answer for.
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    patched = transformer_impl.apply_monkey_patch
-    missing = {"model", "use_remove_padding", "ulysses_sp_size"} - inspect.signature(patched).parameters.keys()
-    if missing:
+    taken = inspect.signature(transformer_impl.apply_monkey_patch).parameters
+    if missing := {"model", "use_remove_padding", "ulysses_sp_size"} - taken.keys():
         raise _changed(f"verl.models.transformers.monkey_patch.apply_monkey_patch does not take {sorted(missing)}")
-    transformer_impl.apply_monkey_patch = lambda **kwargs: None
-    try:
-        yield
-    finally:
-        transformer_impl.apply_monkey_patch = patched
+    return _replaced(transformer_impl, "apply_monkey_patch", lambda **kwargs: None)
 
 
-@contextmanager
-def activation_offload_left_out() -> Iterator[None]:
+def activation_offload_left_out() -> AbstractContextManager[None]:
     """Within the block, verl's FSDP engine of this process builds its model without verl's activation offload.
 
     What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put
     back at the end of the block.
     Why: ``engine/activations.py`` takes what layers keep to the host. verl's handler wraps each layer into a reentrant
     checkpoint of its own, which recomputes attention, and fails behind an error or a forward without backward.
-    Versions: verl 0.9.0 and 0.9.1.
+    Versions: verl 0.9.1.
     Remove when: the engine asks a method for it that can be overridden.
-
-    Raises:
-        UpstreamChangedError: the function has other parameters.
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    patched = transformer_impl.enable_activation_offloading
-    if [*inspect.signature(patched).parameters] != ["model", "strategy", "enable_ckpt"]:
-        raise _changed("verl.utils.activation_offload.enable_activation_offloading takes other parameters")
-    transformer_impl.enable_activation_offloading = lambda *args: None
-    try:
-        yield
-    finally:
-        transformer_impl.enable_activation_offloading = patched
+    path, patched = "verl.utils.activation_offload.enable_activation_offloading", "enable_activation_offloading"
+    _check_parameters(getattr(transformer_impl, patched), path, "model", "strategy", "enable_ckpt")
+    return _replaced(transformer_impl, patched, lambda *args: None)
 
 
 MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
@@ -324,7 +305,7 @@ def let_flat_parameters_compile(module: Any) -> None:
     behind FSDP's hooks, when the views are there; they go into its graphs as inputs, as whole parameters do.
     ``use_orig_params=True`` itself would change the optimizer's state, so that no run could be resumed with the mode
     toggled.
-    Versions: torch 2.11 to 2.13.
+    Versions: torch 2.11 to 2.14.
     Remove when: torch compiles flat parameters, or verl has no FSDP1.
 
     Args:
@@ -352,11 +333,8 @@ def use_single_gloo_backend() -> None:
     ``"cpu:gloo"``. The default is set on the function object, so modules that imported it by name see it too.
     Why: verl builds ``cpu:gloo,<device>:<backend>``; with device ``cpu`` that names one device twice, which
     torch refuses.
-    Versions: verl 0.9.1, torch 2.11 to 2.13. Only called when ``VERL_PLATFORM=cpu``.
+    Versions: verl 0.9.1, torch 2.11 to 2.14. Only called when ``VERL_PLATFORM=cpu``.
     Remove when: verl leaves the second pair out for device ``cpu``.
-
-    Raises:
-        UpstreamChangedError: the function's parameters are not ``(timeout_second=None, backend=None)``.
     """
     from verl.utils.distributed import initialize_global_process_group_ray as patched
 
@@ -374,7 +352,7 @@ def use_unpinned_offload() -> None:
     What: ``CPUOffloadPolicy`` in ``verl.workers.engine.fsdp.transformer_impl`` builds a policy without pinning.
     Why: verl gives forward-only FSDP2 models ``CPUOffloadPolicy(pin_memory=True)``; pinning asks for an
     accelerator and fails with "Cannot access accelerator device when none is available".
-    Versions: verl 0.9.1, torch 2.11 to 2.13. Only called when ``VERL_PLATFORM=cpu``.
+    Versions: verl 0.9.1, torch 2.11 to 2.14. Only called when ``VERL_PLATFORM=cpu``.
     Remove when: verl leaves offloading, or pinning, out for device ``cpu``.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy

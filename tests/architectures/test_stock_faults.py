@@ -25,6 +25,7 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     def attend(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         seen.append(kwargs.get("position_ids") is not None)
+        kwargs.pop("softcap", None)  # which sdpa leaves out, and since transformers 5.22 refuses
         return sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
 
     AttentionInterface.register(RECORDING, attend)
@@ -36,7 +37,7 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 def test_types_whose_attention_keeps_positions_to_itself_are_known(handed_on: list[bool]) -> None:
     exact = [model_type for model_type in MODEL_TYPES if outcome_of(model_type).status == EXACT]
-    found = set()
+    found, seen = set(), set()
     for model_type in exact:
         if not hasattr(tiny_config(model_type), "vocab_size"):
             continue
@@ -46,12 +47,13 @@ def test_types_whose_attention_keeps_positions_to_itself_are_known(handed_on: li
         positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
         model(input_ids=torch.arange(3, 12)[None], position_ids=positions, use_cache=False)
         assert handed_on
+        seen.add(text_type := model.config.get_text_config().model_type)
         if not all(handed_on):
-            found.add(model.config.get_text_config().model_type)
-    assert found == POSITIONS_KEPT
+            found.add(text_type)
+    assert found == POSITIONS_KEPT & seen
 
 
-@pytest.mark.parametrize("model_type", ["ministral3", "fuyu"])
+@pytest.mark.parametrize("model_type", ["persimmon", "fuyu"])
 def test_rmpad_on_flash_attn_is_told_of_and_torchs_attention_is_not(model_type: str) -> None:
     config = tiny_config(model_type)
     assert rmpad_fault(config, "cpu") is None

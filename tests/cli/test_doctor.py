@@ -200,6 +200,9 @@ def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypa
     (line,) = bad(doctor.version_lines())
     assert line.text.startswith("5.6.0 is outside the supported range")
     assert line.fix.startswith("pip install 'transformers")
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.99.0\n")
+    (line,) = bad(doctor.version_lines())
+    assert (line.state, line.fix) == (WARN, f"pip install '{compat.requirements('tested')['transformers']}'")
 
 
 def test_a_machine_without_gpu_fails_with_and_without_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from verl.trainer import main_ppo as verls_main_ppo
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.main_ppo_v0 import TaskRunner
 
+from tests.fresh import run_fresh
 from verl_pg_plugin import main_ppo
 from verl_pg_plugin.config import Mode
 
@@ -74,3 +75,43 @@ def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode
 def test_packed_mode_runs_under_the_v0_trainer(make_config):
     runner = main_ppo.prepare(make_config(Mode.PACKED, {"trainer.use_v1": False}))
     assert issubclass(runner.__ray_actor_class__, TaskRunner.__ray_actor_class__)
+
+
+def test_unknown_trainer_mode_is_a_user_error(make_config):
+    with pytest.raises(main_ppo.USER_ERRORS, match="no_such_mode"):
+        main_ppo.prepare(make_config(Mode.PACKED, {"trainer.v1.trainer_mode": "no_such_mode"}))
+
+
+def test_a_verl_without_a_line_of_trainers_is_met_with_the_other_one(monkeypatch):
+    monkeypatch.delattr("verl.trainer.main_ppo.TaskRunnerV1")
+    with pytest.raises(ValueError, match=r"trainer.use_v1=True: .* set trainer.use_v1=False"):
+        main_ppo.verls_task_runner(use_v1=True)
+
+
+ONE_LINE_OF_TRAINERS = """
+import importlib, pkgutil, sys
+
+sys.modules.update(dict.fromkeys({absent!r}))  # importing one fails
+import verl.trainer.main_ppo
+vars(verl.trainer.main_ppo).pop({runner!r}, None)
+import verl_pg_plugin
+from verl_pg_plugin import compat
+
+for module in pkgutil.walk_packages(verl_pg_plugin.__path__, "verl_pg_plugin."):
+    if not module.name.endswith(("__main__", "attention.segment_sum", "cpu.replay_buffer")):  # of Triton, and of V1
+        importlib.import_module(module.name)
+print([path for path in compat.problems() if "trainer" in path])
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "runner"),
+    [
+        (("transfer_queue", "verl.trainer.ppo.v1"), "TaskRunnerV1"),
+        (("verl.trainer.main_ppo_v0",), ""),
+    ],
+    ids=["V0 alone", "V1 alone"],
+)
+def test_without_a_line_of_trainers_every_module_imports_and_no_name_is_missed(absent, runner):
+    (ended,) = run_fresh([(ONE_LINE_OF_TRAINERS.format(absent=absent, runner=runner), {"VERL_PLATFORM": "cpu"})])
+    assert (ended.returncode, ended.stdout.split()) == (0, ["[]"]), ended.stderr

@@ -9,6 +9,7 @@ import pytest
 from config_support import CRITIC, DYNAMIC, FSDP_EXAMPLE, parse
 from omegaconf import DictConfig
 
+from verl_pg_plugin import compat
 from verl_pg_plugin.config import Mode, machine, preflight, rules
 from verl_pg_plugin.config.preflight import ConfigError, check
 from verl_pg_plugin.issue import Issue
@@ -171,6 +172,13 @@ def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(
     assert issue.key == key
     assert why in issue.why
     assert fix in issue.fix
+
+
+def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_config, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(compat, "untested", lambda: ["verl 0.10.0 is outside of what was tested, <0.10"])
+    check(make_config())
+    (record,) = (record for record in caplog.records if "outside of what was tested" in record.message)
+    assert "\n" not in record.message
 
 
 def test_all_errors_are_listed_at_once_and_warnings_are_logged(config_of, caplog) -> None:

@@ -20,7 +20,7 @@ ATTENTION = "attention"
 """Under this name ``AttentionContext.calls`` counts attention layers."""
 
 # What decoders pass and changes nothing: positions are in q and k, caches and outputs are not there.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     {"position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
 )
 
@@ -73,7 +73,7 @@ def attention_options(
     Raises:
         RuntimeError: the model needs what the kernels do not compute (a mask, dropout, biases, non-causal layers).
     """
-    unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in _WITHOUT_EFFECT]
+    unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in WITHOUT_EFFECT]
     if attention_mask is not None:
         unsupported.append("attention_mask")
     if dropout:

@@ -11,22 +11,19 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
-from verl_pg_plugin import register
-from verl_pg_plugin.cli import FACT, FAIL, OK, Line, Section, show
+from verl_pg_plugin import compat, register
+from verl_pg_plugin.cli import FACT, FAIL, OK, WARN, Line, Section, show
 
 NAME = "verl_pg_plugin"
-PROJECT = "verl-pg-plugin"
 POLICY = "VERL_USE_EXTERNAL_PLUGINS"
 SCRIPT = Path(__file__).with_name("fresh_process.py")
 TIMEOUT_S = 300
 PACKAGES = (
-    *(PROJECT, "verl", "torch", "triton", "transformers", "prefix_grouper", "flash-attn", "flash-attn-3"),
+    *("verl-pg-plugin", "verl", "torch", "triton", "transformers", "prefix_grouper", "flash-attn", "flash-attn-3"),
     *("flash-attn-4", "liger-kernel", "ray", "TransferQueue", "tensordict", "hydra-core"),
 )
 NO_PLUGIN_FIX = f"{sys.executable} -m pip install <folder of this repository>"
@@ -96,37 +93,24 @@ def _full(asked: list[str]) -> Iterator[Section]:
 
 def version_lines() -> list[Line]:
     """Installed versions, and what is missing or outside the range that this package declares."""
-    wanted = {requirement.name: requirement for requirement in _requirements()}
+    wanted, tested = compat.requirements("trainer"), compat.requirements("tested")
     lines = [Line(FACT, "python", platform.python_version())]
     for name in dict.fromkeys([*PACKAGES, *wanted]):
-        installed, requirement = _version(name), wanted.get(name)
-        fix = f"pip install '{name}{requirement.specifier}'" if requirement else ""
+        installed, requirement = compat.installed(name), wanted.get(name)
         if requirement is None:
             lines.append(Line(FACT, name, installed or "not installed"))
-        elif installed is None:
+            continue
+        fix, supported = f"pip install '{name}{requirement.specifier}'", tested.get(name, requirement)
+        if installed is None:
             lines.append(Line(FAIL, name, "not installed", fix))
         elif not requirement.specifier.contains(installed, prereleases=True):
             lines.append(Line(FAIL, name, f"{installed} is outside the supported range {requirement.specifier}", fix))
+        elif not supported.specifier.contains(installed, prereleases=True):
+            text = f"{installed} is outside of what was tested, {supported.specifier}; runs say so and go on"
+            lines.append(Line(WARN, name, text, f"pip install '{supported}'"))
         elif name in PACKAGES:
-            lines.append(Line(OK, name, f"{installed} (supported: {requirement.specifier or 'any'})"))
+            lines.append(Line(OK, name, f"{installed} (supported: {supported.specifier or 'any'})"))
     return lines
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _requirements() -> list[Requirement]:
-    """What this package declares, with the extra that a training needs; empty if it is not installed."""
-    try:
-        declared = [Requirement(line) for line in requires(PROJECT) or ()]
-    except PackageNotFoundError:
-        return []
-    extras = [{"extra": ""}, {"extra": "trainer"}]
-    return [r for r in declared if r.marker is None or any(map(r.marker.evaluate, extras))]
 
 
 def installed_lines() -> list[Line]:
@@ -238,8 +222,6 @@ def engine_lines(process: dict[str, Any]) -> list[Line]:
 
 def name_lines() -> list[Line]:
     """Names of other packages that look otherwise than where this package was tested."""
-    from verl_pg_plugin import compat
-
     found = [
         Line(FAIL, "names", why, f"pip install {fix}")
         for why, _, fix in (p.partition("; pip install ") for p in compat.problems())

@@ -42,7 +42,7 @@ def engage(config: DictConfig) -> None:
 
 def select_trainer(config: DictConfig) -> None:
     """Ask V1 for its trainer with groups kept together, in place; V0 has one trainer and no names."""
-    if not config.trainer.use_v1:
+    if not config.trainer.get("use_v1"):
         return
     mode = config.trainer.v1.trainer_mode
     with open_dict(config):

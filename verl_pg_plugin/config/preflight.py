@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 
+from verl_pg_plugin import compat
 from verl_pg_plugin.config import rules
 from verl_pg_plugin.config.checkpoints import checkpoint_issues, read_hf_config
 from verl_pg_plugin.config.keys import (
@@ -57,6 +58,9 @@ def check(config: DictConfig) -> None:
         ConfigError: ``preflight`` finds errors.
         omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
+    if differing := compat.untested():
+        doctor = "python -m verl_pg_plugin doctor --full looks at the names that are built on"
+        logger.warning("verl_pg_plugin: %s; %s", "; ".join(differing), doctor)
     found = preflight(config)
     for issue in found:
         if issue.is_warning:

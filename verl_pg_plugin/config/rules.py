@@ -10,12 +10,10 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.device import get_device_name
@@ -150,8 +148,6 @@ def fused_backend(engine: Engine) -> Issue | None:
         why = "is unknown to this plugin; the back ends are torch, triton and liger"
     elif name != "torch" and engine.device != "cuda":
         why = f"needs a GPU, this machine's device is {engine.device!r}"
-    elif name == "liger" and Version(version("verl")) < Version("0.9.1"):
-        why = "needs verl 0.9.1 or later"
     elif name == "liger" and importlib.util.find_spec("liger_kernel") is None:
         why = "needs the package liger-kernel, which is not installed, and verl would take torch instead"
     key = f"{engine.model_section}.fused_kernel_options.impl_backend"
@@ -191,7 +187,7 @@ def gradient_checkpointing(engine: Engine) -> Issue | None:
         f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
         "their forward had, so that the first update fails, in stock verl too"
     )
-    fix = f"{key}=False, or {engine.role}.strategy=fsdp, or pip install 'torch>=2.13,<2.14'"
+    fix = f"{key}=False, or {engine.role}.strategy=fsdp, or pip install 'torch>=2.13'"
     return Issue(f"{key}=True", why, fix)
 
 

@@ -8,6 +8,7 @@ fused with it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -22,6 +23,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler, OperatorIssue
 from torch.utils.checkpoint import CheckpointError
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from verl_pg_plugin.architectures import CHECKPOINTS_FORWARD
 
 DYNAMO_SETTINGS: dict[str, Any] = {
     # Graphs that one function may be compiled to: kinds of layers count, and with and without gradient. Behind its own
@@ -72,7 +76,12 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
             product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
-        layer.forward = compile_forward(layer.forward)
+        if CHECKPOINTS_FORWARD and isinstance(layer, GradientCheckpointingLayer):
+            # Each subclass is wrapped in the checkpoint: what is inside is compiled, so a recomputation runs its graph.
+            compiled = compile_forward(inspect.unwrap(type(layer).forward))
+            layer.__class__ = type(type(layer).__name__, (type(layer),), {"forward": compiled})
+        else:
+            layer.forward = compile_forward(layer.forward)
     return layers
 
 

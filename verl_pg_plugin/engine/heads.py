@@ -192,8 +192,7 @@ def _kernel(options: Mapping[str, Any]) -> FusedKernel:
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
         return lambda *given: linear_cross_entropy(*given, "none")
-    # verl 0.9.0 has torch alone and takes no name.
-    return FusedLinearForPPO() if backend == "torch" else FusedLinearForPPO(impl_backend=backend)
+    return FusedLinearForPPO(impl_backend=backend)
 
 
 def _fused_outputs(

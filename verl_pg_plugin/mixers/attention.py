@@ -74,6 +74,9 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
 
 def _head_dims(config: PretrainedConfig, kind: str) -> tuple[int, int]:
     """Widths of a head's keys and values; latent attention (DeepSeek) has two, Gemma 4 another one in full layers."""
+    if layers := getattr(config, "per_layer_config", None):  # which alone tells widths, since transformers 5.22
+        types = getattr(config, "layer_types", None) or [kind]
+        config = layers[types.index(kind) if kind in types else 0]
     if getattr(config, "kv_lora_rank", None):
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     size = (kind == FULL and getattr(config, "global_head_dim", None)) or getattr(config, "head_dim", None)

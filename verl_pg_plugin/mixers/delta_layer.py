@@ -13,6 +13,7 @@ Both take over a function with which a layer of transformers mixes tokens; no mo
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
+from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
 from verl_pg_plugin.layout import PackedLayout
 
 GATED_DELTA = "gated_delta"
@@ -32,6 +35,8 @@ GATED_DELTA = "gated_delta"
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"
 """Attributes of transformers' modules; all else in them looks at one token at a time."""
+DELTA_RULE_OF_FILE = f"torch_{DELTA_RULE}"
+"""The second since transformers 5.15, where both are functions of the model's file."""
 
 
 @dataclass(frozen=True)
@@ -211,15 +216,15 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
 
 
 class GatedDeltaLayer:
-    """Stands in for both functions of one module, which hands them no keywords of the model's forward.
+    """Stands in for both functions of one module.
 
-    The tokens of a forward come from the decoder layer's keyword ``prefix_grouper`` instead, by a hook in front of the
+    Up to transformers 5.14 a module hands them no keywords of the model's forward. The tokens come from the decoder
+    layer's keyword ``prefix_grouper`` instead, by a hook in front of the
     layer; where gradient checkpointing computes a layer again, it runs again.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.convolution = getattr(module, CONVOLUTION) or plain_convolution
-        self.rule = getattr(module, DELTA_RULE)
+    def __init__(self, convolution: Any, rule: DeltaRule) -> None:
+        self.convolution, self.rule = convolution or plain_convolution, rule
         self.context: AttentionContext | None = None  # of the forward that is running
         self.convolved = False
 
@@ -241,7 +246,7 @@ class GatedDeltaLayer:
         windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
 
         def plain(part: torch.Tensor) -> torch.Tensor:
-            return self.convolution(x=part, weight=weight, bias=bias, activation=activation)
+            return self.convolution(part, weight=weight, bias=bias, activation=activation)
 
         out = convolve(x[..., :num_tokens], windows, plain)
         self.convolved = True
@@ -262,24 +267,27 @@ class GatedDeltaLayer:
         context, num_tokens = self._packed(kwargs)
         if not self.convolved:
             raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
+        self.convolved = False
         levels = context.index(Levels.from_layout, query.device)
         own = tuple(x[0, :num_tokens] for x in (query, key, value, g, beta))
         out = delta_rule_over(levels, self.rule, own, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
         return F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, query.shape[1] - num_tokens)).unsqueeze(0), None
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
-        unsupported = [name for name, setting in kwargs.items() if setting is not None and setting is not False]
+        context = kwargs.pop("prefix_grouper", self.context)
+        asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
+        unsupported = asked - WITHOUT_EFFECT
         if unsupported:
             raise RuntimeError(
                 f"a Gated DeltaNet layer asks for {', '.join(sorted(unsupported))}, which packed tokens do not have; "
                 "set actor_rollout_ref.actor.use_prefix_grouper=False"
             )
-        if self.context is None or self.context.layout is None:
+        if context is None or context.layout is None:
             raise RuntimeError(
                 "a Gated DeltaNet layer was made to mix packed tokens and got no layout of any; set "
                 "actor_rollout_ref.actor.use_prefix_grouper=False"
             )
-        return self.context, self.context.layout.num_tokens
+        return context, context.layout.num_tokens
 
 
 def install(model: nn.Module) -> None:
@@ -287,7 +295,25 @@ def install(model: nn.Module) -> None:
     for layer in model.modules():
         for module in layer.children():
             if hasattr(module, CONVOLUTION) and hasattr(module, DELTA_RULE):
-                ops = GatedDeltaLayer(module)
+                ops = GatedDeltaLayer(getattr(module, CONVOLUTION), getattr(module, DELTA_RULE))
                 setattr(module, CONVOLUTION, ops.convolve)
                 setattr(module, DELTA_RULE, ops.delta_rule)
                 layer.register_forward_pre_hook(ops.enter_layer, with_kwargs=True)
+            elif {CONVOLUTION, DELTA_RULE_OF_FILE} <= set(inspect.unwrap(type(module).forward).__code__.co_names):
+                install_in_file(sys.modules[type(module).__module__])
+
+
+def install_in_file(modeling: Any) -> None:
+    """The same for all layers of a model's file at once, which hand both functions the context; others run as before.
+
+    Behind the name of transformers' own rule may be fla's, which the signature does not tell.
+    """
+    from transformers.utils import is_flash_linear_attention_available
+
+    if is_flash_linear_attention_available():
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
+    else:
+        rule = getattr(modeling, DELTA_RULE_OF_FILE)
+    ops = GatedDeltaLayer(getattr(modeling, CONVOLUTION), rule)
+    upstream.run_when_shared(modeling, CONVOLUTION, ops.convolve)
+    upstream.run_when_shared(modeling, DELTA_RULE_OF_FILE, ops.delta_rule)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
 """Masks by layer type, as transformers takes them ready-made: none, ``prefix_grouper`` says what is seen."""
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What the installed transformers calls a cache of keys and values; ``cache`` since 5.24."""
+
 KERNELS = {"flash_attention_2": "flash_attn_2", "sdpa": "sdpa", "eager": "sdpa", ATTENTION_NAME: "auto"}
 """Kernel for packed tokens by the ``attn_implementation`` that the model was loaded with."""
 
@@ -190,13 +193,12 @@ class PackedAttentionMixin(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         prefix_grouper: AttentionContext | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, hidden size) to the same and, without a grouper, transformers' attention weights."""
         if prefix_grouper is None:
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             project(hidden_states).view(by_head) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -247,6 +249,7 @@ class PackedInputsMixin:
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         prefix_grouper: PrefixGrouperLike | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits (values, for a value model). B sequences, S padded length, T packed tokens.
@@ -264,6 +267,7 @@ class PackedInputsMixin:
             prefix_grouper: computes shared prefixes once. ``prefix_grouper.PrefixGrouper``: padded rows of whole
                 groups. ``PackedLayout``: packed tokens. ``AttentionContext``: tokens, or this rank's slice of them,
                 that the caller prepared; they are run as they are.
+            cache: ``past_key_values``, as transformers calls them since 5.24.
 
         Returns:
             ``logits`` (B, S, V) on the caller's positions, zero at padding; (1, T, V) for packed tokens.
@@ -272,6 +276,7 @@ class PackedInputsMixin:
             ValueError: mask, positions, grouper, cache or options that contradict each other.
             TypeError: ``prefix_grouper`` is of another type.
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         cached = bool(use_cache) or past_key_values is not None
         if prefix_grouper is not None:
             if cached:
@@ -296,11 +301,10 @@ class PackedInputsMixin:
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             position_ids=inputs.position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             prefix_grouper=inputs.prefix_grouper,
-            **kwargs,
+            **{CACHE: past_key_values, **kwargs},
         )
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:
             logits = inputs.restore(self._forward_head(outputs.last_hidden_state))
@@ -313,9 +317,9 @@ class PackedInputsMixin:
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def _group(

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationMixin, LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
-from verl_pg_plugin.models.packed_inputs import PackedAttentionMixin, PackedInputsMixin, ValueHeadMixin
+from verl_pg_plugin.models.packed_inputs import CACHE, PackedAttentionMixin, PackedInputsMixin, ValueHeadMixin
 
 __all__ = ["SplitLlamaConfig", "SplitLlamaForCausalLM", "SplitLlamaForValue", "SplitLlamaModel"]
 
@@ -81,7 +81,7 @@ class SplitLlamaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LlamaDecoderLayer"]  # noqa: RUF012 (transformers' annotation)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -127,7 +127,6 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
@@ -137,10 +136,11 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+        cache = kwargs.pop(CACHE, None)
+        if use_cache and cache is None:
+            cache = DynamicCache()
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(seen, seen + hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         if isinstance(attention_mask, dict):
             mask = attention_mask["full_attention"]
@@ -149,15 +149,14 @@ class SplitLlamaModel(SplitLlamaPreTrainedModel):
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_ids=position_ids,
+                **{CACHE: cache},
             )
-        rest = {"attention_mask": mask, "past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        rest = {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, **kwargs}
         hidden_states = self.first(hidden_states, position_ids, **rest)
         hidden_states = self.last(self.adapter(hidden_states), position_ids, **rest)
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
-        )
+        output = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=output, **{CACHE: cache if use_cache else None})
 
 
 class SplitLlamaForCausalLM(PackedInputsMixin, SplitLlamaPreTrainedModel, GenerationMixin):
