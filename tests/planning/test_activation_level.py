@@ -1,12 +1,12 @@
 """Which level a micro-batch takes: what fits in stock verl fits, and the fastest that fits is taken."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from transformers import Qwen3Config, Qwen3MoeConfig
 
+from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.layout import build_prefix_order
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, OVER_STOCK, Level, Levels, Room
@@ -15,17 +15,6 @@ from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weight
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches, tokens_of_stock
 
 GIB = 2**30
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
-WIDE = {**HEADS, "num_attention_heads": 64}
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4}
-CONFIGS = {
-    "4b": Qwen3Config(
-        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, tie_word_embeddings=True, **HEADS
-    ),
-    "8b": Qwen3Config(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, **HEADS),
-    "32b": Qwen3Config(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, **WIDE),
-    "30b-a3b": Qwen3MoeConfig(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, **{**HEADS, **EXPERTS}),
-}
 SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
 ROOM = Room(device=40 * GIB, host=100 * GIB)
 LEVELS = Levels(sizes=SIZES["4b"], room=ROOM)
@@ -128,45 +117,37 @@ def test_room_is_what_weights_and_a_reserve_leave() -> None:
     assert weights_of("8b", 1).room(80 * GIB, 0).device < 0
 
 
-@dataclass(frozen=True)
-class Group:
-    """A prompt and its responses."""
+def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Levels, others: int = 0) -> int:
+    """Of a group, and of others of one short sequence each."""
+    batch = Batch.of_lengths([prompt, *[8] * others], [[response] * n, *[[8]] * others])
+    limits = MicroBatchLimits(budget)
+    whole = levels.within_stock(tokens_of_stock(batch.lengths, limits))
+    return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, whole=whole)))
 
-    prompt: int
-    response: int
-    n: int
 
-    def micro_batches(self, budget: int, levels: Levels) -> int:
-        batch = Batch.of_lengths([self.prompt], [[self.response] * self.n])
-        limits = MicroBatchLimits(budget)
-        whole = levels.within_stock(tokens_of_stock(batch.lengths, limits))
-        order = build_prefix_order(batch.tokens, batch.offsets)
-        return sum(map(len, cut_micro_batches(order, limits, whole=whole)))
+NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))
+LONG, WIDE = (32768, 1024, 16), (8192, 1024, 64)
+STAYS = (32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
+LITTLE = 40_000.0 * SIZES["4b"].on_device(Level.INPUTS)
 
 
 def test_a_group_above_the_budget_stays_whole_where_a_host_level_holds_it() -> None:
-    group = Group(32768, 1024, 16)
-    assert group.micro_batches(40960, LEVELS) == 1
-    assert group.micro_batches(40960, replace(LEVELS, room=replace(ROOM, host=0.0))) == 1, "inputs take less than stock"
-    assert group.micro_batches(40960, replace(LEVELS, asked=Level.ATTENTION)) > 1
-    assert group.micro_batches(40960, Levels()) > 1, "without figures of memory the budget holds"
+    assert micro_batches(*LONG, 40960, LEVELS) == 1
+    assert micro_batches(*LONG, 40960, LEVELS, others=4) == 2, "it takes one micro-batch, and not those of its tokens"
+    assert micro_batches(*LONG, 40960, NO_HOST) == 1, "inputs take less than stock"
+    assert micro_batches(*LONG, 40960, replace(LEVELS, asked=Level.ATTENTION)) > 1
+    assert micro_batches(*LONG, 40960, Levels()) > 1, "without figures of memory the budget holds"
 
 
-def test_a_group_that_exceeds_stock_memory_is_split() -> None:
-    assert Group(8192, 1024, 64).micro_batches(18432, LEVELS) > 1
-    tight = replace(LEVELS, room=replace(ROOM, device=30_000 * SIZES["4b"].on_device(Level.INPUTS_ON_HOST)))
-    assert Group(8192, 1024, 32).micro_batches(18432, tight) > 1
-
-
-def test_a_group_stays_whole_where_its_split_would_take_more() -> None:
+def test_a_group_that_exceeds_stock_memory_is_split_but_where_its_split_would_take_more() -> None:
     """The chunk that computes the prompt holds the sums of its gradients."""
-    no_host = replace(LEVELS, room=replace(ROOM, host=0.0))
-    stays = Group(32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
-    assert stays.micro_batches(33792, no_host) == 1
-    little = SIZES["4b"].on_device(Level.INPUTS) * 40_000
-    assert stays.micro_batches(33792, replace(no_host, room=Room(little, host=0))) > 1, "each chunk by itself fits"
-    assert stays.micro_batches(33792, replace(no_host, room=Room(little / 2, host=0))) == 1, "nothing fits"
-    assert Group(1024, 1024, 16).micro_batches(4096, no_host) > 1
+    assert micro_batches(*WIDE, 18432, LEVELS) > 1
+    tight = replace(LEVELS, room=replace(ROOM, device=30_000 * SIZES["4b"].on_device(Level.INPUTS_ON_HOST)))
+    assert micro_batches(8192, 1024, 32, 18432, tight) > 1
+    assert micro_batches(*STAYS, 33792, NO_HOST) == 1
+    assert micro_batches(*STAYS, 33792, replace(NO_HOST, room=Room(LITTLE, host=0))) > 1, "each chunk by itself fits"
+    assert micro_batches(*STAYS, 33792, replace(NO_HOST, room=Room(LITTLE / 2, host=0))) == 1, "nothing fits"
+    assert micro_batches(1024, 1024, 16, 4096, NO_HOST) > 1
 
 
 def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transformers import Qwen3Config
 
+from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cli.estimate import ACCURACY
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
@@ -73,7 +74,7 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
 
 
 def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_stock_memory() -> None:
-    sizes = TokenBytes.of(MODELS["qwen3-4b"])
+    sizes = TokenBytes.of(CONFIGS["4b"])
     levels = Levels(sizes=sizes, room=Room(device=1e12, host=1e12))
     batch = Batch.of_lengths([P] * G, [[R] * N] * G)
 
@@ -105,22 +106,6 @@ def test_what_is_laid_out_is_what_was_planned_and_sharing_alone_leaves_compiled_
     assert found.update > eager.update
 
 
-def dense(hidden: int, inner: int, tied: bool) -> Qwen3Config:
-    """Sizes of Qwen3-4B and Qwen3-8B."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=36,
-        tie_word_embeddings=tied,
-        **heads,
-    )
-
-
-MODELS = {"qwen3-4b": dense(2560, 9728, tied=True), "qwen3-8b": dense(4096, 12288, tied=False)}
-
-
 @pytest.mark.parametrize(
     ("prompt", "response", "n", "peak"),
     [(8192, 1024, 8, 18.79), (8192, 1024, 4, 18.18), (1024, 2000, 8, 19.06)],
@@ -128,7 +113,7 @@ MODELS = {"qwen3-4b": dense(2560, 9728, tied=True), "qwen3-8b": dense(4096, 1228
 )
 def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: float) -> None:
     """Of docs/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
-    config = MODELS["qwen3-4b"]
+    config = CONFIGS["4b"]
     module = text_skeleton(config)
     batch = Batch.of_lengths([prompt], [[response] * n])
     found = forecast(batch, ModelFlops.of(module), Settings(20480, levels=Levels(sizes=TokenBytes.of(config))))
@@ -144,7 +129,7 @@ BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 
 def test_predictions_are_what_was_measured_on_h200s() -> None:
     """The figures that ``estimate`` names for its accuracy."""
-    flops = {name: ModelFlops.of_config(config) for name, config in MODELS.items()}
+    flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("4b", "8b")}
 
     @cache
     def predicted(model: str, case: str, settings: Settings) -> Forecast:
@@ -161,15 +146,16 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
             is_single = row["world_size"] == "1" and row["phase"] in ("old_log_prob", "update_actor") and lengths
             if path != "packed" or not is_single or "@" in given or options.keys() - OPTIONS:
                 continue
+            model = row["model"].removeprefix("qwen3-")
             asked = Level.INPUTS if options.get("recompute_attention") == "True" else None
             settings = Settings(
                 BUDGETS.get(file.stem, 20480),
                 carry=options.get("carry") != "never",
-                levels=Levels(asked, TokenBytes.of(MODELS[row["model"]])),
+                levels=Levels(asked, TokenBytes.of(CONFIGS[model])),
                 compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
                 kernel=row["kernel"],
             )
-            found = predicted(row["model"], row["case"], settings)
+            found = predicted(model, row["case"], settings)
             speedup = found.update if row["phase"] == "update_actor" else found.old_log_prob
             errors.append(abs(speedup / float(row["speedup"]) - 1))
     assert (len(errors), round(float(np.median(errors)), 2)) == (138, 0.04)

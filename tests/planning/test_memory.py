@@ -5,20 +5,11 @@ from dataclasses import replace
 import pytest
 import transformers
 
+from tests.planning.configs import CONFIGS
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.memory import TokenBytes, cache_weights
 
-CONFIG_8B = transformers.Qwen3Config(
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-)
-
-
-SIZES = TokenBytes.of(CONFIG_8B)
+SIZES = TokenBytes.of(CONFIGS["8b"])
 
 
 def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
@@ -45,18 +36,18 @@ def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_c
 
 
 @pytest.mark.parametrize(
-    ("hidden", "inner", "kilobytes"),
+    ("name", "kilobytes"),
     # all, attention, attention_on_host, inputs, inputs_on_host, stock verl
-    [(2560, 9728, (3_900, 627, 171, 328, 154, 514)), (4096, 12288, (4_950, 773, 211, 473, 195, 640))],
-    ids=["4b", "8b"],
+    [("4b", (3_900, 627, 171, 328, 154, 514)), ("8b", (4_950, 773, 211, 473, 195, 640))],
 )
-def test_levels_take_what_was_measured(hidden: int, inner: int, kilobytes: tuple[int, ...]) -> None:
-    sizes = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": inner}
-    bytes_of = TokenBytes.of(transformers.Qwen3Config(**{**CONFIG_8B.to_dict(), **sizes}))
-    found = [*(bytes_of.on_device(level) for level in Level), bytes_of.stock()]
-    assert [x / 1000 for x in found] == [
-        pytest.approx(x, rel=0.05 if i == 0 else 0.01) for i, x in enumerate(kilobytes)
+def test_levels_take_what_was_measured(name: str, kilobytes: tuple[int, ...]) -> None:
+    sizes = TokenBytes.of(CONFIGS[name])
+    found = [*(sizes.on_device(level) for level in Level), sizes.stock()]
+    expected = [
+        pytest.approx(1000 * kilobytes[0], rel=0.05),
+        *(pytest.approx(1000 * x, rel=0.01) for x in kilobytes[1:]),
     ]
+    assert found == expected
 
 
 def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:

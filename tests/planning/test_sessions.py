@@ -48,16 +48,6 @@ class Rollouts:
         return cost_together(order, responses, FLOPS.segments, np.arange(len(self.tokens)))[0]
 
 
-def test_a_chain_of_ten_turns_is_priced_as_its_tree_and_not_as_a_prompt_and_ten_responses() -> None:
-    """2,000 prompt, 200 reply and 800 tool tokens a turn: 67,000 logical tokens, 11,200 in the tree."""
-    rollouts = Rollouts()
-    rollouts.session(0, 0, rollouts.draw(2000), [(200, 800)] * 10)
-    assert sum(map(len, rollouts.tokens)) == 67_000
-    assert rollouts.real().num_new.sum() == 11_200 - 1
-    assert rollouts.price(rollouts.estimated()) == pytest.approx(rollouts.price(rollouts.real()), rel=0.02)
-    assert rollouts.estimated().num_new.sum() == rollouts.real().num_new.sum()
-
-
 def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_share() -> None:
     rollouts = Rollouts()
     for group in (3, 1):

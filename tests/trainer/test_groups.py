@@ -51,11 +51,10 @@ def test_workers_that_nobody_asked_yet_are_asked_how_many_ranks_they_are() -> No
 
 def test_prompts_that_are_compared_are_spread_over_the_batch() -> None:
     """The first few may be of one data source, and begin alike."""
-    uids = [f"{row % 64}" for row in range(256)]
-    assert some_prompts(uids) == list(range(0, 64, 4))
+    assert some_prompts([f"{place % 64}" for place in range(256)]) == list(range(0, 64, 4))
     assert some_prompts(["b", "a", "b", "c"]) == [0, 1, 3]
     assert some_prompts([]) == []
     for num_prompts in range(17, 64):
-        rows = some_prompts([str(row) for row in range(num_prompts)])
-        assert len(set(rows)) == 16
-        assert rows[-1] >= num_prompts - -(-num_prompts // 16)
+        chosen = some_prompts([str(place) for place in range(num_prompts)])
+        assert len(set(chosen)) == 16
+        assert chosen[-1] >= num_prompts - -(-num_prompts // 16)

@@ -39,13 +39,9 @@ class Row:
     old_log_probs: torch.Tensor
     advantages: torch.Tensor
 
-    @property
-    def uid(self) -> str:
-        return self.session.rpartition("_")[0]
-
     @cached_property
     def paths(self) -> set[tuple[int, ...]]:
-        """A row of the model for each: the tokens that it has seen and the one it predicts."""
+        """A token of the model for each: the tokens that it has seen and the one it predicts."""
         tokens = (*self.prompt, *self.response)
         return {tokens[:stop] for stop in range(2, len(tokens) + 1)}
 
@@ -65,7 +61,7 @@ class Recorded:
 
     @property
     def real(self) -> list[Row]:
-        return [row for row in self.rows if not row.filler]
+        return sorted((row for row in self.rows if not row.filler), key=lambda row: row.place)
 
     def log_probs(self, row: Row) -> torch.Tensor:
         """Of the response, by the row alone."""
@@ -111,32 +107,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return Recorded(rows, record["metrics"], model)
 
 
-def test_sessions_have_different_numbers_of_rows_and_each_row_continues_the_one_before(recorded: Recorded) -> None:
-    sessions = defaultdict(list)
+def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_prompt(recorded: Recorded) -> None:
+    """GRPO by hand: the reward of a session is that of its last row, and its rival sessions are those of its prompt."""
+    sessions: dict[str, list[Row]] = defaultdict(list)
     for row in recorded.real:
         sessions[row.session].append(row)
     assert len(sessions) == PROMPTS * SESSIONS
-    assert len({len(rows) for rows in sessions.values()}) > 1
-    for rows in sessions.values():
-        rows.sort(key=lambda row: row.place)
+    assert len({len(rows) for rows in sessions.values()}) > 1, "sessions of one length would show little"
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for session, rows in sessions.items():
+        rewards[session.rpartition("_")[0]].append(rows[-1].reward)
         for before, after in itertools.pairwise(rows):
             whole = before.prompt + before.response
             assert after.prompt[: len(whole)] == whole
-
-
-def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_prompt(recorded: Recorded) -> None:
-    """GRPO by hand: the reward of a session is that of its last row, and its rival sessions are those of its prompt."""
-    last = {}
-    for row in sorted(recorded.real, key=lambda row: row.place):
-        last[row.session] = row
-    rewards = defaultdict(list)
-    for row in last.values():
-        rewards[row.uid].append(row.reward)
     assert all(len(group) == SESSIONS for group in rewards.values())
     assert len({round(reward, 3) for group in rewards.values() for reward in group}) > 1
     for row in recorded.real:
-        group = torch.tensor(rewards[row.uid])
-        expected = (last[row.session].reward - group.mean()) / (group.std() + 1e-6)
+        group = torch.tensor(rewards[row.session.rpartition("_")[0]])
+        expected = (sessions[row.session][-1].reward - group.mean()) / (group.std() + 1e-6)
         assert row.mask.bool().all()
         torch.testing.assert_close(row.advantages, expected.expand(len(row.response)), rtol=1e-5, atol=1e-5)
 
@@ -171,18 +159,14 @@ def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(reco
     assert recorded.metrics["actor/grad_norm"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_mini_batches_are_as_many_as_the_rows_fill_and_the_last_one_is_filled_up(recorded: Recorded) -> None:
-    missing = -len(recorded.real) % ROWS_OF_A_MINI_BATCH
+def test_the_engine_computes_each_row_once_and_the_filler_rows_of_the_last_mini_batch_as_one(
+    recorded: Recorded,
+) -> None:
     fillers = [row for row in recorded.rows if row.filler]
-    assert len(fillers) == missing
-    assert all(len(rows) == ROWS_OF_A_MINI_BATCH for rows in recorded.mini_batches)
+    assert len(fillers) == -len(recorded.real) % ROWS_OF_A_MINI_BATCH
     assert len(recorded.mini_batches) > PROMPTS // PROMPTS_OF_A_MINI_BATCH, "a session is more than a row"
-    for row in fillers:
-        assert not row.mask.any()
-        assert len(row.paths) == FILLER_ROWS
-
-
-def test_the_engine_computes_each_row_once_and_filler_rows_as_if_they_were_one(recorded: Recorded) -> None:
+    assert not any(row.mask.any() for row in fillers)
+    assert {len(row.paths) for row in fillers} <= {FILLER_ROWS}
     computed = [len(set().union(*(row.paths for row in rows))) for rows in recorded.mini_batches]
     real = [len(set().union(*(row.paths for row in rows if not row.filler))) for rows in recorded.mini_batches]
     with_fillers = [any(row.filler for row in rows) for rows in recorded.mini_batches]

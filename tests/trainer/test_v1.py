@@ -72,11 +72,6 @@ def test_a_trainer_that_somebody_registers_later_is_found_with_groups_kept(monke
     assert get_trainer_cls("pg_foreign") is keep_groups(foreign)
     own = verls.register_trainer("pg_own")(type("Own", (StockTrainer,), {}))
     assert get_trainer_cls("pg_own") is own, "a name of somebody's own that begins like ours stays theirs"
-
-
-def test_an_unknown_mode_is_refused_as_verl_refuses_it() -> None:
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
     with pytest.raises(ValueError, match=r"Unknown trainer 'fast'. Available trainers: colocate_async, "):
         get_trainer_cls("pg_fast")
 
@@ -118,26 +113,6 @@ def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys
     assert metrics["prefix_grouper/balance/cut_groups"] == 0
     assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
     assert metrics["global_seqlen/balanced_max"] == 26
-
-
-def test_every_mini_batch_of_a_rank_holds_whole_groups_and_waits_for_nobody(trainer: Any) -> None:
-    """Eight sequences, four a mini-batch: two long groups in one would make it twice as slow as the other."""
-    keys, long, short = [f"{uid}_{session}_0" for uid in "abcd" for session in (0, 1)], [40, 40], [2, 2]
-    batch, metrics = Batch(keys, responses=[*long, *long, *short, *short]), {}
-    trainer._balance_batch(batch, metrics)
-    assert metrics["prefix_grouper/balance/cut_groups"] == 0
-    assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
-    for rank in batch.ranks():
-        mini_batches = [{key[0] for key in part} for part in np.split(np.array(rank), 2)]
-        assert all(len(uids) == 1 for uids in mini_batches)
-
-
-def test_a_batch_that_only_fits_the_critics_mini_batches_is_balanced_as_one(trainer: Any) -> None:
-    keys = [f"{uid}_{session}_0" for uid in "abc" for session in (0, 1)]
-    batch, metrics = Batch(keys, responses=[3] * 6), {}
-    trainer._balance_batch(batch, metrics)
-    assert sorted(batch.order) == list(range(6))
-    assert metrics["prefix_grouper/balance/cut_groups"] == 1
 
 
 def test_a_system_prompt_that_all_prompts_begin_with_is_counted_once_a_rank(
@@ -187,24 +162,3 @@ def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trai
         tag["prompt_len"] = 11
     trainer._balance_batch(batch, metrics)
     assert metrics["prefix_grouper/balance/estimated_rows"] == 2 * (10 + 2)
-
-
-def test_a_balanced_batch_is_updated_without_a_word_and_another_is_warned_about(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(PPOTrainer, "_update_actor", lambda self, batch, metrics: batch)
-    batch = Batch(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], responses=[3] * 4)
-    trainer._balance_batch(batch, {})
-    trainer._update_actor(batch, {})
-    assert not caplog.records
-    trainer._update_actor(batch, {})
-    (record,) = caplog.records
-    assert "never went through _balance_batch" in record.getMessage()
-
-
-def test_a_v1_run_that_shares_nothing_keeps_its_order(make_config: Callable[..., DictConfig]) -> None:
-    trainer = keep_groups(StockTrainer)(make_config(actor_rollout_ref__actor__use_prefix_grouper=False))
-    batch, metrics = Batch(["a_0_0", "b_0_0", "a_1_0", "b_1_0"], responses=[9, 2, 9, 2]), {}
-    assert trainer._balance_batch(batch, metrics) is batch
-    assert batch.order == [0, 1, 2, 3]
-    assert metrics == {}

@@ -1,13 +1,6 @@
-"""Weights from training workers to rollout servers of their own, without a GPU: verl's checkpoint engine ``store``.
+"""verl's checkpoint engine ``store``: weights from training workers to rollout servers of their own, without a GPU.
 
-verl's trainers that separate the two (``separate_async``, one step off, fully async) send weights through a checkpoint
-engine, and those that verl has need CUDA or an RDMA network. Plug this one in through verl's own setting::
-
-    actor_rollout_ref.rollout.checkpoint_engine.backend=store
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.trainer.weight_store
-
-The first training worker puts buckets of weights into a ``torch.distributed.TCPStore``, from which every rollout worker
-reads all of them. That is for models that are small.
+The first training worker puts buckets of weights into a ``TCPStore``, from which every rollout worker reads them all.
 """
 
 from __future__ import annotations
@@ -30,12 +23,7 @@ SENDER, OTHER_TRAINER, RECEIVER = range(3)
 
 @CheckpointEngineRegistry.register(BACKEND)
 class StoreCheckpointEngine(CheckpointEngine):
-    """One worker's end; verl calls the methods from top to bottom each time it sends weights.
-
-    Args:
-        bucket_size: bytes of weights that are sent at once, or one tensor if that is larger.
-        is_master: unused; which worker sends follows from the topology.
-    """
+    """One worker's end; verl calls the methods from top to bottom each time it sends weights."""
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self.bucket_size = bucket_size
@@ -43,7 +31,6 @@ class StoreCheckpointEngine(CheckpointEngine):
         self._store: TCPStore | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Open a store, as any worker may be the one that sends, and say where it is."""
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         return {"host": host, "port": self._store.port}
@@ -52,16 +39,11 @@ class StoreCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The first training worker sends, all rollout workers receive."""
-        trainers = {"part": [SENDER, *[OTHER_TRAINER] * (actor_wg_world_size - 1)]}
-        receivers = {"part": [RECEIVER] * rollout_world_size}
-        return (
-            {**trainers, "address": [metadata[0]] * actor_wg_world_size},
-            {**receivers, "address": [metadata[0]] * rollout_world_size},
-        )
+        parts = [SENDER, *[OTHER_TRAINER] * (actor_wg_world_size - 1)], [RECEIVER] * rollout_world_size
+        trainers, receivers = ({"part": part, "address": [metadata[0]] * len(part)} for part in parts)
+        return trainers, receivers
 
     def init_process_group(self, part: int, address: dict[str, Any]) -> None:
-        """Keep the own store where it is the sender's, else connect to that one."""
         self._part = part
         if part == RECEIVER:
             self._store = TCPStore(address["host"], address["port"], is_master=False, timeout=TIMEOUT)
@@ -84,7 +66,6 @@ class StoreCheckpointEngine(CheckpointEngine):
             self._put(number, bucket, is_last=True)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of every weight, in the order in which they were sent."""
         assert self._store is not None, "verl prepares an engine before it receives"
         number, is_last = 0, False
         while not is_last:
@@ -95,7 +76,6 @@ class StoreCheckpointEngine(CheckpointEngine):
                 yield name, tensor
 
     def finalize(self) -> None:
-        """Close the store; all have read it."""
         self._store = None
 
     def _put(self, number: int, bucket: dict[str, torch.Tensor], is_last: bool) -> None:

@@ -54,7 +54,7 @@ class VisionFlops:
     """Forward FLOPs of a vision encoder that looks at each image alone, in both directions.
 
     Attributes:
-        per_patch: of an image patch outside attention scores.
+        per_patch: outside attention scores.
         pairs: by window, in patches (None for the whole image), the FLOPs of one pair over the blocks that have it.
     """
 

@@ -52,11 +52,7 @@ class Batch:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[IntArray], responses: Sequence[Sequence[int]]) -> Batch:
-        """Responses are known by their lengths, and no two begin with the same token.
-
-        Args:
-            prompts: token ids of each of G prompts.
-            responses: lengths of the responses to each.
+        """Token ids of each of G prompts, and lengths of the responses to each; no two begin with the same token.
 
         Raises:
             ValueError: there is no sequence, or an empty prompt or response.
@@ -78,11 +74,10 @@ class Batch:
 
     @property
     def lengths(self) -> IntArray:
-        """(B,) tokens of the sequences."""
+        """(B,) tokens."""
         return np.diff(self.offsets)
 
     def select(self, sequences: list[int]) -> Batch:
-        """Some of the sequences, in the order of ``sequences``."""
         bounds = self.offsets.tolist()
         tokens = np.concatenate([self.tokens[bounds[i] : bounds[i + 1]] for i in sequences])
         return Batch(tokens, np.append(0, np.cumsum(self.lengths[sequences])), self.prompt_lengths[sequences])
@@ -95,8 +90,7 @@ class Settings:
     Attributes:
         budget: tokens of a micro-batch, of all GPUs that share a sequence.
         carry: ``prefix_grouper.carry=auto``.
-        levels: how micro-batches get their activation level; without sizes no memory is predicted.
-        compile_layers: whether layers are compiled.
+        levels: without sizes no memory is predicted.
         kernel: of packed mode; stock verl runs flash_attn_2.
     """
 
@@ -112,14 +106,12 @@ class Forecast:
     """One budget.
 
     Attributes:
-        budget: of a micro-batch.
-        micro_batches: that the update runs, shared.
-        logical_tokens, physical_tokens: of the update.
+        micro_batches, logical_tokens, physical_tokens: of the update.
         flop_ratio: FLOPs of every sequence alone over those of the packed tokens, were the batch one micro-batch.
         old_log_prob, update: predicted speed-up; the reference policy's log-probs cost what the old ones do.
         sharing_alone: both speed-ups with layers that are not compiled.
         alone: price of the two phases by stock verl, in FLOPs.
-        level: activation level of the micro-batch of the update that takes most.
+        level: of the micro-batch of the update that takes most.
         kept_gib: what that one keeps on the device for its backward, with what it has cached.
         activation_gib: the same, and the layer that runs backwards.
         host_gib: most that a micro-batch keeps on the host.
@@ -160,12 +152,10 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
     pairs = float(flops.attention(np.zeros_like(batch.lengths), batch.lengths).sum())
     alone, shared, memory, physical_tokens = [], [], [], 0
     for forward_only, groups in zip((True, False), plan(batch, settings), strict=True):
-        stock_micro_batches = -(-tokens // settings.budget)
-        stock = _flops(flops, settings, forward_only, tokens, pairs, tokens, stock_micro_batches, again=True)
-        alone.append(float(stock.sum()))
-        layouts = [layout for group in groups for layout in lay_out(batch, group, forward_only)]
+        micro_batches = -(-tokens // settings.budget)
+        alone.append(float(_flops(flops, settings, forward_only, tokens, pairs, tokens, micro_batches, True).sum()))
         priced = np.zeros(3)
-        for layout in layouts:
+        for layout in (layout for group in groups for layout in lay_out(batch, group, forward_only)):
             labels, cached, pending = len(layout.head_index), layout.num_cached, len(layout.publish)
             level = levels.choose(layout.num_tokens, labels, cached, pending)
             seen = float(flops.attention(*layout.segments).sum())

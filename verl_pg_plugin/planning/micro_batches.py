@@ -162,8 +162,6 @@ _Part: TypeAlias = list[_Span]  # a micro-batch: whole groups, in front of them 
 
 
 class _Planner:
-    """Counts tokens of spans, and cuts."""
-
     def __init__(
         self,
         order: PrefixOrder,
@@ -310,19 +308,17 @@ class _Planner:
         groups = [[[span] for span in chain] for chain in chains if len(chain) > 1]
         loose = sorted((c[0] for c in chains if len(c) == 1), key=lambda span: (-self.tokens(span), span.first))
         parts = [part for group in groups for part in group]
-        loads = [(self.taken(part[0]), part[0].size) for part in parts]
         num_chunks = len(parts)
-        tokens = sum(load for load, _ in loads) + sum(min(self.tokens(span), self.max_tokens) for span in loose)
-        sequences = sum(size for _, size in loads) + sum(span.size for span in loose)
-        wanted = max(at_least, math.ceil(tokens / self.max_tokens), math.ceil(sequences / self.max_sequences))
-        for _ in range(min(wanted - num_chunks, len(loose))):
-            parts.append([])
-            loads.append((0.0, 0))
+        tokens = sum(self.taken(span) for (span,) in parts) + sum(
+            min(self.tokens(span), self.max_tokens) for span in loose
+        )
+        wanted = max(at_least, math.ceil(tokens / self.max_tokens), math.ceil(len(self.new) / self.max_sequences))
+        parts += [[] for _ in range(min(wanted - num_chunks, len(loose)))]
 
         def fullness(tokens: float, sequences: int, place: int) -> tuple[float, float, int, int]:
             return max(tokens / self.max_tokens, sequences / self.max_sequences), tokens, sequences, place
 
-        emptiest = [fullness(*load, place) for place, load in enumerate(loads)]
+        emptiest = [fullness(sum(map(self.taken, p)), sum(span.size for span in p), k) for k, p in enumerate(parts)]
         heapq.heapify(emptiest)
         for span in loose:
             _, load, size, place = emptiest[0]

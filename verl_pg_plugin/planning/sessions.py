@@ -32,8 +32,7 @@ def order_by_sessions(
 
     Args:
         group: (B,) equal values mark sequences of one prompt; groups come in the order of their first sequence.
-        session: (B,) equal values within a group mark sequences of one session.
-        place: (B,) of a sequence in its session.
+        session, place: (B,) equal values within a group mark one session, and a sequence's place in it.
         prompt_lengths, response_lengths: (B,) tokens; a sequence has at least two.
         common_tokens: that all prompts begin with.
     """
