@@ -3,8 +3,8 @@
     python scripts/make_models_table.py
 
 Outcomes are kept by the version of transformers in docs/data/models.json: run it under the lowest and the highest that
-is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail where the record is another. What is
-written between the tables is kept.
+is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail where
+the record is another. What is written between the tables is kept.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def page(record: dict[str, dict[str, Any]]) -> str:
             cells.append(outcome["why"])
         rows[outcome["status"]].append(f"| {' | '.join(cells)} |\n")
     text = PAGE.read_text()
-    versions = " and ".join(f"{len(outcomes)} in {version}" for version, outcomes in record.items())
-    text = re.sub(r"(?<=causal language model for, ).*(?=\.\n)", versions, text)
+    versions = ", ".join(f"{len(outcomes)} in {version}" for version, outcomes in record.items())
+    text = re.sub(r"(?<=causal language model for: ).*(?=\. The)", versions, text)
     for status, lines in rows.items():
         # "**75 are exact**", and the rows of the next table.
         found = rf"\*\*\d+ are {status}(\*\*.*?\n\|[-|]+\|\n)(?:\|[^\n]*\n)*"
