@@ -3,8 +3,8 @@
     python scripts/make_models_table.py
 
 Outcomes are kept by the version of transformers in docs/data/models.json: run it under the lowest and the highest that
-is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail where
-the record is another. What is written between the tables is kept.
+is supported, and that of ``constraints.txt``. ``tests/architectures`` and ``tests/mixers`` bear them out, and fail
+where the record is another. What is written between the tables is kept.
 """
 
 from __future__ import annotations
