@@ -229,14 +229,18 @@ def _key_value_heads(hf_config: PretrainedConfig) -> list[Issue]:
 # --- What only a built model tells -----------------------------------------------------------------------------------
 
 
-def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The model of a config without storage, which is left as it is; ValueError where transformers has none for it."""
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class that builds a language model from a config, with its vision encoder if it needs one."""
     kind = type(config)
     needs_encoder = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto_class: Any = AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
+    return AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
+
+
+def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
+    """The model of a config without storage, which is left as it is; ValueError where transformers has none for it."""
     with torch.device("meta"):
         # Which attention runs changes no weight, and the default may be one that is not installed here.
-        return auto_class.from_config(
+        return auto_class(config).from_config(
             copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
 

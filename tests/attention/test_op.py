@@ -19,7 +19,7 @@ from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, Tape, checkpoint_contexts
 from verl_pg_plugin.attention.passes import Varlen
-from verl_pg_plugin.engine import chunks
+from verl_pg_plugin.engine.inputs import cache_access, consume, keep_published
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits, cut_micro_batches
 
@@ -102,15 +102,16 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
     assert len(group) > 1
     for part in lay_out(batch, group, forward_only=False)[::-1]:
         layout = part.layout
-        consumed = chunks.consume(cache, layout)
+        consumed = consume(cache, layout)
         if (prefill := layout.prefill) is not None:
-            access = chunks.prefill_access(cache, prefill)
+            access = cache_access(cache, prefill, publishes=True, prefill=True)
             with torch.no_grad():
                 run(prefill, part.keys[prefill.num_cached : layout.num_cached], access)
-            chunks.keep_published(cache, access)
-        for gradient in run(layout, part.own_keys, chunks.chunk_access(cache, layout, consumed, forward_only=False)):
+            keep_published(cache, access)
+        access = cache_access(cache, layout, publishes=False, consumed=consumed)
+        for gradient in run(layout, part.own_keys, access):
             dsinks += gradient
-    chunks.check_all_consumed(cache)
+    assert not cache.num_tokens
     assert_equal(type(expected)(*found, dsinks), expected)
 
 
