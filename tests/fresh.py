@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _SERVER = """
 import json, os, sys, tempfile
@@ -40,13 +39,7 @@ json.dump(answers, sys.stdout)
 """
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a case ended."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+Ended = subprocess.CompletedProcess[str]
 
 
 def run_fresh(cases: Sequence[tuple[str, dict[str, str]]]) -> list[Ended]:
@@ -61,4 +54,4 @@ def run_fresh(cases: Sequence[tuple[str, dict[str, str]]]) -> list[Ended]:
         env=os.environ,
         check=True,
     )
-    return [Ended(*answer) for answer in json.loads(server.stdout)]
+    return [Ended([], *answer) for answer in json.loads(server.stdout)]

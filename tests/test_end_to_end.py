@@ -75,6 +75,22 @@ def test_mixture_of_experts_trains_in_packed_mode(tmp_path: Path) -> None:
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout visits the experts that the engine visits"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "mode", "role", "least"),
+    [
+        ("run_qwen3_prefix_grouper.sh", Mode.PADDED_GROUPS, "actor", 4),
+        ("run_qwen3_ppo_pg.sh", Mode.PACKED, "critic", 8),
+    ],
+)
+def test_upstreams_padded_groups_and_critics_train(tmp_path: Path, script, mode, role, least) -> None:
+    summary, steps = train(tmp_path, script=script)
+    assert summary["mode"] == mode.value
+    for step in steps:
+        assert step[f"{role}/prefix_grouper/dedup_ratio"] > least
+        assert step[f"{role}/grad_norm"] > 0
+
+
 # Daily, the V0 run of tests/trainer has two workers and verl's entry point, and tests/trainer/test_v1.py whole groups.
 @pytest.mark.slow
 def test_verls_own_entry_point_keeps_groups_whole_with_two_workers_and_asynchronous_rollouts(tmp_path: Path) -> None:
@@ -86,22 +102,6 @@ def test_verls_own_entry_point_keeps_groups_whole_with_two_workers_and_asynchron
         assert step["prefix_grouper/balance/cut_groups"] == 0
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5
         assert step["actor/prefix_grouper/dedup_ratio"] > 8
-
-
-@pytest.mark.slow
-def test_padded_prefix_grouper_script_trains_through_upstreams_library(tmp_path: Path) -> None:
-    summary, steps = train(tmp_path, script="run_qwen3_prefix_grouper.sh")
-    assert summary["mode"] == Mode.PADDED_GROUPS.value
-    assert all(step["actor/prefix_grouper/dedup_ratio"] > 4 for step in steps)
-
-
-@pytest.mark.slow
-def test_ppo_script_trains_actor_and_critic_on_shared_prefixes(tmp_path: Path) -> None:
-    summary, steps = train(tmp_path, script="run_qwen3_ppo_pg.sh")
-    assert summary["mode"] == Mode.PACKED.value
-    for step in steps:
-        assert step["critic/prefix_grouper/dedup_ratio"] > 8
-        assert step["critic/grad_norm"] > 0
 
 
 @pytest.mark.slow

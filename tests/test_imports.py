@@ -82,17 +82,3 @@ def test_no_two_modules_import_each_other() -> None:
 @pytest.mark.parametrize("module", [name for name in GRAPH if name.startswith("verl_pg_plugin.layout")])
 def test_index_maths_runs_where_neither_torch_nor_verl_is_installed(module: str) -> None:
     assert HEAVY.isdisjoint(name.partition(".")[0] for name in reachable(GRAPH, module))
-
-
-def test_a_circle_is_found_also_inside_of_a_function_and_through_a_room(tmp_path: Path) -> None:
-    sources = {
-        "a.py": "import package.room",
-        "room/__init__.py": "",
-        "room/b.py": "def f():\n    from package.a import x",
-    }
-    for name, source in sources.items():
-        (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "package" / name).write_text(source)
-    assert "package.a" not in reachable(graph_of(tmp_path / "package"), "package.a")
-    (tmp_path / "package/room/__init__.py").write_text("from package.room import b")
-    assert "package.a" in reachable(graph_of(tmp_path / "package"), "package.a")

@@ -1,12 +1,10 @@
 """RL training in verl that computes every shared prompt once and never a padding token.
 
-verl imports this package in each of its processes (entry point group ``verl.plugins``), and that registers the engines,
-and on request the CPU default, with verl's registries; it starts no CUDA context and imports no attention kernels and
-no vLLM. Imported without verl the package loads nothing, and registers as soon as verl is imported.
+verl imports this package in each of its processes (entry point group ``verl.plugins``). That registers the engines, and
+on request the CPU default. Imported without verl it loads nothing, and registers as soon as verl is imported.
 
-A registration that fails is a logged warning and no exception: verl would swallow that (it logs it at DEBUG), and
-``python -m verl_pg_plugin doctor``, which imports this package first, could not report it. A run that asks for the mode
-still ends there, since ``PrefixGrouperEngineConfig`` checks again that the engines are in force.
+A registration that fails is a logged warning: verl would swallow an exception. A run that asks for the mode still ends,
+since ``PrefixGrouperEngineConfig`` checks that the engines are in force.
 """
 
 import logging

@@ -10,8 +10,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["after_import", "run_waiting", "wait"]
-
 _waiting: list[Callable[[], object]] = []
 
 

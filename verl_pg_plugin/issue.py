@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
@@ -37,10 +37,9 @@ class Issue:
 
 
 class ConfigError(ValueError):
-    """A run that cannot start as configured; ``issues`` holds every error found."""
+    """A run that cannot start as configured."""
 
-    def __init__(self, issues: Iterable[Issue]) -> None:
-        self.issues = tuple(issues)
-        count = f"{len(self.issues)} problem{'s' if len(self.issues) != 1 else ''} in the configuration"
-        listing = "\n".join(f"{number}. {issue}" for number, issue in enumerate(self.issues, start=1))
+    def __init__(self, issues: Sequence[Issue]) -> None:
+        count = f"{len(issues)} problem{'s' if len(issues) != 1 else ''} in the configuration"
+        listing = "\n".join(f"{number}. {issue}" for number, issue in enumerate(issues, start=1))
         super().__init__(f"{count}, nothing was started:\n{listing}")

@@ -1,7 +1,7 @@
 """``python -m verl_pg_plugin.main_ppo``: verl's PPO entry point with this plugin's config and validators.
 
-Takes every override of ``python -m verl.trainer.main_ppo``. A run that cannot start as configured ends
-with a message on stderr and exit code 2, before Ray starts.
+Takes every override of ``python -m verl.trainer.main_ppo``. A run that cannot start as configured ends before Ray
+starts, with a message on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hydra
 import ray
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.main_ppo import run_ppo
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from verl.utils.device import auto_set_device
 
 from verl_pg_plugin import register
@@ -38,41 +38,28 @@ def prepare(config: DictConfig) -> Any:
     """
     auto_set_device(config)
     check(config)
-    if mode_of(config).shares_prefixes:
-        if config.trainer.use_v1:
-            register()  # this module may have been what the package was first imported for
-            from verl.trainer.ppo.v1 import get_trainer_cls
-
-            try:
-                get_trainer_cls(group_keeping(config.trainer.v1.trainer_mode))
-            except TypeError as error:
-                raise ValueError(str(error)) from None
-        select_trainer(config)
-        return task_runner(config.trainer.use_v1)
-    return verls_task_runner(config.trainer.use_v1)
-
-
-def verls_task_runner(use_v1: bool) -> Any:
-    """The actor class that runs verl's V1 or V0 trainer.
-
-    Raises:
-        ValueError: this verl has no such trainers.
-    """
-    try:
-        if use_v1:
-            from verl.trainer.main_ppo import TaskRunnerV1
-
-            return TaskRunnerV1
+    runner: Any = TaskRunnerV1
+    if not config.trainer.use_v1:
         from verl.trainer.main_ppo_v0 import TaskRunner
-    except ImportError as error:
-        raise ValueError(f"trainer.use_v1={use_v1}: {error}; set trainer.use_v1={not use_v1}") from error
-    return TaskRunner
+
+        runner = TaskRunner
+    if not mode_of(config).shares_prefixes:
+        return runner
+    if config.trainer.use_v1:
+        register()  # this module may have been what the package was first imported for
+        from verl.trainer.ppo.v1 import get_trainer_cls
+
+        try:
+            get_trainer_cls(group_keeping(config.trainer.v1.trainer_mode))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+    select_trainer(config)
+    return _registering(runner)
 
 
-def task_runner(use_v1: bool) -> Any:
+def _registering(runner: Any) -> Any:
     """verl's task runner in a process that has loaded this plugin, whatever ``VERL_USE_EXTERNAL_PLUGINS`` says."""
-    # An actor class cannot be subclassed; the class that it wraps can.
-    wrapped = verls_task_runner(use_v1).__ray_actor_class__
+    wrapped = runner.__ray_actor_class__  # an actor class cannot be subclassed; the class that it wraps can
 
     class PrefixGrouperTaskRunner(wrapped):  # type: ignore[valid-type, misc]
         def run(self, config: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""Entering this plugin into verl's registries, and into its own entry point."""
+"""Entering this plugin into verl's registries and entry points."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from verl_pg_plugin.after_import import after_import, wait
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-__all__ = ["register"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +80,7 @@ def _reach_v0() -> None:
 
 
 def _or_warn(patch: Callable[[], None]) -> None:
-    """An import of verl's must not fail for it.
-
-    Without the patch V1 knows no trainer of the name that a run asks for, and ends; V0 keeps groups whole by itself, as
-    far as it can; a recipe is refused by the validators inside Ray, if it asks them.
-    """
+    """An import of verl's must not fail for it: without the patch V1 ends, and V0 keeps groups as far as it can."""
     from verl_pg_plugin.upstream import UpstreamChangedError
 
     try:

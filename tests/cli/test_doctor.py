@@ -8,19 +8,18 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import DictConfig
+from transformers import Qwen3Config
 
 from tests.config import config_support
 from tests.fresh import run_fresh
-from tests.support import save_tiny_model
 from verl_pg_plugin import compat
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.attention.kernels import KernelSpec
 from verl_pg_plugin.cli import FAIL, OK, WARN, CommandError, Line, doctor, overrides, show
 from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
 from verl_pg_plugin.config import compile, rules
@@ -32,7 +31,8 @@ ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "mode
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 PROCESS = {
     "engines": [],
-    "plugins": [{"name": "verl_pg_plugin", "value": "verl_pg_plugin", "allowed": True, "error": ""}],
+    "loaded": True,
+    "plugin_error": "",
     "platform": "CPUPlatform",
     "device": "cpu",
     "vendor": "cpu",
@@ -40,14 +40,34 @@ PROCESS = {
 }
 
 
+HOLDS_OUR_KEY = """
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+@EngineRegistry.register("language_model", "fsdp2", device="cuda", vendor="nvidia")
+class Theirs(BaseEngine): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a worker of verl finds: all well, an engine of ours that does not import, and a plugin in our place."""
+    folder = tmp_path_factory.mktemp("rival")
+    metadata = folder / "rival-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[verl.plugins]\nrival = rival_plugin\n")
+    (folder / "rival_plugin.py").write_text(HOLDS_OUR_KEY)
+    broken, rival = "sys.modules['verl_pg_plugin.engine.engine'] = None", f"sys.path.insert(0, {str(folder)!r})"
+    script, cases = doctor.SCRIPT.read_text(), [("", "cpu"), (broken, "cpu"), (rival, "nvidia")]
+    ended = run_fresh([(f"import sys\n{first}\n{script}", {"VERL_PLATFORM": platform}) for first, platform in cases])
+    return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that leave nothing to object to."""
-    path = tmp_path_factory.mktemp("qwen3")
-    save_tiny_model(path)
-    (path / "tokenizer.json").write_text("{}")
-    row = {"prompt": [{"role": "user", "content": "2+2"}], "data_source": "sum", "reward_model": {"ground_truth": "4"}}
-    pq.write_table(pa.Table.from_pylist([row] * 8), path / "rows.parquet")
+    path = config_support.save_checkpoint(tmp_path_factory.mktemp("qwen3"))
+    config_support.save_data(path / "rows.parquet")
     return [
         f"data.train_files={path}/rows.parquet",
         f"data.val_files={path}/rows.parquet",
@@ -94,7 +114,8 @@ def text_of(lines: list[Line], what: str) -> str:
 # The command
 
 
-def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(capsys) -> None:
+def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(capsys, processes, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "fresh_process", lambda: processes[0])
     assert main(["doctor", "--full"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1] == "OK: 0 failing, 0 to look at"
@@ -143,7 +164,7 @@ def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
 def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: list[str]) -> None:
     """Two seconds of CPU: an import of verl or torch takes more."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -157,6 +178,17 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
 
 
 # The machine
+
+
+def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> None:
+    """verl says so at DEBUG only, and trains without sharing."""
+    _, broken, rival = processes
+    (line,) = bad(doctor.process_lines(broken))
+    assert (line.what, line.fix) == ("plugin verl_pg_plugin", doctor.REGISTER_FIX)
+    assert "import of verl_pg_plugin.engine.engine halted" in line.text
+    (line,) = (line for line in bad(doctor.process_lines(rival)) if line.what == "plugin verl_pg_plugin")
+    assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in line.text
+    assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in line.text
 
 
 def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,19 +213,6 @@ def test_a_machine_without_gpu_fails_with_and_without_full(monkeypatch: pytest.M
     assert bad(doctor.installed_lines()) == []
 
 
-def test_kernels_that_are_missing_fail_only_where_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has a kernel of its own: a GPU without flash-attn is no failure, with or without ``--full``."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(KernelSpec, "installed", property(lambda spec: spec.package is None))
-    assert bad(doctor.kernel_lines()) == []
-    (line,) = overrides.taken_kernel("cuda")
-    assert (line.state, line.text.split()[0]) == (OK, "torch_varlen")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    (line,) = overrides.taken_kernel("cuda")
-    assert (line.state, line.fix) == (FAIL, "pip install --no-build-isolation flash-attn")
-
-
 def test_a_name_of_another_package_that_is_gone_fails_with_the_version_to_install(monkeypatch) -> None:
     monkeypatch.setattr(compat, "problems", lambda: ["torch 2.20: a.b is gone; needed for c; pip install 'torch<2.14'"])
     (line,) = bad(doctor.name_lines())
@@ -202,13 +221,13 @@ def test_a_name_of_another_package_that_is_gone_fails_with_the_version_to_instal
 
 def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other")
-    excluded = {**PROCESS, "plugins": [{**PROCESS["plugins"][0], "allowed": False}]}  # type: ignore[index]
-    for lines in (doctor.installed_lines(), doctor.process_lines(excluded)):
+    for lines in (doctor.installed_lines(), doctor.process_lines({**PROCESS, "loaded": False})):
         (line,) = bad(lines)
         assert line.fix == "unset VERL_USE_EXTERNAL_PLUGINS, or name verl_pg_plugin in it"
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
     assert bad(doctor.installed_lines()) == []
-    (line,) = bad(doctor.process_lines({**PROCESS, "plugins": []}))
+    monkeypatch.setattr(doctor, "entry_points", lambda **asked: ())
+    (line,) = bad(doctor.installed_lines())
     assert "pip install <folder of this repository>" in line.fix
 
 
@@ -219,10 +238,8 @@ def test_environment_variables_that_put_another_engine_in_force_are_named(monkey
     assert "NPUEngine, not ours" in line.text
     assert "device npu" in line.text
     assert line.fix == "unset VERL_ENGINE_DEVICE"
-    broken = [{**PROCESS["plugins"][0], "error": "gone"}]  # type: ignore[index]
-    assert bad(doctor.engine_lines({**PROCESS, "engines": [stock], "plugins": broken})) == [], (
-        "the plugin fails, not this"
-    )
+    broken = {**PROCESS, "engines": [stock], "plugin_error": "gone"}
+    assert bad(doctor.engine_lines(broken)) == [], "the plugin fails, not this"
 
 
 @pytest.mark.parametrize(
@@ -231,53 +248,13 @@ def test_environment_variables_that_put_another_engine_in_force_are_named(monkey
     ids=["killed", "hanging"],
 )
 def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "script.py").write_text(script)
     monkeypatch.setattr(doctor, "SCRIPT", tmp_path / "script.py")
+    doctor.SCRIPT.write_text("print('noise'); print('{\"device\": \"cpu\"}')")
+    assert doctor.fresh_process() == {"device": "cpu"}
+    doctor.SCRIPT.write_text(script)
     monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
     (line,) = bad(doctor.process_lines(doctor.fresh_process()))
     assert error in line.text
-
-
-def test_a_platform_that_verl_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_PLATFORM", "no_such")
-    (line,) = bad(doctor.process_lines({"error": "ValueError: Unknown platform 'no_such'"}))
-    assert line.fix.startswith("unset VERL_PLATFORM")
-
-
-HOLDS_OUR_KEY = """
-from verl.workers.engine.base import BaseEngine, EngineRegistry
-
-@EngineRegistry.register("language_model", "fsdp2", device="cuda", vendor="nvidia")
-class Theirs(BaseEngine): ...
-"""
-
-
-def test_plugins_that_do_not_load_or_hold_our_place_are_reported(tmp_path: Path) -> None:
-    """verl says so at DEBUG only, and trains without sharing."""
-    script, cases = doctor.SCRIPT.read_text(), []
-    for name, platform, code in (("broken", "cpu", "import no_such_package\n"), ("rival", "nvidia", HOLDS_OUR_KEY)):
-        metadata = tmp_path / name / f"{name}-1.0.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {name}_plugin\n")
-        (tmp_path / name / f"{name}_plugin.py").write_text(code)
-        halted = "sys.modules['verl_pg_plugin.engine.engine'] = None" if name == "broken" else ""
-        cases.append(
-            (
-                f"import sys\nsys.path.insert(0, {str(tmp_path / name)!r})\n{halted}\n{script}",
-                {"VERL_PLATFORM": platform},
-            )
-        )
-    broken, rival = (json.loads(ended.stdout.splitlines()[-1]) for ended in run_fresh(cases))
-    other, ours = sorted(bad(doctor.process_lines(broken)), key=lambda line: line.what)
-    assert (other.state, other.what) == (WARN, "plugin broken")
-    assert "No module named 'no_such_package'" in other.text
-    assert (ours.state, ours.fix) == (FAIL, doctor.REGISTER_FIX)
-    assert "import of verl_pg_plugin.engine.engine halted" in ours.text
-    (ours,) = (line for line in bad(doctor.process_lines(rival)) if line.what == "plugin verl_pg_plugin")
-    assert ours.state == FAIL
-    assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in ours.text
-    assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in ours.text
 
 
 # Overrides
@@ -295,7 +272,7 @@ def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed
     other = ["prefix_grouper.compile_layers=True", "prefix_grouper.activations=inputs"]
     lines = run_lines(compose_config([*packed, *other]))
     assert text_of(lines, "compiled layers").startswith("yes (")
-    assert text_of(lines, "activations") == "inputs (prefix_grouper.activations=inputs)"
+    assert text_of(lines, "activations") == "inputs"
     stock = run_lines(compose_config([*packed, f"{ACTOR}.use_prefix_grouper=False"]))
     assert text_of(stock, "mode").startswith("rmpad (")
     assert not text_of(stock, "attention kernel") + text_of(stock, "compiled layers")
@@ -309,11 +286,6 @@ def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed:
     assert (line.state, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
     config.actor_rollout_ref.model.lora_rank = 0
     assert overrides._compiled_line(config, read_hf_config(config)).state == OK
-
-
-def test_what_verl_itself_rejects_fails(packed: list[str]) -> None:
-    (line,) = bad(run_lines(compose_config([*packed, f"{ACTOR}.loss_agg_mode=no-such-mode"])))
-    assert "no-such-mode" in line.text
 
 
 def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:
@@ -343,3 +315,32 @@ def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carr
     (line,) = (line for line in group_lines(compose_config([*packed, *asked])) if line.what == "update")
     assert line.state == state
     assert said in line.text
+
+
+def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, monkeypatch) -> None:
+    """A group above the budget stays whole where memory holds it, as in the run."""
+    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    deep = Qwen3Config(**{**config_support.TINY, "num_hidden_layers": 48})
+    path = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, deep)}"
+
+    def told() -> list[Line]:
+        return group_lines(compose_config([*packed, f"{BUDGET}=1600", path]))
+
+    assert text_of(told(), "update") == f"it stays whole above {BUDGET}=1600"
+    assert "of 80.0 GiB on the device" in text_of(told(), "memory of the update")
+    gpu.total_memory = 1
+    (line,) = (line for line in told() if line.what == "memory of the update")
+    assert line.state == WARN
+
+    def fixed(*asked: str) -> float:
+        config = compose_config([*packed, *asked])
+        weights = overrides._levels(config, read_hf_config(config))[1]
+        assert weights is not None
+        return weights.fixed
+
+    assert fixed() > fixed(f"{MODEL}.lora_rank=8") > fixed(f"{ACTOR}.fsdp_config.offload_policy=True")

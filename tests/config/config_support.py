@@ -69,15 +69,11 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_data(path: Path, num_rows: int = 8, words: int = 3, **columns: list[Any]) -> Path:
-    """Prompts of so many words with the columns that verl reads; a column given as None is left out."""
-    rows = {
-        "prompt": [[{"role": "user", "content": " ".join(["a"] * words)}]] * num_rows,
-        "data_source": ["arithmetic"] * num_rows,
-        "reward_model": [{"style": "rule", "ground_truth": "4"}] * num_rows,
-        **columns,
-    }
-    pq.write_table(pa.table({name: column for name, column in rows.items() if column is not None}), path)
+def save_data(path: Path) -> Path:
+    """Parquet with the columns that verl reads."""
+    reward = {"style": "rule", "ground_truth": "4"}
+    row = {"prompt": [{"role": "user", "content": "a a a"}], "data_source": "arithmetic", "reward_model": reward}
+    pq.write_table(pa.Table.from_pylist([row] * 8), path)
     return path
 
 

@@ -122,4 +122,4 @@ def test_machine_without_triton_or_a_compiler_compiles_nothing(monkeypatch) -> N
     for name in ("CC", "CXX"):
         monkeypatch.setenv(name, "no-such-compiler")
     assert "does not find no-such-compiler" in compiler_obstacle("cpu")
-    assert "does not find CC=no-such-compiler" in compiler_obstacle("cuda")
+    assert "does not find no-such-compiler: install gcc" in compiler_obstacle("cuda")

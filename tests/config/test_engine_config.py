@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 from config_support import FLAGS, compose_config, compose_stock
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from test_rules import engine_configs
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -89,23 +87,6 @@ def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_o
     config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True")
     fixes = [issue.fix for issue in sharing_issues(config)]
     assert fixes == [f"++{role}.fsdp_config._target_={TARGET}" for role in (ACTOR, REF)]
-
-
-def test_options_are_a_dataclass_for_verl_too():
-    options = omega_conf_to_dataclass(OmegaConf.create({"carry": "never"}), PrefixGrouperOptions)
-    assert options == PrefixGrouperOptions(carry="never")
-    section = {"_target_": "verl_pg_plugin.config.PrefixGrouperOptions", "verify": "first"}
-    assert omega_conf_to_dataclass(OmegaConf.create(section)) == PrefixGrouperOptions(verify="first")
-
-
-def test_a_stock_engine_in_our_place_is_noticed(monkeypatch):
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
-    monkeypatch.setenv("VERL_ENGINE_VENDOR", "amd")
-    PrefixGrouperEngineConfig(use_prefix_grouper=False)
-    with pytest.raises(RuntimeError, match="VERL_ENGINE_VENDOR"):
-        PrefixGrouperEngineConfig(use_prefix_grouper=True)
-    with pytest.raises(InstantiationException, match="VERL_ENGINE_VENDOR"):
-        omega_conf_to_dataclass(OmegaConf.create({"_target_": TARGET, "use_prefix_grouper": True}))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

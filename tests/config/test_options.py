@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from verl_pg_plugin.config import PrefixGrouperOptions
@@ -56,3 +60,10 @@ def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
 def test_what_the_values_mean():
     periods = {"off": None, "first": 0, "every_7": 7, "every_n": 100}
     assert {value: PrefixGrouperOptions(verify=value).verify_period for value in periods} == periods
+
+
+def test_options_can_be_read_where_torch_is_slow_to_load_or_not_there():
+    code = "from verl_pg_plugin.config import Mode, PrefixGrouperOptions, mode_of; PrefixGrouperOptions()\n"
+    code += "import json, sys; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert {"torch", "transformers", "verl", "ray", "verl_pg_plugin.engine"}.isdisjoint(loaded)

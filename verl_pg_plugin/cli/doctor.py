@@ -18,7 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from verl_pg_plugin import register
-from verl_pg_plugin.cli import FACT, FAIL, OK, WARN, Line, Section, show
+from verl_pg_plugin.cli import FACT, FAIL, OK, Line, Section, show
 
 NAME = "verl_pg_plugin"
 PROJECT = "verl-pg-plugin"
@@ -56,10 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the report.
-
-    Returns:
-        0, or 1 if something fails.
+    """Show the report; 1 if something fails, else 0.
 
     Raises:
         CommandError: Hydra cannot compose the overrides.
@@ -76,7 +73,7 @@ def _full(asked: list[str]) -> Iterator[Section]:
     """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
     process = fresh_process()
     error = "" if "error" in process else registration_error()
-    loads = not (process.get("error") or error or any(p["error"] for p in process["plugins"] if p["name"] == NAME))
+    loads = not (process.get("error") or error or process["plugin_error"])
     taken: list[Line] = []
     of_overrides: Iterable[Section] = ()
     if loads:
@@ -134,10 +131,7 @@ def _requirements() -> list[Requirement]:
 
 def installed_lines() -> list[Line]:
     """What metadata and nvidia-smi tell of the plugin and of GPUs, without an import of verl or torch."""
-    policy = os.environ.get(POLICY, "auto").strip().lower()
-    allowed = policy == "auto" or NAME in [name.strip() for name in policy.split(",")]
-    there = bool(entry_points(group="verl.plugins", name=NAME))
-    lines = [_our_plugin(there, allowed, "installed; doctor --full loads it as a worker of verl does")]
+    lines = [_plugin_line("installed; doctor --full loads it as a worker of verl does")]
     lines += [Line(OK, "GPU", gpu) for gpu in gpus()]
     if len(lines) == 1:
         on_cpu = os.environ.get("VERL_PLATFORM") == "cpu"
@@ -145,13 +139,17 @@ def installed_lines() -> list[Line]:
     return lines
 
 
-def _our_plugin(there: bool, allowed: bool, text: str) -> Line:
-    what = f"plugin {NAME}"
-    if not there:
+def _plugin_line(text: str, error: str = "") -> Line:
+    """Whether verl finds the plugin and may load it; ``text`` where it does, ``error`` where it then fails."""
+    what, policy = f"plugin {NAME}", os.environ.get(POLICY, "auto").strip().lower()
+    if not entry_points(group="verl.plugins", name=NAME):
         return Line(FAIL, what, "not installed: verl finds no entry point", NO_PLUGIN_FIX)
-    if not allowed:
-        text = f"{POLICY}={os.environ.get(POLICY)} keeps verl from loading it"
-        return Line(FAIL, what, text, f"unset {POLICY}, or name {NAME} in it")
+    if policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
+        return Line(
+            FAIL, what, f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
+        )
+    if error:
+        return Line(FAIL, what, f"verl goes on without it: {error}", REGISTER_FIX)
     return Line(OK, what, text)
 
 
@@ -205,27 +203,15 @@ def registration_error() -> str:
 
 
 def process_lines(process: dict[str, Any], here: str = "") -> list[Line]:
-    """The platform that verl takes and the plugins that it loads; ``here`` is this process' registration error."""
+    """The platform that verl takes and whether it loads ours; ``here`` is this process' registration error."""
     if error := process.get("error"):
         fix = f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
         if "Unknown platform" in error and os.environ.get("VERL_PLATFORM"):
             fix = "unset VERL_PLATFORM, or export VERL_PLATFORM=cpu with this plugin installed"
         return [Line(FAIL, "import verl", f"fails: {error}", fix)]
     text = f"{process['platform']}, device {process['device']}, vendor {process['vendor']}"
-    available = process["available"]
-    lines = [Line(OK, "platform", text) if available else _no_gpu(f"{text}: no {process['device']} device found")]
-    if not any(plugin["name"] == NAME for plugin in process["plugins"]):
-        lines.append(_our_plugin(False, True, ""))
-    for plugin in process["plugins"]:
-        ours, error, what = plugin["name"] == NAME, plugin["error"], f"plugin {plugin['name']}"
-        if error:
-            shows = f"correct what it names; {sys.executable} -c 'import verl, {plugin['value']}'"
-            state, fix = (FAIL, REGISTER_FIX) if ours else (WARN, shows)
-            lines.append(Line(state, what, f"verl goes on without it: {error}", fix))
-        elif ours:
-            lines.append(_our_plugin(True, plugin["allowed"], "loads"))
-        else:
-            lines.append(Line(OK, what, "loads") if plugin["allowed"] else Line(FACT, what, f"excluded by {POLICY}"))
+    lines = [Line(OK, "platform", text) if process["available"] else _no_gpu(f"{text}: no such device found")]
+    lines.append(_plugin_line("loads", process["plugin_error"]))
     if here:
         lines.append(Line(FAIL, f"{NAME} before verl", f"cannot register its engines: {here}", REGISTER_FIX))
     return lines
@@ -238,7 +224,7 @@ def engine_lines(process: dict[str, Any]) -> list[Line]:
     key += f", vendor {os.environ.get('VERL_ENGINE_VENDOR') or process['vendor']}"
     fix = f"unset {' '.join(set_here)}" if set_here else "run on an NVIDIA GPU, or export VERL_PLATFORM=cpu"
     # A plugin that is missing, excluded or broken fails in a line of its own.
-    works = any(p["name"] == NAME and p["allowed"] and not p["error"] for p in process["plugins"])
+    works = process["loaded"] and not process["plugin_error"]
     lines = []
     for engine in process["engines"]:
         what, built = f"{engine['model_type']} {engine['strategy']}", engine["built"]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.request import Request, urlopen
 
 from verl_pg_plugin.cli import CommandError, in_columns
 from verl_pg_plugin.cli.doctor import gpus
@@ -32,8 +30,6 @@ Lengths come from one of:
   --rollouts DIR                    what verl wrote under trainer.rollout_data_dir; the last step is read. It is text
                                     without special tokens, so lengths are some tokens short
 """
-FETCH_TIMEOUT_S = 5
-LEVELS = tuple(level.value for level in Level)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -58,20 +54,24 @@ def add_parser(subparsers: Any) -> None:
     add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
     add("--memory-gib", type=float, help="free for activations, instead of what --gpus and --gpu-gib leave")
     add("--compile-layers", choices=("auto", "True", "False"), default="auto", help="prefix_grouper.compile_layers")
-    add("--activations", choices=("auto", *LEVELS), default="auto", help="prefix_grouper.activations")
+    add(
+        "--activations",
+        choices=("auto", *(level.value for level in Level)),
+        default="auto",
+        help="prefix_grouper.activations",
+    )
     add("--host-gib", type=float, default=100.0, help="memory of the host for each GPU, for levels on the host (100)")
     add("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
     add("--no-carry", action="store_true", help="prefix_grouper.carry=never")
     add("--no-ref", action="store_true", help="the step has no reference policy")
-    add("--gen-seconds", type=float, help="of a step's rollout: also predicts the step")
+    add("--gen-seconds", type=float, default=0.0, help="of a step's rollout, for the speed-up of the step (0)")
     add("--tflops", type=float, default=380.0, help="that a GPU reaches, for the step (380: an H200)")
     add("--json", type=Path, metavar="FILE", help="write the figures")
-    add("--plot", type=Path, metavar="FILE.png", help="draw speed-ups by budget")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the table, and write what was asked for.
+    """Show the table, and write the figures if asked.
 
     Returns:
         0.
@@ -80,13 +80,14 @@ def run(args: argparse.Namespace) -> int:
         CommandError: no lengths or two sources of them, a file or model that cannot be read, or a budget that no
             sequence fits.
     """
-    for option, file in (("--json", args.json), ("--plot", args.plot)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise CommandError(f"{option} {file}: there is no folder {file.parent}")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise CommandError(f"--json {args.json}: there is no folder {args.json.parent}")
     if sum(source is not None for source in (args.prompt, args.data, args.rollouts)) != 1:
         raise CommandError("give lengths by one of --prompt, --data and --rollouts; --help says more")
     if args.rollouts is None and args.response is None:
         raise CommandError("--response is missing: how long responses are cannot be told from prompts")
+
+    from transformers import AutoConfig
 
     from verl_pg_plugin.architectures import architecture_issues, text_skeleton
     from verl_pg_plugin.config.compile import compiled_by_auto
@@ -94,9 +95,8 @@ def run(args: argparse.Namespace) -> int:
     from verl_pg_plugin.planning.forecast import Settings, forecast
     from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-    config = load_config(args.model)
-    issues = architecture_issues(config, trust_remote_code=False)
-    if issues:
+    config = load(AutoConfig, args.model)
+    if issues := architecture_issues(config, trust_remote_code=False):
         raise CommandError(f"--model {args.model}: packed mode does not run it: {issues[0].why}")
     batch, lengths = read_batch(args)
     longest = int(batch.lengths.max())
@@ -134,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
         has += f"{weights.fixed / 2**30:.0f} GiB each; {DEVICE_RESERVE:.0%} stay free"
     fits = [peak <= limit and found.host_gib <= args.host_gib for found, peak in zip(forecasts, peaks, strict=True)]
     fitting = [found for found, one_fits in zip(forecasts, fits, strict=True) if one_fits]
-    best = max(fitting, key=lambda found: (round(found.update, 2), -found.budget), default=None)
+    seconds = [step_seconds(found, args)[1] - args.gen_seconds for found in fitting]
+    # Of budgets as fast as each other the smallest, which takes least memory.
+    best = next((found for found, took in zip(fitting, seconds, strict=True) if took <= 1.01 * min(seconds)), None)
 
     lines = [
         f"{forecasts[0].logical_tokens:,} tokens in sequences of their own; {lengths}",
@@ -147,31 +149,25 @@ def run(args: argparse.Namespace) -> int:
             f"no budget fits into this memory, the smallest takes {min(peaks):.1f} GiB: more --gpus, or a Ulysses group"
         )
     else:
-        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        lines.append(f"best budget that fits: {key}={best.budget}")
         share, whole = best.sharing_alone[1], best.update
-        lines.append(
-            f"of its update's {whole:.2f}x sharing alone gives {share:.2f}x, compiled layers {whole / share:.2f}x"
-        )
+        lines += [
+            f"fastest budget that fits: actor_rollout_ref.actor.ppo_max_token_len_per_gpu={best.budget}",
+            f"of its update's {whole:.2f}x sharing alone gives {share:.2f}x, compiled layers {whole / share:.2f}x",
+        ]
     sys.stdout.write("\n".join([*lines, ACCURACY]) + "\n")
     if args.json:
         args.json.write_text(to_json(forecasts, peaks, args))
-    if args.plot:
-        plot(forecasts, args.plot)
     return 0
 
 
 def table(forecasts: list[Forecast], peaks: list[float], fits: list[bool], args: argparse.Namespace) -> list[str]:
     """A line for each budget, below their titles."""
-    step = args.gen_seconds is not None
     titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
-    rows = [(*titles, *(["step"] if step else []), "level", "GiB", "host GiB", "fits")]
+    rows: list[tuple[str, ...]] = [(*titles, "step", "level", "GiB", "host GiB", "fits")]
     for found, peak, one_fits in zip(forecasts, peaks, fits, strict=True):
-        speeds = [found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update]
-        if step:
-            stock, shared = step_seconds(found, args)
-            speeds.append(stock / shared)
-        figures = [f"{speed:.2f}x" for speed in (found.dedup_ratio, *speeds)]
+        stock, shared = step_seconds(found, args)
+        speeds = (found.dedup_ratio, found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update)
+        figures = [f"{speed:.2f}x" for speed in (*speeds, stock / shared)]
         counts = str(found.budget), str(found.micro_batches), f"{found.physical_tokens:,}"
         memory = found.level.value, f"{peak:.1f}", f"{found.host_gib:.1f}", "yes" if one_fits else "no"
         rows.append((*counts, *figures, *memory))
@@ -190,117 +186,26 @@ def to_json(forecasts: list[Forecast], peaks: list[float], args: argparse.Namesp
     """The figures as a JSON list, one object for each budget."""
     rows: list[dict[str, Any]] = []
     for found, peak in zip(forecasts, peaks, strict=True):
+        stock, shared = step_seconds(found, args)
         row = {**asdict(found), "level": found.level.value, "dedup_ratio": found.dedup_ratio, "peak_gib": peak}
         row["ref"] = None if args.no_ref else found.old_log_prob
-        if args.gen_seconds is not None:
-            stock, shared = step_seconds(found, args)
-            row |= {"step_seconds_stock": stock, "step_seconds_shared": shared, "step": stock / shared}
-        rows.append(row)
+        rows.append({**row, "step_seconds_stock": stock, "step_seconds_shared": shared, "step": stock / shared})
     return json.dumps(rows, indent=2) + "\n"
 
 
-def plot(forecasts: list[Forecast], path: Path) -> None:
-    """Draw speed-ups and their FLOP ratio by budget.
-
-    Raises:
-        CommandError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    budgets = [found.budget for found in forecasts]
-    for label, style in (("old_log_prob", "o-"), ("update", "s-")):
-        axes.plot(budgets, [getattr(found, label) for found in forecasts], style, label=label)
-    axes.plot(budgets, [found.sharing_alone[1] for found in forecasts], "^:", label="update, sharing alone")
-    axes.axhline(forecasts[0].flop_ratio, linestyle="--", color="grey", label="FLOP ratio")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets], fontsize="small")
-    axes.set(xlabel="token budget of a micro-batch", ylabel="predicted speed-up over rmpad", ylim=(0, None))
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-# Models
-
-
-def load_config(name: str) -> Any:
-    """Read a checkpoint's config, from a folder, the cache of huggingface_hub, or the hub; no weight is read.
+def load(auto_class: Any, name: str) -> Any:
+    """A checkpoint's config or tokenizer, from a folder, the cache or the hub; no weight is read.
 
     Raises:
         CommandError: there is none.
     """
-    from transformers import AutoConfig
-
-    folder = _folder(name)
-    with tempfile.TemporaryDirectory() as fetched:
-        if folder is None:
-            Path(fetched, "config.json").write_bytes(_fetch_config(name))
-        return _read(AutoConfig, name, folder or fetched)
-
-
-def load_tokenizer(name: str) -> Any:
-    """A checkpoint's tokenizer, from a folder or the cache.
-
-    Raises:
-        CommandError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    folder = _folder(name)
-    if folder is None:
-        raise CommandError(f"--model {name}: its tokenizer is not in the cache; {_download(name)}")
-    return _read(AutoTokenizer, name, folder)
-
-
-def _read(auto_class: Any, name: str, folder: str) -> Any:
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise CommandError(f"--model {name}: no such folder; pass the folder of a checkpoint, or a hub id")
     try:
-        return auto_class.from_pretrained(folder)
+        return auto_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).strip().splitlines()[0]
         raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}") from error
-
-
-def _folder(name: str) -> str | None:
-    """A folder as it is, of a hub id the one in the cache; None where that has to be fetched."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if Path(name).is_dir():
-        return name
-    try:
-        if name.startswith(("/", ".", "~")):
-            raise HFValidationError
-        config_json = try_to_load_from_cache(name, "config.json")
-    except HFValidationError as error:
-        raise CommandError(f"--model {name}: no such folder; pass the folder of a checkpoint, or a hub id") from error
-    return str(Path(config_json).parent) if isinstance(config_json, str) else None
-
-
-def _fetch_config(name: str) -> bytes:
-    """One try of a few seconds, where huggingface_hub would try for a minute."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        url = f"{constants.ENDPOINT}/{name}/resolve/main/config.json"
-        with urlopen(Request(url, headers=build_hf_headers()), timeout=FETCH_TIMEOUT_S) as answer:
-            return bytes(answer.read())
-    except OSError as error:
-        raise CommandError(
-            f"--model {name} is not in the cache and cannot be fetched ({error}); {_download(name)}"
-        ) from error
-
-
-def _download(name: str) -> str:
-    return f"hf download {name} --include '*.json' where there is a network, or pass --model <folder of a checkpoint>"
 
 
 def _memory_of_this_gpu() -> float | None:
@@ -319,6 +224,7 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
         CommandError: what is needed is missing or cannot be read.
     """
     import numpy as np
+    from transformers import AutoTokenizer
 
     from verl_pg_plugin.planning.forecast import Batch
 
@@ -326,7 +232,7 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
         batch = Batch.of_lengths([args.prompt] * args.groups, [[args.response] * args.n] * args.groups)
         groups = f"{args.groups} groups of {args.n} responses of {args.response} tokens to a prompt of {args.prompt}"
         return batch, f"{groups}; prompts share nothing with each other"
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = load(AutoTokenizer, args.model)
 
     def ids(text: str) -> Any:
         return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
@@ -343,8 +249,8 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
         chosen = found[: args.groups]
         prompts = [ids(group[0]["input"]) for group in chosen]
         responses = [[max(len(ids(record["output"])), 1) for record in group] for group in chosen]
-        remark = f"{len(chosen)} of {len(found)} groups of {file.name}; the dump is text without special tokens, so "
-        remark += "lengths are a few tokens short (chat template, end of a turn), and ratios off by that share"
+        remark = f"{len(chosen)} of {len(found)} groups of {file.name}, as text without special tokens, so lengths are "
+        remark += "some tokens short"
     return Batch.of_prompts(prompts, responses), remark
 
 

@@ -1,32 +1,14 @@
 """What a process sees that imports verl first, as verl's workers do; writes one JSON line to stdout.
 
-The doctor runs this file's text with ``python -c``: its own process has imported the plugin already. What a plugin
-raises verl logs at DEBUG, and ours logs it as a warning.
+The doctor runs this file's text with ``python -c``: its own process has imported the plugin already.
 """
 
 import json
-import os
 import sys
-from importlib.metadata import EntryPoint, entry_points
-
-
-def plugin(entry_point: EntryPoint) -> dict[str, object]:
-    """Whether verl may load it, and the error if it does not load."""
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    allowed = policy == "auto" or entry_point.name in [name.strip() for name in policy.split(",")]
-    error = ""
-    if allowed:
-        try:
-            module = entry_point.load()
-            if entry_point.name == "verl_pg_plugin":
-                module.register()  # raises what the import only logs
-        except Exception as raised:  # whatever it is, no training would show it
-            error = f"{type(raised).__name__}: {raised}"
-    return {"name": entry_point.name, "value": entry_point.value, "allowed": allowed, "error": error}
 
 
 def main() -> None:
-    import verl.workers.engine  # noqa: F401  (registers verl's own)
+    import verl.workers.engine  # noqa: F401  (loads plugins, and registers verl's own engines)
     from verl.plugin.platform import get_platform
     from verl.utils.device import get_vendor
     from verl.workers.engine.base import EngineRegistry
@@ -41,10 +23,17 @@ def main() -> None:
             except (AssertionError, ValueError) as error:
                 found["error"] = str(error)
             engines.append(found)
+    plugin, plugin_error = sys.modules.get("verl_pg_plugin"), ""
+    try:
+        if plugin is not None:
+            plugin.register()  # raises what the import only logs
+    except Exception as raised:  # whatever it is, no training would show it
+        plugin_error = f"{type(raised).__name__}: {raised}"
     platform = get_platform()
     seen = {
-        "engines": engines,  # before anything is loaded a second time
-        "plugins": [plugin(entry_point) for entry_point in entry_points(group="verl.plugins")],
+        "engines": engines,
+        "loaded": plugin is not None,
+        "plugin_error": plugin_error,
         "platform": type(platform).__name__,
         "device": platform.device_name,
         "vendor": get_vendor(),

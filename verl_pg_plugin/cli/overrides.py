@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Batch, Settings, forecast
+from verl_pg_plugin.planning.forecast import Batch, Forecast, Settings, forecast, plan
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
-from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches
 
 CONFIGS = "verl_pg_plugin.config.hydra"
 
@@ -78,7 +78,7 @@ def run_lines(config: DictConfig) -> list[Line]:
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
         lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
-        lines += [_compiled_line(config, hf_config), _activations_line(config)]
+        lines += [_compiled_line(config, hf_config), _activations_line(_levels(config, hf_config)[0])]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         text = f"{issue.setting}: {issue.why}" if issue.setting else issue.why
@@ -99,56 +99,16 @@ def _compiled_line(config: DictConfig, hf_config: Any) -> Line:
     return Line(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
 
 
-def _activations_line(config: DictConfig) -> Line:
-    asked = OmegaConf.select(config, f"{OPTIONS}.activations", default="auto")
-    if not OmegaConf.select(config, f"{MODEL}.enable_gradient_checkpointing", default=False):
-        return Line(OK, "activations", "all: no gradient checkpointing")
-    if asked != "auto":
-        return Line(OK, "activations", f"{asked} ({OPTIONS}.activations={asked})")
-    offloads = OmegaConf.select(config, f"{MODEL}.enable_activation_offload", default=False)
-    first = f"attention_on_host ({MODEL}.enable_activation_offload=True)" if offloads else "attention"
-    levels = f"the first that fits of {first}{'' if offloads else ', attention_on_host'} and inputs_on_host"
-    return Line(OK, "activations", f"{OPTIONS}.activations=auto: {levels}")
-
-
-def _memory_lines(config: DictConfig, batch: Batch, hf_config: Any) -> list[Line]:
-    """Level, device and host memory of an update that holds the longest group, on this machine's GPU."""
-    engine = engine_of(config, ACTOR, hf_config)
-    budget = OmegaConf.select(config, f"{ACTOR}.ppo_max_token_len_per_gpu")
-    by_tokens = OmegaConf.select(config, f"{ACTOR}.use_dynamic_bsz") and type(budget) is int
-    if engine.device != "cuda" or not torch.cuda.is_available() or not by_tokens or hf_config is None:
-        return []
-    module = text_skeleton(hf_config)
-    sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
-    budget, total = budget * engine.sp_size, torch.cuda.get_device_properties(0).total_memory
-    if sizes is None or batch.lengths.max() > budget:
-        return []
-    num_gpus = OmegaConf.select(config, "trainer.nnodes") * OmegaConf.select(config, "trainer.n_gpus_per_node")
-    weights, asked = WeightBytes.of(module, num_gpus), engine.option("activations")
-    level = None if asked == "auto" else Level(asked)
-    levels = Levels(
-        level if engine.of_model("enable_gradient_checkpointing") else Level.ALL,
-        sizes,
-        weights.room(total, host_bytes() / OmegaConf.select(config, "trainer.n_gpus_per_node")),
-        bool(engine.of_model("enable_activation_offload")),
-        ranks=engine.sp_size,
-    )
-    found = forecast(batch, ModelFlops.of(module), Settings(budget, levels=levels))
-    peak, has = found.peak_gib(weights), total / 2**30
-    text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
-    if peak > has:
-        return [Line(WARN, "memory of the update", f"{text}; it will hardly fit", "more GPUs, or a Ulysses group")]
-    return [Line(OK, "memory of the update", text)]
+def _activations_line(levels: Levels) -> Line:
+    text = f"{OPTIONS}.activations=auto: the first that fits of {', '.join(level.value for level in levels.ladder)}"
+    return Line(OK, "activations", levels.asked.value if levels.asked else text)
 
 
 def group_lines(config: DictConfig) -> list[Line]:
     """Whether the micro-batches of each phase hold the longest group that the overrides allow, or how they split it."""
-
-    def count(key: str) -> int:
-        value = OmegaConf.select(config, key)
-        return value if type(value) is int and value > 0 else 0
-
-    prompt, response, n = map(count, ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n"))
+    prompt, response, n = (
+        _count(config, key) for key in ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
+    )
     if not (prompt and response and n):
         return []  # of which verl speaks
     batch = Batch.of_lengths([prompt], [[response] * n])
@@ -158,25 +118,30 @@ def group_lines(config: DictConfig) -> list[Line]:
     if mode_of(config) is not Mode.PACKED:
         return lines
     hf_config = read_hf_config(config)
+    levels, weights = _levels(config, hf_config)
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
-    roles = [("update", ACTOR, ACTOR, "ppo_", ""), ("old_log_prob", ROLLOUT, ACTOR, "log_prob_", "log_prob_")]
+    roles = [("old_log_prob", ROLLOUT, ACTOR, "log_prob_", "log_prob_"), ("update", ACTOR, ACTOR, "ppo_", "")]
     roles += [("ref", REF, REF, "log_prob_", "log_prob_")] if need_reference_policy(config) else []
-    lines += _memory_lines(config, batch, hf_config)
     for phase, section, role, kind, switch in roles:
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"
-        most = count(key) * (engine_of(config, role).sp_size if by_tokens else 1)
+        asked, most = f"{key}={_count(config, key)}", _count(config, key)
         if not most:
             continue  # of which preflight speaks
-        asked = f"{key}={count(key)}"
-        if by_tokens and most < order.num_tokens.max():
-            lines.append(Line(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
-            continue
-        limits = MicroBatchLimits(max_tokens=most) if by_tokens else MicroBatchLimits(max_sequences=most)
-        parts = len(cut_micro_batches(order, limits))
+        parts = -(-n // most)
+        if by_tokens:
+            most *= engine_of(config, role).sp_size
+            if most < order.num_tokens.max():
+                lines.append(Line(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
+                continue
+            settings = Settings(most, carries, levels)
+            parts = sum(map(len, plan(batch, settings)[phase == "update"]))
+            if weights and phase == "update":
+                lines.append(_memory_line(forecast(batch, ModelFlops.of(text_skeleton(hf_config)), settings), weights))
         if parts == 1:
-            lines.append(Line(OK, phase, f"{asked} holds it whole"))
+            above = by_tokens and order.num_new.sum() > most  # by the memory that ``_levels`` finds
+            lines.append(Line(OK, phase, f"it stays whole above {asked}" if above else f"{asked} holds it whole"))
         elif carries:
             text = f"{asked} splits it into some {parts} chunks, which read the prefix KV cache of earlier ones"
             lines.append(Line(OK, phase, text))
@@ -185,6 +150,48 @@ def group_lines(config: DictConfig) -> list[Line]:
             text = f"{asked} splits it into {parts} chunks that each compute the prompt again{why}"
             lines.append(Line(WARN, phase, text, f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"))
     return lines
+
+
+def _count(config: DictConfig, key: str) -> int:
+    """A positive integer; 0 for all else."""
+    value = OmegaConf.select(config, key)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _levels(config: DictConfig, hf_config: Any) -> tuple[Levels, WeightBytes | None]:
+    """How the actor's micro-batches get their level, and on a GPU what its weights take of it."""
+    engine = engine_of(config, ACTOR, hf_config)
+    asked = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
+    levels = Levels(
+        Level(asked) if asked in [level.value for level in Level] else None,
+        host_alone=bool(engine.of_model("enable_activation_offload")),
+        ranks=engine.sp_size,
+    )
+    nodes, per_node = _count(config, "trainer.nnodes"), _count(config, "trainer.n_gpus_per_node")
+    if hf_config is None or not (nodes and per_node):
+        return levels, None
+    sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
+    levels = replace(levels, sizes=sizes)
+    if sizes is None or engine.device != "cuda" or not torch.cuda.is_available():
+        return levels, None
+    weights = WeightBytes.of(text_skeleton(hf_config), nodes * per_node)
+    host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
+    host -= weights.weights if engine.get("param_offload") else 0.0
+    host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
+    if engine.of_model("lora_rank"):
+        weights = replace(weights, gradients=0.0, optimizer=0.0)
+    if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
+        weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
+    return replace(levels, room=weights.room(torch.cuda.get_device_properties(0).total_memory, host)), weights
+
+
+def _memory_line(found: Forecast, weights: WeightBytes) -> Line:
+    """Device and host memory of an update that holds the longest group, on this machine's GPU."""
+    peak, has = found.peak_gib(weights), torch.cuda.get_device_properties(0).total_memory / 2**30
+    text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
+    if peak > has:
+        return Line(WARN, "memory of the update", f"{text}; it will hardly fit", "more GPUs, or a Ulysses group")
+    return Line(OK, "memory of the update", text)
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Line]:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from verl_pg_plugin.cli import CommandError
 
 MODELING_FILE = "modeling_qwen3.py"
+SHIPPED_FILE = Path(__file__).parents[1] / "models" / "qwen3" / MODELING_FILE
 BACKUP_FILE = "config.json.before_verl_pg_plugin"
 AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_qwen3.Qwen3ForCausalLM",
@@ -40,17 +40,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def patch(folder: Path) -> str:
-    """Copy the modeling file and set ``auto_map``; a patched folder is left as it is, or brought up to date.
-
-    Returns:
-        What was done.
+    """Copy the modeling file and set ``auto_map``, or bring a patched folder up to date; returns what was done.
 
     Raises:
-        CommandError: not a Qwen3 checkpoint, read-only, or it already brings code of its own; nothing is changed.
-        OSError: a file could not be written.
+        CommandError: not a Qwen3 checkpoint, or it already brings code of its own; nothing is changed.
+        OSError: a file could not be written; nothing is changed.
     """
     config = _read_config(folder / "config.json")
-    modeling, source, backup = folder / MODELING_FILE, _shipped_file(), folder / BACKUP_FILE
+    modeling, source, backup = folder / MODELING_FILE, SHIPPED_FILE, folder / BACKUP_FILE
     auto_map = config.get("auto_map") or {}
     foreign = {name: auto_map[name] for name, ours in AUTO_MAP.items() if auto_map.get(name, ours) != ours}
     if foreign:
@@ -58,16 +55,14 @@ def patch(folder: Path) -> str:
             f"auto_map in {folder / 'config.json'} already points to {', '.join(foreign.values())}; "
             f"remove {' and '.join(foreign)} from it to use {MODELING_FILE}"
         )
-    is_current = modeling.is_file() and modeling.read_bytes() == source.read_bytes()
     is_mapped = all(name in auto_map for name in AUTO_MAP)
-    if is_current and is_mapped:
+    if is_mapped and modeling.is_file() and modeling.read_bytes() == source.read_bytes():
         return "already patched, nothing to do"
     if modeling.exists() and not backup.exists():
         raise CommandError(f"{modeling} exists and was not put there by patch-model; move it away first")
-    if not os.access(folder, os.W_OK):
-        raise CommandError(f"{folder} is read-only; make it writable or copy the checkpoint")
-
-    if not is_mapped:
+    if is_mapped:
+        shutil.copyfile(source, modeling)
+    else:
         config_path, new_config = folder / "config.json", folder / "config.json.new"
         try:
             new_config.write_text(_patched(config))
@@ -80,16 +75,11 @@ def patch(folder: Path) -> str:
             for path in (new_config, modeling, backup):
                 path.unlink(missing_ok=True)
             raise
-    else:
-        shutil.copyfile(source, modeling)
     return f"patched; load it with trust_remote_code=True (undo with --undo, {BACKUP_FILE} holds the old config)"
 
 
 def undo(folder: Path) -> str:
-    """Restore the folder byte for byte.
-
-    Returns:
-        What was done.
+    """Restore the folder byte for byte; returns what was done.
 
     Raises:
         CommandError: the folder is not patched, or its config was edited since; nothing is changed.
@@ -103,8 +93,6 @@ def undo(folder: Path) -> str:
             f"{config_path} was edited after patch-model, undoing would lose that; "
             f"remove auto_map and {MODELING_FILE} by hand, then {BACKUP_FILE}"
         )
-    if not os.access(folder, os.W_OK):
-        raise CommandError(f"{folder} is read-only; make it writable")
     backup.replace(config_path)
     (folder / MODELING_FILE).unlink(missing_ok=True)
     return "restored"
@@ -129,7 +117,3 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _patched(config: dict[str, Any]) -> str:
     auto_map = {**(config.get("auto_map") or {}), **AUTO_MAP}
     return json.dumps({**config, "auto_map": auto_map}, indent=2) + "\n"
-
-
-def _shipped_file() -> Path:
-    return Path(__file__).parents[1] / "models" / "qwen3" / MODELING_FILE

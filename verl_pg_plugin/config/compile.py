@@ -91,9 +91,9 @@ def compiler_obstacle(device: str, flat_parameters: bool = False) -> str:
         return "" if shutil.which(named) else f"torch.compile needs a C++ compiler and does not find {named}"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton, which is not installed: pip install triton"
-    named = os.environ.get("CC")
-    if not any(map(shutil.which, [named] if named is not None else ["gcc", "clang"])):
-        return f"Triton needs a C compiler and does not find {f'CC={named}' if named else 'gcc or clang'}: install gcc"
+    usual = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, usual)):
+        return f"Triton needs a C compiler and does not find {' or '.join(usual)}: install gcc, or set CC to one"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Triton needs Python.h and finds none: install python3-dev"
     return ""

@@ -41,16 +41,12 @@ def engage(config: DictConfig) -> None:
 
 
 def select_trainer(config: DictConfig) -> None:
-    """Ask V1 for the trainer of the config's mode with groups kept together, in place; V0 has one trainer and no names.
-
-    Args:
-        config: of a run that shares prefixes; its section ``trainer.v1.MODE``, if any, is also that of the new name.
-    """
+    """Ask V1 for its trainer with groups kept together, in place; V0 has one trainer and no names."""
     if not config.trainer.use_v1:
         return
     mode = config.trainer.v1.trainer_mode
     with open_dict(config):
-        if mode in config.trainer.v1:
+        if mode in config.trainer.v1:  # the trainer's own settings
             config.trainer.v1[group_keeping(mode)] = config.trainer.v1[mode]
         config.trainer.v1.trainer_mode = group_keeping(mode)
 

@@ -14,7 +14,7 @@ from verl_pg_plugin.config.options import PrefixGrouperOptions
 
 @dataclass
 class PrefixGrouperEngineConfig(FSDPEngineConfig):
-    """``FSDPEngineConfig`` of verl 0.9 with the switch of this plugin.
+    """``FSDPEngineConfig`` with the switch of this plugin.
 
     Args:
         use_prefix_grouper: store and compute every shared prefix once; off runs the stock engine.
@@ -31,8 +31,7 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
         super().__post_init__()
         if self.use_prefix_grouper:
             run_waiting()  # engines that could not be registered when verl was imported
-            # FSDPActorConfig writes its own strategy into the engine config after this class is constructed,
-            # so which of the two keys the worker will look up is not known yet.
+            # FSDPActorConfig writes the strategy that the worker will look up into this config later.
             for strategy in FSDP_STRATEGIES:
                 assert_in_force(strategy)
 
@@ -40,12 +39,8 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
     """Check that verl would build our engine on this machine, or one derived from it.
 
-    Args:
-        strategy: verl's name of the back end, such as "fsdp2".
-        model_type: "language_model" or "value_model".
-
     Raises:
-        RuntimeError: verl would build another engine, so asking for prefix sharing would do nothing.
+        RuntimeError: verl would build another, which shares nothing.
     """
     engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
     if not any(base.__module__.startswith("verl_pg_plugin.") for base in engine_cls.__mro__):

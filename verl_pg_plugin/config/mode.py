@@ -23,7 +23,7 @@ SP_SIZE = "ulysses_sequence_parallel_size"
 
 
 class Mode(Enum):
-    """How sequences enter the model; the value is the name used in logs and run summaries."""
+    """How sequences enter the model; the value is its name in logs."""
 
     PADDED = "padded"
     RMPAD = "rmpad"
@@ -37,11 +37,7 @@ class Mode(Enum):
 
 
 def mode_of(config: DictConfig) -> Mode:
-    """Mode selected by ``actor.use_prefix_grouper`` and ``model.use_remove_padding``.
-
-    Args:
-        config: the resolved trainer config (verl's ``ppo_trainer`` or ours).
-    """
+    """Mode that ``actor.use_prefix_grouper`` and ``model.use_remove_padding`` of a trainer's config select."""
     return mode_by_flags(OmegaConf.select(config, USE_PREFIX_GROUPER), OmegaConf.select(config, USE_REMOVE_PADDING))
 
 
@@ -60,10 +56,9 @@ class Engine:
     the same names.
 
     Attributes:
-        role: section of the trainer's config: ``ACTOR``, ``REF`` or ``CRITIC``.
-        config: the engine config.
-        model: the model config.
-        device: device type as verl names it, such as "cuda" or "cpu".
+        role: ``ACTOR``, ``REF`` or ``CRITIC``.
+        config, model: the engine config and the model config.
+        device: its type, as verl names it.
         hf_config: config of the checkpoint, overrides applied; None where it cannot be read here.
         sp_key: key that sets the Ulysses size.
     """
@@ -77,12 +72,7 @@ class Engine:
 
     @classmethod
     def of(cls, engine_config: Any, model_config: Any) -> Engine:
-        """The engine that a worker builds on this machine.
-
-        Args:
-            engine_config: a ``PrefixGrouperEngineConfig``.
-            model_config: verl's ``HFModelConfig``.
-        """
+        """The engine that a worker builds here from our engine config and verl's ``HFModelConfig``."""
         from verl.utils.device import get_device_name
 
         role = REF if engine_config.forward_only else ACTOR
@@ -93,17 +83,15 @@ class Engine:
 
     @property
     def mode(self) -> Mode:
-        """How its sequences enter the model."""
         return mode_by_flags(self.get("use_prefix_grouper"), self.of_model("use_remove_padding"))
 
     @property
     def section(self) -> str:
-        """Section of the engine config in the trainer's config."""
+        """Of the engine config in the trainer's config."""
         return f"{self.role}.{'fsdp' if self.role == CRITIC else 'fsdp_config'}"
 
     @property
     def model_section(self) -> str:
-        """Section of the model config in the trainer's config."""
         return CRITIC_MODEL if self.role == CRITIC else MODEL
 
     @property

@@ -70,7 +70,7 @@ def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
     Args:
         config: the composed trainer config.
         role: ``ACTOR``, ``REF`` or ``CRITIC``.
-        hf_config: config of its checkpoint, overrides applied, if it could be read.
+        hf_config: of its checkpoint, if it could be read.
     """
     engine = Engine(role, {}, {}, get_device_name(), hf_config)
     section: Any = OmegaConf.select(config, engine.section)
