@@ -140,8 +140,8 @@ def group_lines(config: DictConfig) -> list[Line]:
             if weights and phase == "update":
                 lines.append(_memory_line(forecast(batch, ModelFlops.of(text_skeleton(hf_config)), settings), weights))
         if parts == 1:
-            above = ", as memory for more is there" if by_tokens and order.num_new.sum() > most else ""
-            lines.append(Line(OK, phase, f"{asked} holds it whole{above}"))
+            above = by_tokens and order.num_new.sum() > most  # by the memory that ``_levels`` finds
+            lines.append(Line(OK, phase, f"it stays whole above {asked}" if above else f"{asked} holds it whole"))
         elif carries:
             text = f"{asked} splits it into some {parts} chunks, which read the prefix KV cache of earlier ones"
             lines.append(Line(OK, phase, text))
