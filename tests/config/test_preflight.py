@@ -145,7 +145,20 @@ REFUSED: list[tuple[str, str, str, str]] = [
     (f"{MODEL}.path={{own}}", f"{MODEL}.path", "cannot read its config.json", "trust_remote_code=True"),
     (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.use_prefix_grouper", "is not a boolean", "=True or False"),
     (f"{MODEL}.use_remove_padding=packed", f"{MODEL}.use_remove_padding", "is not a boolean", ""),
-    ("prefix_grouper=fast", "prefix_grouper", "is not a section of options", ""),
+    *((f"prefix_grouper={value}", "prefix_grouper", "is not a section of options", "") for value in ("fast", "null")),
+    (
+        f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True",
+        f"{ACTOR}.calculate_sum_pi_squared",
+        "never have the probabilities",
+        "=False",
+    ),
+    (
+        f"{MODEL}.use_fused_kernels=True distillation.enabled=True "
+        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        f"{MODEL}.use_fused_kernels",
+        "never have the logits that forward_kl_topk reads",
+        "=False",
+    ),
     ("prefix_grouper.attention_kernel=flash", "prefix_grouper.attention_kernel", "the values are auto, ", "=auto"),
     (
         "prefix_grouper.verfy=first",

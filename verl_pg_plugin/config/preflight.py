@@ -95,6 +95,8 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     found = [*_flag_issues(config)]
     if mode_of(config) is Mode.PADDED_GROUPS:
         found += _torn_groups(config)
+    if shares and OmegaConf.select(config, f"{MODEL}.use_fused_kernels"):
+        found += _reads_logits(config)
     if shares and OmegaConf.select(config, f"{ACTOR}.qat.enable"):
         found.append(rules.no_quantization(f"{ACTOR}.qat.enable"))
     checkpoints: dict[str, list[Issue]] = {}
@@ -128,9 +130,22 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
     section = OmegaConf.select(config, OPTIONS)
     if isinstance(section, DictConfig):
         yield from option_issues({str(name): OmegaConf.select(section, str(name)) for name in section})
-    elif section is not None:
+    elif OPTIONS in config:
         fix = f"++{OPTIONS}.<option>=<value>, or remove it"
         yield Issue(f"{OPTIONS}={section}", "is not a section of options", fix)
+
+
+def _reads_logits(config: DictConfig) -> Iterator[Issue]:
+    """What reads numbers that verl's fused kernels never have."""
+    mode, sums = (
+        OmegaConf.select(config, "distillation.distillation_loss.loss_mode"),
+        f"{ACTOR}.calculate_sum_pi_squared",
+    )
+    if OmegaConf.select(config, "distillation.enabled") and mode == "forward_kl_topk":
+        key = f"{MODEL}.use_fused_kernels"
+        yield Issue(f"{key}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{key}=False")
+    if OmegaConf.select(config, sums):
+        yield Issue(f"{sums}=True", "verl's fused kernels never have the probabilities that it sums", f"{sums}=False")
 
 
 def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> Iterator[Issue]:
