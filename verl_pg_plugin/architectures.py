@@ -72,7 +72,7 @@ UNCOMPILED: dict[str, str] = {
         "hold a recurrence of fla's, which has not run compiled on a GPU (fla 0.4)": (
             "qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_next"
         ),
-        "have not run compiled": (
+        "have not run compiled on a GPU (torch 2.11)": (
             "apertus1p5_text axk1 beam code_llama codegen cohere_compass_text dots1 exaone exaone_moe flex_olmo "
             "flint fuyu gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa "
             "granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "

@@ -160,4 +160,4 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
             errors.append(abs(speedup / float(row["speedup"]) - 1))
     assert (len(errors), round(float(np.median(errors)), 2)) == (138, 0.04)
     assert np.mean(np.array(errors) < 0.1) > 0.9
-    assert f"Of {len(errors)} measurements" in ACCURACY
+    assert f"fitted to {len(errors)} measurements" in ACCURACY
