@@ -1,27 +1,41 @@
 """verl's SFT trainer, unmodified: switched on by an engine config alone, its losses and gradient norms are stock's."""
 
+import logging
 import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoTokenizer
 from verl.trainer import sft_trainer
+from verl.workers.engine.fsdp import transformer_impl
 
 from tests.config.config_support import compose_config
 from tests.engine.ranks import on_ranks
+from tests.support import fsdp1_takes_models_on_a_cpu
+from verl_pg_plugin.trainer.sft_blocks import SFTBlocks
 
 SHARED = "engine._target_=verl_pg_plugin.config.PrefixGrouperEngineConfig +engine.use_prefix_grouper=True"
 FLOAT32 = "+engine.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
+BLOCKS = [
+    "data.custom_cls.path=pkg://verl_pg_plugin.trainer.sft_blocks",
+    "data.custom_cls.name=SFTBlocks",
+    "+data.samples_per_block=2",
+    "data.train_batch_size=4",
+]
 CASES = {
     "fsdp2": ["engine.strategy=fsdp2"],
+    "fsdp1": ["engine.strategy=fsdp"],
     "ulysses": ["engine.strategy=fsdp2", "engine.ulysses_sequence_parallel_size=2"],
     "lora": ["engine.strategy=fsdp2", "model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear"],
+    "blocks": ["engine.strategy=fsdp2", *BLOCKS],
 }
 
 
@@ -44,6 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         for question in range(12)
         for _ in range(2)
     ]
+    draw.shuffle(conversations)
     pq.write_table(pa.table({"messages": conversations}), folder / "train.parquet")
     return str(checkpoint), str(folder / "train.parquet")
 
@@ -53,25 +68,33 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> dict[str, list[
     from verl_pg_plugin.plugin import register
 
     register()
+    fsdp1_takes_models_on_a_cpu()
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    with patch.dict(os.environ, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}):
-        return train_cases(checkpoint, file, folder)
+    # verl names the device of a checkpoint's weights with its number, and a CPU has none.
+    on_cpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
+    environment = patch.dict(os.environ, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    with on_cpu, environment, TestCase().assertLogs("verl_pg_plugin", "INFO") as log:
+        return train_cases(checkpoint, file, folder, log.records)
 
 
-def train_cases(checkpoint: str, file: str, folder: str) -> dict[str, list[dict[str, float]]]:
+def train_cases(
+    checkpoint: str, file: str, folder: str, records: list[logging.LogRecord]
+) -> dict[str, list[dict[str, float]]]:
     logged: list[dict[str, float]] = []
 
     class Tracking:
         def __init__(self, **kwargs: Any) -> None: ...
 
         def log(self, data: dict[str, float], step: int) -> None:
-            logged.append(data)
+            ratios = [record.args[0] for record in records if "dedup ratio" in record.msg]
+            logged.append({**data, "dedup ratio": ratios[-1] if ratios else 1.0})
 
     sft_trainer.Tracking = Tracking
     found = {}
     for case, overrides in CASES.items():
         for shared in (False, True) if case != "ulysses" else (True,):
             logged.clear()
+            records.clear()
             torch.manual_seed(0)  # verl draws the adapter's weights
             config = compose_config(
                 *(f"model.path={checkpoint}", f"data.train_files={file}", "data.train_batch_size=8"),
@@ -102,3 +125,20 @@ def test_losses_and_gradient_norms_are_those_of_stock(runs: dict[str, list[dict[
         for name in ("train/loss", "train/grad_norm"):
             assert got[name] == pytest.approx(expected[name], rel=1e-5), name
         assert all(isinstance(value, int | float) for value in got.values()), "what TensorBoard takes"
+
+
+def test_blocks_bring_answers_to_one_question_together(runs: dict[str, list[dict[str, float]]]) -> None:
+    shuffled, blocks = runs["fsdp2 shared"], runs["blocks shared"]
+    tokens = [sum(step["train/global_tokens"] for step in steps) for steps in (shuffled, blocks)]
+    assert tokens[0] == tokens[1], "an epoch is every sample once"
+    assert min(step["dedup ratio"] for step in blocks) > 1.1 * max(step["dedup ratio"] for step in shuffled)
+
+
+def test_samples_that_fill_no_block_are_left_out_aloud(
+    prepared: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, file = prepared
+    config = compose_config("+data.samples_per_block=5", module="verl.trainer.config", name="sft_trainer_engine").data
+    blocks = SFTBlocks(parquet_files=file, tokenizer=AutoTokenizer.from_pretrained(checkpoint), config=config)
+    assert len(blocks) == 4
+    assert "4 samples fill no block of 5" in caplog.text
