@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parent.parent
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 PICTURES = "run_qwen3_vl_pg.sh"
 MADE: dict[str, Path] = {}
-"""Checkpoints and data of the arithmetic task that runs of this session have made, which takes as long as a step: the next ones read them."""
+"""Checkpoints and data of the arithmetic task, which take as long as a step to make: later runs of a session read them."""
 
 pytestmark = pytest.mark.timeout(600)
 
