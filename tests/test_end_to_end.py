@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parent.parent
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
 PICTURES = "run_qwen3_vl_pg.sh"
 MADE: dict[str, Path] = {}
-"""Checkpoints and data of the arithmetic task, which take as long as a step to make: later runs of a session read them."""
+"""Checkpoints and data of the arithmetic task: they take as long as a step to make, and later runs read them."""
 
 pytestmark = pytest.mark.timeout(600)
 
