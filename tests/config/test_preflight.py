@@ -124,6 +124,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
         (f"{key}_micro_batch_size_per_gpu={value}", f"{key}_micro_batch_size_per_gpu", "number of sequences", "")
         for key, value in ((f"{ACTOR}.ppo", 0), (f"{REF}.log_prob", -1), (f"{ROLLOUT}.log_prob", "four"))
     ),
+    *((f"{MODEL}.lora_rank={rank}", f"{MODEL}.lora_rank", "is no rank of at least 0", "") for rank in ("word", -1)),
     (f"{DYNAMIC} {ACTOR}.ppo_max_token_len_per_gpu=8k", f"{ACTOR}.ppo_max_token_len_per_gpu", "number of tokens", ""),
     *((f"{ROLLOUT}.name={name}", f"{ROLLOUT}.name", "names no rollout engine", "=vllm") for name in ("null", "None")),
     (

@@ -1,5 +1,7 @@
 """A micro-batch is on the device before verl moves it, whole, and by copies that nothing waits for."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -74,3 +76,23 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
     ]
     assert len(parts) == 2 * 9 + 1, "nine jagged fields and a plain one"
     assert all(part.data_ptr() in sent for part in parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_host_goes_on_while_the_gpu_is_at_work() -> None:
+    device, before = torch.device("cuda", torch.cuda.current_device()), micro_batch()
+    expected = on_device(before, device)  # the first one allocates
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        start = time.perf_counter()
+        moved = on_device(before, device)
+        seconds = time.perf_counter() - start
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seconds < 0.2
+    assert moved.to(torch.cuda.current_device()) is moved
+    assert_same_fields(moved, before)
+    assert_same_fields(expected, before)

@@ -210,20 +210,20 @@ def _joins_cluster(config: DictConfig) -> bool:
 
 def _counts(config: DictConfig) -> Iterator[Issue]:
     """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
-    counted: dict[str, str] = {}
+    least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
     roles, bypasses = roles_of(config), OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
     phases = [(role, "log_prob_" if role == REF else "", role == REF) for role in roles]
     phases += [] if bypasses else [(ROLLOUT, "log_prob_", True)]
     for section, switch, forward_only in phases:
         kind = "log_prob" if forward_only else "ppo"
         if OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"):
-            counted[f"{section}.{kind}_max_token_len_per_gpu"] = "number of tokens"
+            least[f"{section}.{kind}_max_token_len_per_gpu"] = 1, "number of tokens"
         else:
-            counted[f"{section}.{kind}_micro_batch_size_per_gpu"] = "number of sequences"
-    for key, what in counted.items():
+            least[f"{section}.{kind}_micro_batch_size_per_gpu"] = 1, "number of sequences"
+    for key, (at_least, what) in least.items():
         value = OmegaConf.select(config, key)
-        if value is not None and not (isinstance(value, int | float) and value >= 1):
-            yield Issue(f"{key}={value}", f"is no {what} of at least 1", f"{key}=<{what}>")
+        if value is not None and not (isinstance(value, int | float) and value >= at_least):
+            yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", f"{key}=<{what}>")
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
         fix = f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU"
         yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", fix)

@@ -73,13 +73,17 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
     layers = decoder_layers(module)
     if not layers:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
         if recomputed and (product := last_product(layer)) is not None:
             product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
         if CHECKPOINTS_FORWARD and isinstance(layer, GradientCheckpointingLayer):
             # Each subclass is wrapped in the checkpoint: what is inside is compiled, so a recomputation runs its graph.
-            compiled = compile_forward(inspect.unwrap(type(layer).forward))
-            layer.__class__ = type(type(layer).__name__, (type(layer),), {"forward": compiled})
+            # One for all layers of a class: FSDP1's wrap policy takes the first of a name, and its instances.
+            if (own := type(layer)) not in classes:
+                compiled = compile_forward(inspect.unwrap(own.forward))
+                classes[own] = type(own.__name__, (own,), {"forward": compiled})
+            layer.__class__ = classes[own]
         else:
             layer.forward = compile_forward(layer.forward)
     return layers

@@ -239,7 +239,7 @@ class SharedPrefixEngine(FSDPEngine):
         access = cache_access(cache, planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, host, plan.runs_encoder, access)
         self.activations.begin(planned.level)
-        loss, metrics = torch.tensor(1.0, device=self._device), {}
+        loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
         with self._autocast():
             outputs = self.compute(inputs, micro_batch)
             if loss_function is not None:

@@ -85,9 +85,12 @@ def gpu_generations() -> frozenset[int]:
     """Major compute capabilities of this machine's GPUs; ``nvidia-smi`` tells them without a CUDA context."""
     if not torch.cuda.is_initialized() and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        result = subprocess.run(query, capture_output=True, text=True, timeout=60)
-        if result.returncode == 0:
-            return frozenset(int(line.partition(".")[0]) for line in result.stdout.split())
+        try:
+            told = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.split()
+        except subprocess.TimeoutExpired:
+            told = []  # torch is asked below
+        if found := frozenset(int(line.partition(".")[0]) for line in told if line[0].isdigit()):
+            return found
     if not torch.cuda.is_available():
         return frozenset()
     return frozenset(torch.cuda.get_device_capability(gpu)[0] for gpu in range(torch.cuda.device_count()))

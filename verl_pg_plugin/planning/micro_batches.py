@@ -174,8 +174,8 @@ class _Planner:
         self.order, self.whole = order, whole
         self.max_tokens = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
         self.max_sequences = limits.max_sequences or math.inf
-        self.short = (limits.max_tokens or 0) // SHORT_PREFIX
         self.carries, self.weights = weights is not None, weights or CacheWeights()
+        self.short = self.max_tokens // SHORT_PREFIX if self.carries or limits.max_tokens else 0
         self.prefill_cost, self.micro_batch_cost = prefill_cost, micro_batch_cost
         # Shorter prefixes are computed again: they cost less than their prefill.
         self.worth = prefill_cost * micro_batch_cost / (1 - prefill_cost) if self.carries else math.inf
