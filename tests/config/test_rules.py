@@ -31,6 +31,7 @@ SP, NEXT, VL = (
 FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"
 VISION = f"{MODEL}.override_config.attn_implementation"
+KEY_HEADS = f"{MODEL}.override_config.linear_num_key_heads"
 
 REFUSED: list[tuple[Mode, str, str, str, str]] = [
     # mode, overrides, setting (that of the override where it is empty), part of the cause, part of the fix
@@ -43,7 +44,7 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     *((PACKED, f"{FUSED} {BACKEND}={name}", "", "needs a GPU", "=torch") for name in ("triton", "liger")),
     (PACKED, f"{ACTOR}.{SP}=3", "", "2 query and 1 key/value heads cannot be spread", f"{SP}=2"),
     (PACKED, f"{GAE} critic.fsdp.{SP}=3", "", "cannot be spread", f"critic.fsdp.{SP}=2"),
-    (PACKED, f"{NEXT} {ACTOR}.fsdp_config.{SP}=2", "", "do not mix tokens that are spread over ranks", f"{SP}=1"),
+    (PACKED, f"{NEXT} {KEY_HEADS}=3 {ACTOR}.fsdp_config.{SP}=2", "", "qwen3_next: 3 key heads cannot", f"{SP}=1"),
     (PACKED, VL, f"{VISION}=flash_attention_2", "the vision encoder of qwen3_vl", f"{VISION}=sdpa"),
     (PADDED, f"{ACTOR}.use_dynamic_bsz=True", "", "through the middle", "packed mode"),
     (PADDED, f"{REF}.log_prob_use_dynamic_bsz=True", "", "through the middle", ""),

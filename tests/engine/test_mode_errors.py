@@ -71,4 +71,4 @@ def test_architecture_outside_the_attention_interface_is_named() -> None:
     with torch.device("meta"):
         module = transformers.BloomForCausalLM(transformers.BloomConfig(attention_dropout=0.0))
     with pytest.raises(ValueError, match=r"BloomForCausalLM does not go through.*use_prefix_grouper=False"):
-        prepare_model(module, TEXT, compiles=False, sp_size=1)
+        prepare_model(module, TEXT, compiles=False)

@@ -159,6 +159,19 @@ def test_two_ranks_sum_the_gradients_of_all_sequences(hybrids: dict, references:
         assert_exact(Result(got.outputs, got.gradients), (stock, Result(outputs, exact.gradients)))
 
 
+def run_under_ulysses(rank: int, path: str) -> list[Result]:
+    engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
+    budgets = (1 << 20, 75)  # of one rank; the second cuts the largest group
+    return [run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=b, sp_size=2), actor_loss()) for b in budgets]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_tokens_spread_over_two_ranks_keep_the_numbers(kind: str, hybrids: dict, references: dict) -> None:
+    for results in on_ranks(2, run_under_ulysses, hybrids[kind]):
+        for got in results:
+            assert_exact(got, references[kind])
+
+
 TREE = [
     *group(7, [5, 2, 3], 1),
     *(Sample([1, 2, 3, 4], [5, 6, *tail]) for tail in ([7, 8, 9, 1], [7, 8, 2], [3])),
@@ -185,6 +198,12 @@ def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: 
     assert_same(run_engine(engine, batch, actor_loss()), run_reference(toy, batch, actor_loss()))
     assert engine.shared_model.layers == {"attention": 2, "convolution": 1}
     assert not engine.shared_model.prefix_cache, "so its groups are not split"
+
+
+@pytest.mark.usefixtures("with_convolutions")
+def test_a_mixer_that_knows_no_ranks_is_refused_under_ulysses(toy: str) -> None:
+    with pytest.raises(ValueError, match=r"convolution layers of lfm2: tokens .* over ranks .*_parallel_size=1"):
+        make_engine(toy, packed=True, engine={"ulysses_sequence_parallel_size": 2})
 
 
 def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(

@@ -1,6 +1,7 @@
 """Images over two processes: a rank without any, rows of an image on both ranks, and a bad batch on one of them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ from verl.utils import tensordict_utils as tu
 from tests.engine.carried_cases import carry_always, carrying
 from tests.engine.ranks import on_ranks
 from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
-from tests.modalities.tiny_vision import IMAGE, KINDS, expected, image_batch, load, save_vision_model
+from tests.modalities.tiny_vision import (
+    HYBRID_KINDS,
+    IMAGE,
+    KINDS,
+    assert_hybrid_same,
+    expected,
+    image_batch,
+    load,
+    save_vision_model,
+)
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
@@ -87,6 +97,17 @@ def test_rows_of_images_are_spread_over_ranks(path: str) -> None:
         assert_same(results["images"], expected(path, MIXED))
         assert_same(results["text"], without_tower(expected(path, TEXT_ALONE)))
         assert_same(results["chain"], expected(path, CHAIN))
+
+
+def run_hybrid(rank: int, path: str) -> Result:
+    engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
+    return run_engine(engine, image_batch(load(path), MIXED), actor_loss())
+
+
+def test_images_of_hybrids_are_spread_over_ranks(tmp_path: Path) -> None:
+    path = save_vision_model(tmp_path, HYBRID_KINDS[0])
+    for got in on_ranks(2, run_hybrid, path):
+        assert_hybrid_same(got, expected(path, MIXED))
 
 
 def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:

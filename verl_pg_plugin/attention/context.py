@@ -58,6 +58,18 @@ class AttentionContext(ABC):
             (B, T, H, D) in the dtype of ``query`` and the width of ``value``.
         """
 
+    def to_heads(self, x: Tensor) -> Tensor:
+        """(1, L, H, ...) of this rank's tokens to (1, T, H / ranks, ...) of all tokens and this rank's heads."""
+        return x
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """This rank's part of a parameter (H, ...)."""
+        return x
+
     def mixed(self, mixer: str, out: Tensor) -> Tensor:
         """Count a layer and return what it computed."""
         self.calls[mixer] += 1
@@ -131,8 +143,8 @@ class PackedAttention(AttentionContext):
 class UlyssesAttention(AttentionContext):
     """An equal slice of the tokens on each rank of a group.
 
-    Two all-to-alls around attention trade a slice of the tokens and all heads for all tokens and a slice of the heads
-    and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so what attends in between is what one rank runs.
+    All-to-alls around what mixes tokens trade a slice of the tokens and all heads for all tokens and a slice of the
+    heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so in between each rank runs what one would.
 
     Attributes:
         inner: the tokens as this rank would attend to them if it held all T.
@@ -165,13 +177,21 @@ class UlyssesAttention(AttentionContext):
         # A rank needs at least one key/value head of its own.
         repeats = max(sp_size // num_kv_heads, 1)
         local_query, local_key, local_value = (
-            gather_seq_scatter_heads(x, seq_dim=2, head_dim=1, unpadded_dim_size=self.num_tokens, group=self.group)
+            self.to_heads(x.transpose(1, 2)).transpose(1, 2)
             for x in (query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1))
         )
         if options.sinks is not None:
-            options = replace(options, sinks=options.sinks.tensor_split(sp_size)[dist.get_rank(self.group)])
-        out = self.inner.attend(local_query, local_key, local_value, options)
-        return gather_heads_scatter_seq(out, head_dim=2, seq_dim=1, group=self.group)
+            options = replace(options, sinks=self.own_heads(options.sinks))
+        return self.to_tokens(self.inner.attend(local_query, local_key, local_value, options))
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        return gather_seq_scatter_heads(x, seq_dim=1, head_dim=2, unpadded_dim_size=self.num_tokens, group=self.group)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        return gather_heads_scatter_seq(x, head_dim=2, seq_dim=1, group=self.group)
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        return x.tensor_split(dist.get_world_size(self.group))[dist.get_rank(self.group)]
 
 
 class PaddedGroupsAttention(AttentionContext):

@@ -155,25 +155,19 @@ def fused_backend(engine: Engine) -> Issue | None:
 
 
 def ulysses(engine: Engine) -> Issue | None:
-    """Each rank gets as many query heads, and key/value heads of its own or whole copies of one."""
     size = engine.sp_size
     if size == 1 or engine.mode is not Mode.PACKED or engine.hf_config is None:
         return None
     text = engine.hf_config.get_text_config()
-    setting = f"{engine.sp_key}={size}"
-    if bound := [mixer.name for mixer in _mixers(text) if not mixer.ulysses]:
-        why = f"{', '.join(bound)} layers of {text.model_type} do not mix tokens that are spread over ranks"
-        return Issue(setting, why, f"{engine.sp_key}=1")
-    heads = getattr(text, "num_attention_heads", 0)  # 0: a config of the checkpoint's own names them otherwise
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
 
-    def spreads(ranks: int) -> bool:
-        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    def obstacles(ranks: int) -> list[str]:
+        found = [(mixer.name, mixer.ulysses_obstacle(text, ranks)) for mixer in _mixers(text)]
+        return [f"{name} layers of {text.model_type}: {why}" for name, why in found if why]
 
-    if not heads or spreads(size):
+    if not (found := obstacles(size)):
         return None
-    why = f"{heads} query and {kv_heads} key/value heads cannot be spread over so many ranks"
-    return Issue(setting, why, f"{engine.sp_key}={max(ranks for ranks in range(1, size) if spreads(ranks))}")
+    most = max(ranks for ranks in range(1, size) if ranks == 1 or not obstacles(ranks))
+    return Issue(f"{engine.sp_key}={size}", "; ".join(found), f"{engine.sp_key}={most}")
 
 
 def gradient_checkpointing(engine: Engine) -> Issue | None:

@@ -86,8 +86,7 @@ class SharedPrefixEngine(FSDPEngine):
         prepare_config(self.model_config.hf_config, self.modality)
         with upstream.forwards_left_alone():  # verl's own forwards drop keywords, ours among them
             module = super()._build_module()
-        sp_size = self.ulysses_sequence_parallel_size
-        self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, sp_size=sp_size)
+        self.shared_model = prepare_model(module, self.modality, compiles=self.compiles)
         layers = [layer for layer in decoder_layers(module) if getattr(layer, "_gradient_checkpointing_func", None)]
         if self.model_config.enable_gradient_checkpointing and not layers:
             asked = self.options.activations  # transformers' own checkpoints keep inputs

@@ -108,19 +108,14 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
         config._attn_implementation = {"": config._attn_implementation, **kept}
 
 
-def prepare_model(module: Any, modality: Modality, *, compiles: bool, sp_size: int) -> SharedModel:
+def prepare_model(module: Any, modality: Modality, *, compiles: bool) -> SharedModel:
     """Let the mixers take over an unwrapped model built from a prepared config, and compile its layers as asked.
 
-    ``sp_size`` ranks share the tokens. Raises ValueError where the model cannot run over shared prefixes.
+    Raises ValueError where the model cannot run over shared prefixes.
     """
     refuse(module, config_issues(module.config) + class_issues(type(module)))
     layers = count_layers(module.config.get_text_config())
     for name in layers:
-        if sp_size > 1 and not MIXERS[name].ulysses:
-            raise ValueError(
-                f"{name} layers of {type(module).__name__} do not mix tokens that are spread over ranks; set "
-                f"ulysses_sequence_parallel_size=1, or {SHARING_OFF}"
-            )
         MIXERS[name].install(module)
     modality.install(module)
     if compiles:

@@ -29,6 +29,15 @@ def prepare(config: PretrainedConfig) -> None:
     config._attn_implementation = ATTENTION_NAME
 
 
+def ulysses_obstacle(config: PretrainedConfig, ranks: int) -> str:
+    """Each rank gets as many query heads, and key/value heads of its own or whole copies of one."""
+    heads = getattr(config, "num_attention_heads", 0)  # 0: a config of the checkpoint's own names them otherwise
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if not heads or (heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)):
+        return ""
+    return f"{heads} query and {kv_heads} key/value heads cannot be spread over {ranks} ranks"
+
+
 def pair_costs(config: PretrainedConfig) -> tuple[PairCost, ...]:
     """Two FLOPs per pair and number of a query for the score, two per number of a value for the output."""
     layers = Counter(_layer_types(config))
@@ -46,7 +55,7 @@ MIXER = Mixer(
     obstacles=obstacles,
     prepare=prepare,
     pair_costs=pair_costs,
-    ulysses=True,
+    ulysses_obstacle=ulysses_obstacle,
     prefix_cache=True,
     padded_groups=True,
 )

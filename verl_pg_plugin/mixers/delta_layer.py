@@ -7,7 +7,8 @@ windows that hold the last tokens of the segment's ancestors in front of its own
 In the recurrence a segment starts from the state in which its parent ended. Segments of equal depth do not depend on
 each other, so they are the sequences of one varlen call with an initial state each: a GRPO group takes two calls.
 
-Both take over a function with which a layer of transformers mixes tokens; no model file changes.
+Both take over a function with which a layer of transformers mixes tokens; no model file changes. Under Ulysses each
+trades tokens for channels or heads, which do not see each other, and back.
 """
 
 from __future__ import annotations
@@ -243,14 +244,16 @@ class GatedDeltaLayer:
     ) -> torch.Tensor:
         """Stands in for ``causal_conv1d_fn``: x (1, D, T), weight (D, W) -> (1, D, T), zero at padding."""
         context, num_tokens = self._packed(kwargs)
+        x = context.to_heads(x.transpose(1, 2)).transpose(1, 2)
+        weight, bias = context.own_heads(weight), None if bias is None else context.own_heads(bias)
         windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
 
         def plain(part: torch.Tensor) -> torch.Tensor:
             return self.convolution(part, weight=weight, bias=bias, activation=activation)
 
-        out = convolve(x[..., :num_tokens], windows, plain)
+        out = F.pad(convolve(x[..., :num_tokens], windows, plain), (0, x.shape[-1] - num_tokens))
         self.convolved = True
-        return F.pad(out, (0, x.shape[-1] - num_tokens))
+        return context.to_tokens(out.transpose(1, 2)).transpose(1, 2)
 
     @torch.compiler.disable
     def delta_rule(
@@ -269,9 +272,12 @@ class GatedDeltaLayer:
             raise RuntimeError("a Gated DeltaNet layer convolved packed tokens by other means than causal_conv1d_fn")
         self.convolved = False
         levels = context.index(Levels.from_layout, query.device)
-        own = tuple(x[0, :num_tokens] for x in (query, key, value, g, beta))
+        tensors = [context.to_heads(x) for x in (query, key, value, g, beta)]
+        own = tuple(x[0, :num_tokens] for x in tensors)
         out = delta_rule_over(levels, self.rule, own, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-        return F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, query.shape[1] - num_tokens)).unsqueeze(0), None
+        num_padding = tensors[0].shape[1] - num_tokens
+        out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
+        return context.to_tokens(out), None
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
         context = kwargs.pop("prefix_grouper", self.context)

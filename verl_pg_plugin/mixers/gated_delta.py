@@ -53,6 +53,12 @@ def kernel_obstacles(device_name: str) -> list[str]:
     return []
 
 
+def ulysses_obstacle(config: PretrainedConfig, ranks: int) -> str:
+    """Each rank gets whole key heads with the value heads that read them."""
+    heads = config.linear_num_key_heads
+    return f"{heads} key heads cannot be spread over {ranks} ranks" if heads % ranks else ""
+
+
 def token_flops(config: PretrainedConfig) -> float:
     """The recurrence with a K x V state per head: two FLOPs per number to read it, to correct it, to query it.
 
@@ -71,6 +77,7 @@ MIXER = Mixer(
     machine_obstacles=kernel_obstacles,
     install=install,
     token_flops=token_flops,
+    ulysses_obstacle=ulysses_obstacle,
     stateful_model_types=TEXT_MODEL_TYPES | MULTIMODAL_MODEL_TYPES,
 )
 """The linear attention layers of Qwen3-Next and Qwen3.5."""

@@ -36,7 +36,8 @@ class Mixer:
         pair_costs: FLOPs that grow with pairs of tokens, by config.
         token_flops: forward FLOPs of one token over all of its layers, beside pairs and weights, by config.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
-        ulysses: whether it mixes tokens of a Ulysses group.
+        ulysses_obstacle: why a Ulysses group of that many ranks, above 1, cannot share the tokens, by config and ranks;
+            empty if it can.
         prefix_cache: whether it reads tokens that another micro-batch has computed; in a model with one that does not,
             each chunk of a split group computes what it shares again.
         padded_groups: whether it mixes the tokens of upstream's padded groups, and not packed ones only.
@@ -51,6 +52,8 @@ class Mixer:
     pair_costs: Callable[[PretrainedConfig], tuple[PairCost, ...]] = lambda config: ()
     token_flops: Callable[[PretrainedConfig], float] = lambda config: 0.0
     stateful_model_types: frozenset[str] = frozenset()
-    ulysses: bool = False
+    ulysses_obstacle: Callable[[PretrainedConfig, int], str] = lambda config, ranks: (
+        "tokens that are spread over ranks are not mixed"
+    )
     prefix_cache: bool = False
     padded_groups: bool = False
