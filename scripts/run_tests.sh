@@ -24,6 +24,7 @@ bash scripts/install.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A test that takes the memory of the machine fails by itself. CUDA reserves addresses beyond any such limit.
 if ! command -v nvidia-smi >/dev/null; then ulimit -v 16000000; fi
+export RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=2000000000 # which the limit counts, and else is a share of the machine
 run() { .venv/bin/python -m pytest "${selection[@]}" --durations=15 --junitxml="outputs/$1.xml" "${@:2}"; }
 on() { if [ "$others" = yes ]; then bash scripts/upkeep/run_tests_transformers.sh "$1"; fi; }
 second() {

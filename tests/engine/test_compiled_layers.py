@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported
@@ -207,6 +208,13 @@ def test_settings_hold_where_layers_are_compiled_in_every_thread_and_not_in_a_lo
     assert len(found) == before + 1 > 1
     assert all(seen == ours for seen in found)
     assert settings() == torchs != ours
+
+
+def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone() -> None:
+    config = transformers.Qwen3Config(num_hidden_layers=3, hidden_size=16, intermediate_size=16, vocab_size=16)
+    layers = compile_layers(transformers.AutoModelForCausalLM.from_config(config))
+    assert len(layers) == 3
+    assert len({type(layer) for layer in layers}) == 1
 
 
 def test_a_model_that_names_no_layers_is_refused() -> None:

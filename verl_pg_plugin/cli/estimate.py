@@ -205,7 +205,8 @@ def load(auto_class: Any, name: str) -> Any:
         return auto_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         said = str(error).strip().splitlines()[0]
-        raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}") from error
+        ways = f"hf download {name} --include '*.json' where there is a network, or --model <folder of a checkpoint>"
+        raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}; {ways}") from error
 
 
 def _memory_of_this_gpu() -> float | None:

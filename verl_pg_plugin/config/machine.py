@@ -72,7 +72,8 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
 
 def _rollout_engine(config: DictConfig) -> Iterator[Issue]:
     key, name = f"{ROLLOUT}.name", OmegaConf.select(config, f"{ROLLOUT}.name")
-    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+    spec = find_spec(PACKAGES[name]) if name in PACKAGES else None
+    if name in PACKAGES and (spec is None or spec.origin is None):  # the latter: a folder that is called so
         fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
         yield Issue(f"{key}={name}", f"{PACKAGES[name]} is not installed in {sys.prefix}", fix)
 

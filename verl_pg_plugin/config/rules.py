@@ -171,12 +171,15 @@ def ulysses(engine: Engine) -> Issue | None:
 
 
 def gradient_checkpointing(engine: Engine) -> Issue | None:
-    kind = getattr(engine.hf_config, "model_type", "")
-    casts = engine.get("strategy") == "fsdp2" and not _is_float32(engine.get("mixed_precision.param_dtype"))
-    recomputes = engine.trains and casts and engine.of_model("enable_gradient_checkpointing")
-    if not recomputes or kind not in FLOAT32_ANGLE_TYPES or fsdp2_recomputes_as_it_ran():
+    kind, key = getattr(engine.hf_config, "model_type", ""), f"{engine.model_section}.enable_gradient_checkpointing"
+    if not engine.of_model("enable_gradient_checkpointing"):
         return None
-    key = f"{engine.model_section}.enable_gradient_checkpointing"
+    known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING  # of a class of the checkpoint's own verl finds out
+    if known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
+        return Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
+    casts = engine.get("strategy") == "fsdp2" and not _is_float32(engine.get("mixed_precision.param_dtype"))
+    if not (engine.trains and casts and kind in FLOAT32_ANGLE_TYPES) or fsdp2_recomputes_as_it_ran():
+        return None
     why = (
         f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
         "their forward had, so that the first update fails, in stock verl too"
@@ -266,12 +269,14 @@ def attention_kernel(engine: Engine) -> Issue | None:
     if asked not in ("auto", *KERNELS):
         return None  # the option itself is refused
     setting = f"{ATTENTION_KERNEL}={asked}"
-    fix = f"++{ATTENTION_KERNEL}={'sdpa' if asked == 'auto' else 'auto'}, or {STOCK}"
+    needs = None if engine.hf_config is None else attention_needs(engine.hf_config.get_text_config())
+    fits = asked != "auto" and not (needs and model_misfit("auto", engine.device, needs))
+    fix = f"++{ATTENTION_KERNEL}={'auto' if fits else 'sdpa'}, or {STOCK}"
     if asked != "auto" and (missing := kernel_obstacle(asked, engine.device, asks_gpu=False)):
         return Issue(setting, f"{asked} {missing}", fix)
-    if engine.hf_config is None:
+    if needs is None:
         return None
-    why = model_misfit(asked, engine.device, attention_needs(engine.hf_config.get_text_config()))
+    why = model_misfit(asked, engine.device, needs)
     return Issue(setting, f"no kernel for {engine.hf_config.model_type}: {why}", fix) if why else None
 
 

@@ -63,11 +63,7 @@ class PaddedLayout:
 
 
 def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: IntArray) -> PaddedLayout:
-    """Put all sequences with the same prompt, wherever they stand, into one line.
-
-    Args:
-        tokens, offsets, prompt_lengths: as ``build_packed_layout`` takes them.
-    """
+    """Put all sequences with the same prompt, wherever they stand, into one line; arguments as of packed layouts."""
     starts, stops = offsets[:-1].tolist(), offsets[1:].tolist()
     prompts = prompt_lengths.tolist()
     groups: dict[bytes, list[int]] = {}

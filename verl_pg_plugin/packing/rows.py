@@ -42,7 +42,8 @@ def pack_grpo_data(
 
     Args:
         prompt_completion_ids: (bs, seq) integer token ids.
-        prompts_mask, responses_mask: (bs, seq) 0/1 or bool, 1 on prompt and on response tokens.
+        prompts_mask: (bs, seq) 0/1 or bool, 1 on prompt tokens.
+        responses_mask: the same of response tokens.
         advantages: bs numbers, of any shape.
         pack_num: most samples a row holds.
         seq_length: tokens in a packed row; may be any size the samples fit.
@@ -104,7 +105,8 @@ def pack_grouped_data(
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
             `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive).
         pack_num: samples a row holds once dummies are added.
-        seq_length, pad_token_id: see `pack_grpo_data`.
+        seq_length: see `pack_grpo_data`.
+        pad_token_id: see `pack_grpo_data`.
 
     Returns:
         `prompt_completion_ids` (seq_length,) int64;
