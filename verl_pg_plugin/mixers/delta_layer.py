@@ -305,7 +305,7 @@ def install(model: nn.Module) -> None:
                 setattr(module, CONVOLUTION, ops.convolve)
                 setattr(module, DELTA_RULE, ops.delta_rule)
                 layer.register_forward_pre_hook(ops.enter_layer, with_kwargs=True)
-            elif {CONVOLUTION, DELTA_RULE_OF_FILE} <= set(inspect.unwrap(type(module).forward).__code__.co_names):
+            elif type(module).__name__.endswith("GatedDeltaNet"):  # the counter of layers sees one that is another
                 install_in_file(sys.modules[type(module).__module__])
 
 
