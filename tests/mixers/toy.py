@@ -30,7 +30,7 @@ def enter_layer(layer: Lfm2DecoderLayer, args: tuple, kwargs: dict[str, Any]) ->
 @torch.compiler.disable  # index maps differ in every micro-batch
 def over_packed_tokens(layer: Lfm2ShortConv, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     before, after, x = layer.in_proj(hidden_states).chunk(3, dim=-1)
-    index_TW = layer.context.index(tokens_before, layer.L_cache)
+    index_TW = layer.context.index(tokens_before, layer.conv.weight.shape[-1])
     with_zero = nn.functional.pad((before * x).squeeze(0), (0, 0, 0, 1))
     convolved = (with_zero[index_TW] * layer.conv.weight.squeeze(1).flip(-1).T).sum(1)
     return layer.context.mixed(CONVOLUTION.name, layer.out_proj(after * convolved))
