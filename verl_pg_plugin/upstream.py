@@ -212,8 +212,8 @@ def regroup_after_v0_balance(
     RayPPOTrainer._balance_batch, RayPPOTrainer._update_actor = balance_then_regroup, update_then_show
 
 
-def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any]) -> None:
-    """Let a function of a model's file be ``packed`` for layers that are handed shared prefixes.
+def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:
+    """Let a function of a model's file, of these parameters, be ``packed`` for layers that are handed shared prefixes.
 
     What: the global ``name`` of ``modeling`` hands a call with a ``prefix_grouper`` on to ``packed``, and drops the
     keyword where it is None. Put in once per process and left there.
@@ -222,9 +222,13 @@ def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any]) -> Non
     Versions: transformers 5.15 to 5.24; earlier ones keep the functions in each layer.
     Remove when: transformers has an interface for linear attention, as it has one for attention.
     """
-    stock = getattr(modeling, name)
+    stock = getattr(modeling, name, None)
     if getattr(stock, "takes_shared", False):
         return
+    if stock is None or not set(parameters) <= inspect.signature(stock).parameters.keys():
+        tested = requirements("tested").get("transformers", "transformers 5.15 to 5.24")
+        why = f"{modeling.__name__}.{name} is gone or takes no more ({', '.join(parameters)})"
+        raise UpstreamChangedError(f"{why}; tested with {tested}")
 
     @functools.wraps(stock)
     def stock_or_packed(*args: Any, prefix_grouper: Any = None, **kwargs: Any) -> Any:

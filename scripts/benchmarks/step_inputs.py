@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, config_of
-from verl_pg_plugin.demo.checkpoint import CHAT_TEMPLATE, END, PAD, START, UNKNOWN
+from verl_pg_plugin.demo.checkpoint import END, PAD, START, UNKNOWN, with_chat_marks
 
 MAX_POSITION_EMBEDDINGS = 1 << 17
 DATA_SOURCE = "random_words"
@@ -33,15 +33,7 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex("\n"), "isolated"), pre_tokenizers.Split(Regex(" "), "removed")]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=UNKNOWN,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return with_chat_marks(tokenizer)
 
 
 def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, seed: int = 0) -> Path:

@@ -164,7 +164,9 @@ def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: P
 
     assert "--model /nope: no such folder; pass the folder of a checkpoint" in said("/nope")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "--model nobody/nothing cannot be read by AutoConfig: We couldn't connect" in said("nobody/nothing")
+    told = said("nobody/nothing")
+    assert told.startswith("error: --model nobody/nothing cannot be read by AutoConfig: Cannot reach")
+    assert "hf download nobody/nothing --include" in told
     config = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path)
     assert "packed mode does not run it: the model's config says attention_dropout=0.1" in said(tmp_path)

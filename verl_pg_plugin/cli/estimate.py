@@ -16,6 +16,7 @@ from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Leve
 if TYPE_CHECKING:
     from verl_pg_plugin.planning.forecast import Batch, Forecast
 
+FETCH_TIMEOUT_S = 5
 USUAL_BUDGETS = (16384, 32768, 65536, 131072)
 ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by at most 4%, one in seven by over 10%"
 DESCRIPTION = """\
@@ -199,11 +200,17 @@ def load(auto_class: Any, name: str) -> Any:
     Raises:
         CommandError: there is none.
     """
+    from httpx import HTTPError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise CommandError(f"--model {name}: no such folder; pass the folder of a checkpoint, or a hub id")
     try:
+        if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            # One try: without a network transformers would try for half a minute.
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=FETCH_TIMEOUT_S)
         return auto_class.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, HTTPError) as error:
         said = str(error).strip().splitlines()[0]
         ways = f"hf download {name} --include '*.json' where there is a network, or --model <folder of a checkpoint>"
         raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}; {ways}") from error

@@ -27,6 +27,11 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    return with_chat_marks(tokenizer)
+
+
+def with_chat_marks(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows the marks as transformers takes it, with the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token=UNKNOWN,

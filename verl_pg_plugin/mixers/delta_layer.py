@@ -319,7 +319,7 @@ def install_in_file(modeling: Any) -> None:
     if is_flash_linear_attention_available():
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
     else:
-        rule = getattr(modeling, DELTA_RULE_OF_FILE)
-    ops = GatedDeltaLayer(getattr(modeling, CONVOLUTION), rule)
-    upstream.run_when_shared(modeling, CONVOLUTION, ops.convolve)
-    upstream.run_when_shared(modeling, DELTA_RULE_OF_FILE, ops.delta_rule)
+        rule = getattr(modeling, DELTA_RULE_OF_FILE, None)
+    ops = GatedDeltaLayer(getattr(modeling, CONVOLUTION, None), rule)
+    upstream.run_when_shared(modeling, CONVOLUTION, ops.convolve, "weight", "bias", "activation")
+    upstream.run_when_shared(modeling, DELTA_RULE_OF_FILE, ops.delta_rule, "query", "key", "value", "g", "beta")
