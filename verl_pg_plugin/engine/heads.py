@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
-from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
 from verl_pg_plugin.architectures import fused_obstacle, head_obstacle
@@ -192,6 +191,8 @@ def _kernel(options: Mapping[str, Any]) -> FusedKernel:
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy  # needs Triton
 
         return lambda *given: linear_cross_entropy(*given, "none")
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
     return FusedLinearForPPO(impl_backend=backend)
 
 
