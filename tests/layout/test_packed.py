@@ -21,7 +21,7 @@ def test_every_distinct_token_is_computed_exactly_once(batch: Batch) -> None:
     assert layout.position_ids.tolist() == [len(key) - 2 for key in row_keys(layout)]
     assert layout.num_tokens == len(keys)
     assert layout.num_logical_tokens == sum(map(len, batch.sequences))
-    assert layout.num_groups == len({(c, key) for c, key in keys if len(key) == 2})
+    assert (layout.segment_start == 0).sum() == len({(c, key) for c, key in keys if len(key) == 2})
     assert layout.shares_tokens == (len(keys) < sum(len(sequence) - 1 for sequence in batch.sequences))
     assert not layout.is_chunk
 
@@ -36,7 +36,7 @@ def test_a_segment_attends_to_its_own_path_and_ends_only_where_sequences_part(ba
     assert (layout.segment_parent < np.arange(len(num_own))).all()
     assert layout.segment_start.tolist() == [len(path) - own for path, own in zip(paths, num_own.tolist(), strict=True)]
     children = Counter(layout.segment_parent.tolist())
-    assert layout.num_groups == children.pop(-1)
+    assert (layout.segment_start == 0).sum() == children.pop(-1)
     assert all(count > 1 for count in children.values())
     read_twice = max(Counter(layout.kv_index.tolist()).values()) > 1
     assert layout.num_gathered_kv == (len(layout.kv_index) if read_twice else 0)
@@ -82,7 +82,7 @@ def test_a_grpo_group_is_its_prompt_once_and_one_segment_per_response_that_repea
     assert layout.head_index.tolist() == [3, 4, 5, 6, 7, 8]
     assert layout.response_index.tolist() == [3, 4, 5, 10, 15, 16]
     assert layout.response_head.tolist() == [0, 1, 2, 3, 4, 5]
-    assert (layout.num_tokens, layout.num_logical_tokens, layout.num_groups) == (9, 18, 1)
+    assert (layout.num_tokens, layout.num_logical_tokens, (layout.segment_start == 0).sum()) == (9, 18, 1)
 
 
 def turns(count: int, length: int = 3) -> list[tuple[range, range]]:

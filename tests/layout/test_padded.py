@@ -21,11 +21,11 @@ def test_a_group_is_a_line_wherever_its_sequences_stand() -> None:
     assert layout.head_sequence.tolist() == [0, 0, 2, 1]
     assert layout.response_index.tolist() == [2, 3, 10, 6]
     assert layout.response_head.tolist() == [0, 1, 2, 3]
-    assert (layout.num_tokens, layout.num_groups, layout.num_logical_tokens) == (10, 2, 12)
+    assert (layout.num_tokens, len(layout.group_info), layout.num_logical_tokens) == (10, 2, 12)
     assert [x.tolist() for x in layout.segments] == [[0, 2, 2, 0, 1], [2, 2, 1, 1, 1]], "responses see their prefix"
 
 
 def test_prompts_that_differ_in_a_single_token_are_lines_of_their_own() -> None:
     layout = laid_out(((1, 2, 3), (7,)), ((1, 4, 3), (7,)), ((5, 2, 3), (7,)))
-    assert layout.num_groups == 3
+    assert len(layout.group_info) == 3
     assert layout.input_ids.tolist() == [[1, 2, 3], [1, 4, 3], [5, 2, 3]]

@@ -12,7 +12,7 @@ from tests.layout.tries import Batch, batches
 from tests.modalities.tiny_vision import config_of as vision_config
 from verl_pg_plugin.layout import build_packed_layout, build_padded_layout
 from verl_pg_plugin.mixers import PairCost
-from verl_pg_plugin.planning.cost import ModelFlops, num_pairs, visible_pairs
+from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
 PER_LAYER = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
@@ -148,7 +148,9 @@ def test_a_segment_pays_for_the_keys_in_the_window_of_each_query(
 @given(batches(), windows)
 def test_packed_tokens_pay_once_each_for_what_they_see(batch: Batch, window: int | None) -> None:
     layout = batch.layout()
-    assert num_pairs(layout, window) == sum(keys_seen(p, window) for p in layout.position_ids.tolist())
+    assert visible_pairs(*layout.segments, window).sum() == sum(
+        keys_seen(p, window) for p in layout.position_ids.tolist()
+    )
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -156,7 +158,8 @@ def test_padded_groups_pay_for_their_rows_and_not_for_padding(window: int | None
     tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8])
     arguments = tokens, np.array([0, 4, 9, 11]), np.array([3, 3, 1])
     padded, packed = build_padded_layout(*arguments), build_packed_layout(*arguments)
-    assert num_pairs(padded, window) == num_pairs(packed, window)
+    pairs = [visible_pairs(*layout.segments, window).sum() for layout in (padded, packed)]
+    assert pairs[0] == pairs[1]
 
 
 GRIDS = ((1, 8, 12), (1, 4, 8))

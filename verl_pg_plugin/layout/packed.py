@@ -107,11 +107,6 @@ class PackedLayout:
         return len(self.input_ids)
 
     @property
-    def num_groups(self) -> int:
-        """Sets of sequences that share at least their first token; a split group counts where that is computed."""
-        return int((self.segment_start == 0).sum())
-
-    @property
     def is_chunk(self) -> bool:
         """Whether tokens of another micro-batch are read, or its own by another."""
         return self.num_cached > 0 or len(self.publish) > 0

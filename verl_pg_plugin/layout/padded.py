@@ -52,10 +52,6 @@ class PaddedLayout:
         return self.input_ids.size
 
     @property
-    def num_groups(self) -> int:
-        return len(self.group_info)
-
-    @property
     def segments(self) -> tuple[IntArray, IntArray]:
         """(S,) tokens that each segment sees before its own, and (S,) its own: prefix and responses of every group."""
         start = [at for prefix, *responses in self.group_info for at in (0, *[prefix] * len(responses))]

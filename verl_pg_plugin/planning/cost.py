@@ -39,11 +39,6 @@ def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) 
     return _triangle(inside_stop) - _triangle(inside_start) + window * beyond
 
 
-def num_pairs(layout: Layout, window: int | None = None) -> int:
-    """Pairs of a whole layout; padding is not computed."""
-    return int(visible_pairs(*layout.segments, window).sum())
-
-
 def _triangle(n: IntArray) -> IntArray:
     """1 + 2 + ... + n."""
     return n * (n + 1) // 2
