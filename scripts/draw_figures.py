@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,8 +56,16 @@ def new_axes(height: float, panels: int = 1) -> tuple[plt.Figure, list[plt.Axes]
     return figure, list(axes[:, 0])
 
 
-def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str], colors: list[str]) -> None:
+def rows_by_path(name: str, case: str) -> dict[str, dict[str, str]]:
+    """Rows of an update by their path."""
+    return {row["path"]: row for row in rows_of(name, case=case, phase="update")}
+
+
+def bars(
+    axes: plt.Axes, names: list[str], values: list[float], notes: list[str], colors: list[str], title: str = ""
+) -> None:
     """Lying bars, each with its name above it and its note behind it."""
+    axes.set_title(title, loc="left", weight="bold", pad=12)
     for at, (name, value, note, color) in enumerate(zip(names, values, notes, colors, strict=True)):
         axes.barh(at, value, 0.5, color=color)
         axes.text(0, at - 0.3, name, va="bottom")
@@ -126,26 +135,22 @@ def where_it_comes_from() -> plt.Figure:
     """What is left of stock verl's update after each part, with a shared prompt and with nothing shared."""
     parts = {
         "stock verl": "rmpad",
-        "prefixes shared, no padding": "packed:recompute_attention",
+        "prefixes shared, no padding": "packed:recompute_attention=True",
         "attention's outputs kept": "packed",
-        "layers compiled": "packed:compile_layers",
+        "layers compiled": "packed:compile_layers=True",
     }
     cases = {"8192,1024,8,1": "prompt 8192, response 1024, n 8", "4096,1024,1,4": "nothing shared: 4096, 1024, n 1"}
     figure, panels = new_axes(6.2, len(cases))
     for axes, (case, title) in zip(panels, cases.items(), strict=True):
-        rows = {
-            row["path"].partition("=")[0]: row for row in rows_of("actor_4b_flash_attn_2", case=case, phase="update")
-        }
+        rows = rows_by_path("actor_4b_flash_attn_2", case)
         seconds = [float(rows[path]["seconds_median"]) for path in parts.values()]
         notes = [f"{seconds[0]:.2f} s", *(f"{value:.2f} s, {seconds[0] / value:.2f}x" for value in seconds[1:])]
-        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 3])
+        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 3], title)
         for at, (before, after) in enumerate(pairwise(seconds), start=1):
             axes.barh(at, before - after, 0.5, after, color="none", edgecolor=STOCK, linestyle=":")
-        axes.texts[-1].set_weight("bold")
-        for at, before in enumerate(seconds[:-1], start=1):
             axes.texts[2 * at + 1].set_x(before)
+        axes.texts[-1].set_weight("bold")
         axes.set_xlim(0, 1.3 * seconds[0])
-        axes.set_title(title, loc="left", weight="bold", pad=12)
     panels[-1].set_xlabel(f"seconds of an update: {ABOUT}, one H200")
     return figure
 
@@ -177,23 +182,22 @@ def memory() -> plt.Figure:
     cases = {"8192,1024,8,4": "prompt 8192, response 1024, n 8", "300,300,8,16": "prompt 300, response 300, n 8"}
     figure, panels = new_axes(5.4, len(cases))
     for axes, (case, title) in zip(panels, cases.items(), strict=True):
-        rows = {row["path"]: row for row in rows_of("activation_levels_4b", case=case, phase="update")}
+        rows = rows_by_path("activation_levels_4b", case)
         chosen = [rows[path] for path in paths.values()]
         peaks, hosts = ([float(row[key]) for row in chosen] for key in ("peak_gib", "host_gib"))
         notes = [
             f"{peak:.1f} GiB, {float(row['seconds_median']):.1f} s" for peak, row in zip(peaks, chosen, strict=True)
         ]
-        bars(axes, list(paths), peaks, notes, [STOCK, OURS, OURS])
+        bars(axes, list(paths), peaks, notes, [STOCK, OURS, OURS], title)
         axes.barh(range(3), hosts, 0.5, peaks, color=HOST, hatch="//", edgecolor="white")
         for at, (peak, host) in enumerate(zip(peaks, hosts, strict=True)):
             axes.texts[2 * at + 1].set_x(peak + host)
         axes.set_xlim(0, 40)
-        axes.set_title(title, loc="left", weight="bold", pad=12)
     panels[-1].set_xlabel(f"GiB at the peak of an update, hatched on the host:\n{ABOUT}, one H100")
     return figure
 
 
-def packed_rows() -> plt.Figure:
+def packed_tokens() -> plt.Figure:
     """Three responses to a prompt as stock verl computes them and as packed tokens, and which tokens read which."""
     prompt, lengths = 5, (3, 2, 4)
     figure, (tokens, mask) = plt.subplots(
@@ -244,6 +248,118 @@ def draw_mask(axes: plt.Axes, prompt: int, lengths: tuple[int, ...], names: list
     axes.set_title("who reads whom", weight="bold", loc="left")
 
 
+def prefix_trees() -> plt.Figure:
+    """What sequences share, as a tree each: a group, prompts that begin alike, an agent's sessions turn by turn."""
+    p, q = [("system", 6), ("p", 3)], [("system", 6), ("q", 4)]
+    a, b = [("prompt", 8), ("a 1", 3), ("a 2", 3), ("a 3", 3)], [("prompt", 8), ("b 1", 3), ("b 2", 3)]
+    cases = {
+        "a prompt with its responses": [[("prompt", 8), end] for end in (("a", 4), ("b", 3), ("c", 5))],
+        "prompts that begin alike": [[*p, ("a", 4)], [*p, ("b", 3)], [*q, ("c", 4)], [*q, ("d", 3)]],
+        "an agent's two sessions, a sequence for each turn": [a[:2], a[:3], a, b[:2], b],
+    }
+    figure, (axes,) = new_axes(8)
+    y = 0.0
+    for title, sequences in cases.items():
+        axes.text(0, y + 0.2, title, weight="bold")
+        y = draw_tree(axes, y - 0.9, sequences)
+        total = sum(length for sequence in sequences for _, length in sequence)
+        different = sum(node[-1][1] for node in beginnings(sequences))
+        axes.text(0, y, f"{total} tokens, {different} different ones: {total / different:.1f} to one", va="top")
+        y -= 1.9
+    axes.set(xlim=(0, 19), ylim=(y + 1, 1.2))
+    axes.axis("off")
+    return figure
+
+
+Pieces = Sequence[tuple[str, int]]
+
+
+def beginnings(sequences: Sequence[Pieces]) -> dict[tuple[tuple[str, int], ...], int]:
+    """Nodes of the tree, each by the pieces from the root to it, and how many sequences go through it."""
+    return Counter(tuple(pieces[: at + 1]) for pieces in sequences for at in range(len(pieces)))
+
+
+def draw_tree(axes: plt.Axes, y: float, sequences: Sequence[Pieces]) -> float:
+    """A node is a box behind its parent's, in its parent's line if it is the first child. The y below the last line."""
+    gap, lines, ends = 0.6, 1, {}
+    for node, readers in beginnings(sequences).items():
+        name, length = node[-1]
+        x, line, children = ends.get(node[:-1], (-gap, 0, 0))
+        ends[node[:-1]] = (x, line, children + 1)
+        own = line if not children else lines
+        lines += own == lines
+        axes.add_patch(
+            plt.Rectangle((x + gap, y - own), length, 0.7, color=OURS if readers > 1 else RESPONSE_COLORS[0])
+        )
+        axes.text(x + gap + length / 2, y - own + 0.35, name, ha="center", va="center", color="white")
+        if x > 0:
+            above, below = y - line + 0.35, y - own + 0.35
+            corners = [x, x + gap / 2, x + gap / 2, x + gap], [above, above, below, below]
+            axes.plot(*corners, color="#606060", zorder=0)
+        ends[node] = (x + gap + length, own, 0)
+    return y - lines + 0.5
+
+
+def split_group() -> plt.Figure:
+    """The chunks of a group in a forward, which hands on keys and values, and in an update, which hands back sums."""
+    chunks = {"chunk 1": ("1", "2"), "chunk 2": ("3", "4", "5"), "chunk 3": ("6", "7", "8")}
+    figure, (axes,) = new_axes(7)
+    y = 0.0
+    for title, order, handed in (
+        ("old_log_prob, ref, values: KV forward", list(chunks), "K, V"),
+        ("update: dK/dV back", list(chunks)[::-1], "dK, dV, summed in float32"),
+    ):
+        axes.text(0, y + 1, title, weight="bold")
+        for at, name in enumerate(order):
+            color, text = (OURS, "prompt: computed") if name == "chunk 1" else (HOST, "prompt: K, V read")
+            axes.add_patch(plt.Rectangle((0, y), 6, 0.8, color=color))
+            axes.text(3, y + 0.4, text, ha="center", va="center")
+            boxes(axes, 6.05, y, list(chunks[name]), [RESPONSE_COLORS[0]] * len(chunks[name]))
+            axes.text(6.2 + len(chunks[name]), y + 0.4, name, va="center")
+            if at:
+                axes.annotate("", (3, y + 0.85), (3, y + 1.55), arrowprops={"arrowstyle": "-|>", "color": "black"})
+                axes.text(3.3, y + 1.2, handed, va="center")
+            y -= 1.6
+        y -= 0.6
+    axes.text(0, y + 1.4, "What a chunk of an update reads comes from a prefill without gradient.", va="center")
+    axes.set(xlim=(0, 11), ylim=(y + 1, 1.6))
+    axes.axis("off")
+    return figure
+
+
+def learning_cpu() -> plt.Figure:
+    """Every run's metrics by step, a colour for each seed, on the band of the rmpad runs."""
+    return learning("learning_cpu")
+
+
+def learning_gpu() -> plt.Figure:
+    """The same with vLLM."""
+    return learning("learning_gpu")
+
+
+def learning(name: str) -> plt.Figure:
+    titles = {"reward": "reward", "kl": "KL loss to the reference", "entropy": "entropy", "grad_norm": "gradient norm"}
+    seeds = sorted({row["seed"] for row in rows_of(name)})
+    figure, panels = new_axes(10, len(titles))
+    for axes, (metric, title) in zip(panels, titles.items(), strict=True):
+        runs = {
+            (mode, seed): [float(row[metric]) for row in rows_of(name, mode=mode, seed=seed)]
+            for mode in ("rmpad", "packed")
+            for seed in seeds
+        }
+        stock = list(zip(*(line for (mode, _), line in runs.items() if mode == "rmpad"), strict=True))
+        axes.fill_between(range(1, len(stock) + 1), list(map(min, stock)), list(map(max, stock)), color="0.9")
+        for (mode, seed), line in runs.items():
+            style = {"linewidth": 3, "alpha": 0.35} if mode == "rmpad" else {"linewidth": 1.5, "linestyle": "--"}
+            label = f"{mode}, seed {seed}" if axes is panels[0] else None
+            axes.plot(range(1, len(line) + 1), line, color=f"C{seed}", label=label, **style)
+        axes.set_title(title, loc="left", weight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("training step; grey: from the lowest to the highest rmpad run")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
 def problems() -> str:
     """What a run with four mistakes writes before it starts anything, as SVG."""
     overrides = [
@@ -274,7 +390,10 @@ def problems() -> str:
 
 FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
-    for function in (does_it_pay, steps, where_it_comes_from, reward_over_time, memory, packed_rows, problems)
+    for function in (
+        *(does_it_pay, steps, where_it_comes_from, reward_over_time, memory),
+        *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems),
+    )
 }
 
 

@@ -1,7 +1,7 @@
 """Train the arithmetic task in each mode with several seeds and write how it learned, step by step, to a CSV file.
 
     python scripts/learning_curves.py --output-dir outputs/learning --csv docs/data/learning_cpu.csv
-    python scripts/learning_curves.py --csv docs/data/learning_cpu.csv --draw docs/images/learning_cpu.png
+    python scripts/draw_figures.py learning_cpu
 
 verl's trainer runs with its real rollout: vLLM where torch sees a GPU (in bf16, with heads of 64), the plugin's own
 rollout on a CPU (in float32). A seed draws the order of the questions and the responses. A training step is one
@@ -14,7 +14,6 @@ Runs whose metrics are complete in ``--output-dir`` are kept: a command that was
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -23,14 +22,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import matplotlib
 import torch
 
-matplotlib.use("Agg")
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-import matplotlib.pyplot as plt
 from benchmarks.common import write_csv
 from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import ScriptRun, run_to_end
@@ -71,13 +67,6 @@ METRICS = {
     "rollout_actor_max_diff": "training/rollout_probs_diff_max",
     "response_tokens": "response_length/mean",
     "step_s": "timing_s/step",
-}
-TITLES = {
-    "reward": "reward",
-    "kl": "KL loss to the reference (nats)",
-    "entropy": "entropy (nats)",
-    "grad_norm": "gradient norm",
-    "rollout_actor_corr": "correlation of rollout's and actor's probabilities",
 }
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 
@@ -120,30 +109,6 @@ def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
     ]
 
 
-def draw(table: Path, image: Path) -> None:
-    """A panel for each metric: the band of the rmpad runs, and every run; a colour for each seed, packed dashed."""
-    curves: dict[tuple[str, int], list[dict[str, str]]] = {}
-    with table.open(newline="") as file:
-        for row in csv.DictReader(file):
-            curves.setdefault((row["mode"], int(row["seed"])), []).append(row)
-    figure, panels = plt.subplots(len(TITLES), 1, figsize=(8, 2.3 * len(TITLES)), sharex=True, layout="constrained")
-    for axes, (metric, title) in zip(panels, TITLES.items(), strict=True):
-        lines = {run: [float(row[metric]) for row in rows] for run, rows in curves.items()}
-        stock = list(zip(*(line for (mode, _), line in lines.items() if mode == "rmpad"), strict=True))
-        if stock:
-            steps = range(1, len(stock) + 1)
-            axes.fill_between(steps, list(map(min, stock)), list(map(max, stock)), color="0.9", label="all of rmpad")
-        for (mode, seed), line in sorted(lines.items()):
-            style = {"linewidth": 2.5, "alpha": 0.35} if mode == "rmpad" else {"linewidth": 1.2, "linestyle": "--"}
-            axes.plot(range(1, len(line) + 1), line, color=f"C{seed}", label=f"{mode}, seed {seed}", **style)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.ticklabel_format(useOffset=False)
-        axes.grid(alpha=0.3)
-    panels[-1].set_xlabel("training step")
-    panels[0].legend(fontsize="small", ncols=3)
-    figure.savefig(image, dpi=110)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=FLAGS, default=["rmpad", "packed"])
@@ -153,7 +118,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run, start-up included")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning"))
     parser.add_argument("--csv", type=Path, help="default: learning.csv in --output-dir")
-    parser.add_argument("--draw", type=Path, metavar="PNG", help="train nothing; draw the CSV file")
     parser.add_argument("overrides", nargs="*", help="verl overrides for every run, behind --")
     args = parser.parse_args()
     args.output_dir = args.output_dir.absolute()
@@ -163,9 +127,6 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    if args.draw:
-        draw(args.csv, args.draw)
-        return 0
     device = "gpu" if torch.cuda.is_available() else "cpu"
     if not (args.output_dir / "data").is_dir():
         make_arithmetic_data(args.output_dir / "data")
