@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from tests.config import config_support
 from tests.fresh import run_fresh
 from verl_pg_plugin import compat
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.cli import FAIL, OK, WARN, CommandError, Line, doctor, overrides, show
+from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, doctor, overrides
 from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
 from verl_pg_plugin.config import compile, rules
 from verl_pg_plugin.config.checkpoints import read_hf_config
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 PROCESS = {
-    "engines": [],
+    "engines": {},
     "loaded": True,
     "plugin_error": "",
     "platform": "CPUPlatform",
@@ -103,11 +104,11 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overrides, "compose", compose)
 
 
-def bad(lines: list[Line]) -> list[Line]:
-    return [line for line in lines if line.state in (WARN, FAIL)]
+def bad(lines: list[Check]) -> list[Check]:
+    return [line for line in lines if line.status in (WARN, FAIL)]
 
 
-def text_of(lines: list[Line], what: str) -> str:
+def text_of(lines: list[Check], what: str) -> str:
     return " ".join(line.text for line in lines if line.what == what)
 
 
@@ -118,7 +119,7 @@ def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(c
     monkeypatch.setattr(doctor, "fresh_process", lambda: processes[0])
     assert main(["doctor", "--full"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[-1] == "OK: 0 failing, 0 to look at"
+    assert lines[-1] == "prefix sharing: ready"
     assert any(line.startswith(f"OK torch {torch.__version__} (supported: ") for line in lines)
     assert "OK plugin verl_pg_plugin loads" in lines
     assert "OK language_model fsdp2 PrefixGrouperFSDPEngineWithLMHead (device cpu, vendor cpu)" in lines
@@ -135,16 +136,23 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
     assert lines[place].startswith("  FAIL")
     assert lines[place + 1] == f"        fix: {ACTOR}.qat.enable=False"
     assert any("prefix_grouper.logits_chunk_size=abc: is not an integer" in line for line in lines)
-    assert lines[-1].startswith("FAIL: 2 failing")
+    assert lines[-1] == "prefix sharing: not ready (2 problems)"
 
 
-def test_a_warning_leaves_the_exit_code_0_and_no_line_is_wrapped(capsys) -> None:
-    assert show([("Title", [Line(OK, "a", "b"), Line(WARN, "c", "slow", "faster")])]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "WARN: 0 failing, 1 to look at"
-    assert show([("Title", [Line(FAIL, "c", "x" * 300, "y" * 300)])]) == 1
+def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same_checks(capsys) -> None:
+    warned, failed = Check(WARN, "a", "slow", "faster"), Check(FAIL, "b", "x" * 300, "y" * 300)
+    assert doctor.show([("Title", [warned])]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "prefix sharing: ready"
+    assert doctor.show([("Title", [warned, failed]), ("Empty", [])]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].endswith("x" * 300)
-    assert lines[2] == "        fix: " + "y" * 300
+    assert lines[1:3] == ["  WARN  a  slow", "        fix: faster"]
+    assert lines[3].endswith("x" * 300)
+    assert lines[4] == "        fix: " + "y" * 300
+    assert lines[5:] == ["prefix sharing: not ready (1 problem)"]
+    assert doctor.show([("Title", [warned, failed])], as_json=True) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ready"], told["problems"]) == (False, 1)
+    assert told["checks"] == [{"section": "Title", **asdict(check)} for check in (warned, failed)]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--json"]])
 def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: list[str]) -> None:
     """Two seconds of CPU: an import of verl or torch takes more."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -173,7 +181,11 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout
+    if "--json" in arguments:
+        told = json.loads(done.stdout)
+        assert told["ready"]
+        found = {(check["section"], check["what"]): check["text"] for check in told["checks"]}
+        assert found["Versions", "flash-attn"] in ("not installed (optional)", compat.installed("flash-attn"))
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
@@ -202,7 +214,7 @@ def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypa
     assert line.fix.startswith("pip install 'transformers")
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.99.0\n")
     (line,) = bad(doctor.version_lines())
-    assert (line.state, line.fix) == (WARN, f"pip install '{compat.requirements('tested')['transformers']}'")
+    assert (line.status, line.fix) == (WARN, f"pip install '{compat.requirements('tested')['transformers']}'")
 
 
 def test_a_machine_without_gpu_fails_with_and_without_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +222,7 @@ def test_a_machine_without_gpu_fails_with_and_without_full(monkeypatch: pytest.M
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     (line,) = bad(doctor.installed_lines())
     (full,) = bad(doctor.process_lines({**PROCESS, "platform": "PlatformCUDA", "device": "cuda", "available": False}))
-    assert (line.state, line.what, line.fix) == (full.state, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
+    assert (line.status, line.what, line.fix) == (full.status, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
     assert overrides.taken_kernel("cuda") == [], "said once"
     monkeypatch.setattr(doctor, "gpus", lambda: ["NVIDIA H200, 570.1, 9.0, 143771 MiB"])
     assert bad(doctor.installed_lines()) == []
@@ -236,13 +248,12 @@ def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pyt
 
 def test_environment_variables_that_put_another_engine_in_force_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
-    stock = {"model_type": "language_model", "strategy": "fsdp2", "built": "verl.NPUEngine", "error": ""}
-    (line,) = bad(doctor.engine_lines({**PROCESS, "engines": [stock]}))
+    stock = {**PROCESS, "engines": {"language_model fsdp2": "verl.NPUEngine"}}
+    (line,) = bad(doctor.engine_lines(stock))
     assert "NPUEngine, not ours" in line.text
     assert "device npu" in line.text
     assert line.fix == "unset VERL_ENGINE_DEVICE"
-    broken = {**PROCESS, "engines": [stock], "plugin_error": "gone"}
-    assert bad(doctor.engine_lines(broken)) == [], "the plugin fails, not this"
+    assert doctor.engine_lines({**stock, "plugin_error": "gone"}) == [], "the plugin fails, not this"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,9 @@ def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed
     assert text_of(lines, "compiled layers").startswith("yes (")
     assert text_of(lines, "activations") == "inputs"
     stock = run_lines(compose_config([*packed, f"{ACTOR}.use_prefix_grouper=False"]))
-    assert text_of(stock, "mode").startswith("rmpad (")
+    (line,) = bad(stock)
+    assert line.text.startswith("rmpad, which shares nothing (")
+    assert (line.status, line.fix) == (WARN, f"{ACTOR}.use_prefix_grouper=True")
     assert not text_of(stock, "attention kernel") + text_of(stock, "compiled layers")
 
 
@@ -286,9 +299,12 @@ def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed:
     monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
     config = compose_config([*packed, f"{ACTOR}.strategy=fsdp", f"{MODEL}.lora_rank=8"])
     line = overrides._compiled_line(config, read_hf_config(config))
-    assert (line.state, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
+    assert (line.status, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
     config.actor_rollout_ref.model.lora_rank = 0
-    assert overrides._compiled_line(config, read_hf_config(config)).state == OK
+    assert overrides._compiled_line(config, read_hf_config(config)).status == OK
+    config.prefix_grouper.compile_layers = False
+    line = overrides._compiled_line(config, read_hf_config(config))
+    assert line.fix.startswith("++prefix_grouper.compile_layers=True"), "another strategy helps nothing"
 
 
 def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:
@@ -316,7 +332,7 @@ def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carr
     packed: list[str], asked: list[str], state: str, said: str
 ) -> None:
     (line,) = (line for line in group_lines(compose_config([*packed, *asked])) if line.what == "update")
-    assert line.state == state
+    assert line.status == state
     assert said in line.text
 
 
@@ -331,14 +347,14 @@ def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed,
     deep = Qwen3Config(**{**config_support.TINY, "num_hidden_layers": 48})
     path = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, deep)}"
 
-    def told() -> list[Line]:
+    def told() -> list[Check]:
         return group_lines(compose_config([*packed, f"{BUDGET}=1600", path]))
 
     assert text_of(told(), "update") == f"it stays whole above {BUDGET}=1600"
     assert "of 80.0 GiB on the device" in text_of(told(), "memory of the update")
     gpu.total_memory = 1
     (line,) = (line for line in told() if line.what == "memory of the update")
-    assert line.state == WARN
+    assert line.status == WARN
 
     def fixed(*asked: str) -> float:
         config = compose_config([*packed, *asked])

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from verl_pg_plugin import compat, register
-from verl_pg_plugin.cli import FACT, FAIL, OK, WARN, Line, Section, show
+from verl_pg_plugin.cli import FAIL, OK, WARN, Check, Section, in_columns
 
 NAME = "verl_pg_plugin"
 POLICY = "VERL_USE_EXTERNAL_PLUGINS"
@@ -49,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="import verl as a worker does, and look at engines and signatures; overrides imply it (half a minute)",
     )
+    parser.add_argument("--json", action="store_true", help="write the same checks and the verdict as JSON")
     parser.set_defaults(run=run)
 
 
@@ -58,12 +60,41 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: Hydra cannot compose the overrides.
     """
-    if not (args.full or args.overrides):
-        return show([("Versions", version_lines()), ("verl", installed_lines()), ("Attention kernels", kernel_lines())])
-    # What verl and its imports have to say about this machine is in the report.
-    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
-    warnings.simplefilter("ignore")
-    return show(_full(args.overrides))
+    if args.full or args.overrides:
+        # What verl and its imports have to say about this machine is in the report.
+        os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+        warnings.simplefilter("ignore")
+        return show(_full(args.overrides), as_json=args.json)
+    sections = ("Versions", version_lines()), ("verl", installed_lines()), ("Attention kernels", kernel_lines())
+    return show(sections, as_json=args.json)
+
+
+def show(sections: Iterable[Section], as_json: bool = False) -> int:
+    """Write the sections as they come, each check with its status and, below it, its fix; then the verdict.
+
+    Args:
+        sections: titles and checks.
+        as_json: write one object with all of it at the end.
+
+    Returns:
+        Exit code: 1 if a check is FAIL, else 0.
+    """
+    found = []
+    for title, checks in sections:
+        found += [{"section": title, **asdict(check)} for check in checks]
+        if as_json or not checks:
+            continue
+        sys.stdout.write(f"{title}\n")
+        lines = in_columns([(check.status.ljust(4), check.what, check.text) for check in checks])
+        for check, line in zip(checks, lines, strict=True):
+            sys.stdout.write(f"  {line}\n" + (f"        fix: {check.fix}\n" if check.fix else ""))
+    problems = sum(check["status"] == FAIL for check in found)
+    ready = f"not ready ({problems} problem{'s' if problems > 1 else ''})" if problems else "ready"
+    if as_json:
+        sys.stdout.write(json.dumps({"ready": not problems, "problems": problems, "checks": found}, indent=2) + "\n")
+    else:
+        sys.stdout.write(f"prefix sharing: {ready}\n")
+    return int(problems > 0)
 
 
 def _full(asked: list[str]) -> Iterator[Section]:
@@ -71,7 +102,7 @@ def _full(asked: list[str]) -> Iterator[Section]:
     process = fresh_process()
     error = "" if "error" in process else registration_error()
     loads = not (process.get("error") or error or process["plugin_error"])
-    taken: list[Line] = []
+    taken: list[Check] = []
     of_overrides: Iterable[Section] = ()
     if loads:
         from verl_pg_plugin.cli import overrides
@@ -91,54 +122,52 @@ def _full(asked: list[str]) -> Iterator[Section]:
 # This machine
 
 
-def version_lines() -> list[Line]:
+def version_lines() -> list[Check]:
     """Installed versions, and what is missing or outside the range that this package declares."""
     wanted, tested = compat.requirements("trainer"), compat.requirements("tested")
-    lines = [Line(FACT, "python", platform.python_version())]
+    lines = [Check(OK, "python", platform.python_version())]
     for name in dict.fromkeys([*PACKAGES, *wanted]):
         installed, requirement = compat.installed(name), wanted.get(name)
         if requirement is None:
-            lines.append(Line(FACT, name, installed or "not installed"))
+            lines.append(Check(OK, name, installed or "not installed (optional)"))
             continue
         fix, supported = f"pip install '{name}{requirement.specifier}'", tested.get(name, requirement)
         if installed is None:
-            lines.append(Line(FAIL, name, "not installed", fix))
+            lines.append(Check(FAIL, name, "not installed", fix))
         elif not requirement.specifier.contains(installed, prereleases=True):
-            lines.append(Line(FAIL, name, f"{installed} is outside the supported range {requirement.specifier}", fix))
+            lines.append(Check(FAIL, name, f"{installed} is outside the supported range {requirement.specifier}", fix))
         elif not supported.specifier.contains(installed, prereleases=True):
             text = f"{installed} is outside of what was tested, {supported.specifier}; runs say so and go on"
-            lines.append(Line(WARN, name, text, f"pip install '{supported}'"))
+            lines.append(Check(WARN, name, text, f"pip install '{supported}'"))
         elif name in PACKAGES:
-            lines.append(Line(OK, name, f"{installed} (supported: {supported.specifier or 'any'})"))
+            lines.append(Check(OK, name, f"{installed} (supported: {supported.specifier or 'any'})"))
     return lines
 
 
-def installed_lines() -> list[Line]:
+def installed_lines() -> list[Check]:
     """What metadata and nvidia-smi tell of the plugin and of GPUs, without an import of verl or torch."""
     lines = [_plugin_line("installed; doctor --full loads it as a worker of verl does")]
-    lines += [Line(OK, "GPU", gpu) for gpu in gpus()]
+    lines += [Check(OK, "GPU", gpu) for gpu in gpus()]
     if len(lines) == 1:
         on_cpu = os.environ.get("VERL_PLATFORM") == "cpu"
-        lines.append(Line(OK, "GPU", "none, and VERL_PLATFORM=cpu") if on_cpu else _no_gpu("none found"))
+        lines.append(
+            Check(OK, "GPU", "none, and VERL_PLATFORM=cpu") if on_cpu else Check(FAIL, "GPU", "none found", NO_GPU_FIX)
+        )
     return lines
 
 
-def _plugin_line(text: str, error: str = "") -> Line:
+def _plugin_line(text: str, error: str = "") -> Check:
     """Whether verl finds the plugin and may load it; ``text`` where it does, ``error`` where it then fails."""
     what, policy = f"plugin {NAME}", os.environ.get(POLICY, "auto").strip().lower()
     if not entry_points(group="verl.plugins", name=NAME):
-        return Line(FAIL, what, "not installed: verl finds no entry point", NO_PLUGIN_FIX)
+        return Check(FAIL, what, "not installed: verl finds no entry point", NO_PLUGIN_FIX)
     if policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
-        return Line(
+        return Check(
             FAIL, what, f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
         )
     if error:
-        return Line(FAIL, what, f"verl goes on without it: {error}", REGISTER_FIX)
-    return Line(OK, what, text)
-
-
-def _no_gpu(text: str) -> Line:
-    return Line(FAIL, "GPU", text, NO_GPU_FIX)
+        return Check(FAIL, what, f"verl goes on without it: {error}", REGISTER_FIX)
+    return Check(OK, what, text)
 
 
 def gpus() -> list[str]:
@@ -150,12 +179,12 @@ def gpus() -> list[str]:
     return result.stdout.strip().splitlines() if result.returncode == 0 else []
 
 
-def kernel_lines() -> list[Line]:
+def kernel_lines() -> list[Check]:
     """Which attention kernels of packed mode are installed, by metadata."""
     from verl_pg_plugin.attention.kernels import KERNELS
 
     return [
-        Line(FACT, name, "installed" if spec.installed else f"not installed: {spec.install}")
+        Check(OK, name, "installed" if spec.installed else f"not installed (optional): {spec.install}")
         for name, spec in KERNELS.items()
     ]
 
@@ -186,44 +215,42 @@ def registration_error() -> str:
     return ""
 
 
-def process_lines(process: dict[str, Any], here: str = "") -> list[Line]:
+def process_lines(process: dict[str, Any], here: str = "") -> list[Check]:
     """The platform that verl takes and whether it loads ours; ``here`` is this process' registration error."""
     if error := process.get("error"):
         fix = f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
         if "Unknown platform" in error and os.environ.get("VERL_PLATFORM"):
             fix = "unset VERL_PLATFORM, or export VERL_PLATFORM=cpu with this plugin installed"
-        return [Line(FAIL, "import verl", f"fails: {error}", fix)]
+        return [Check(FAIL, "import verl", f"fails: {error}", fix)]
     text = f"{process['platform']}, device {process['device']}, vendor {process['vendor']}"
-    lines = [Line(OK, "platform", text) if process["available"] else _no_gpu(f"{text}: no such device found")]
+    missing = Check(FAIL, "GPU", f"{text}: no such device found", NO_GPU_FIX)
+    lines = [Check(OK, "platform", text) if process["available"] else missing]
     lines.append(_plugin_line("loads", process["plugin_error"]))
     if here:
-        lines.append(Line(FAIL, f"{NAME} before verl", f"cannot register its engines: {here}", REGISTER_FIX))
+        lines.append(Check(FAIL, f"{NAME} before verl", f"cannot register its engines: {here}", REGISTER_FIX))
     return lines
 
 
-def engine_lines(process: dict[str, Any]) -> list[Line]:
+def engine_lines(process: dict[str, Any]) -> list[Check]:
     """The engine class that verl would build, by model type and strategy."""
+    if process["plugin_error"] or not process["loaded"]:
+        return []  # which fails in a line of its own
     set_here = [name for name in ("VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR") if os.environ.get(name)]
     key = f"device {os.environ.get('VERL_ENGINE_DEVICE') or process['device']}"
     key += f", vendor {os.environ.get('VERL_ENGINE_VENDOR') or process['vendor']}"
     fix = f"unset {' '.join(set_here)}" if set_here else "run on an NVIDIA GPU, or export VERL_PLATFORM=cpu"
-    # A plugin that is missing, excluded or broken fails in a line of its own.
-    works = process["loaded"] and not process["plugin_error"]
-    lines = []
-    for engine in process["engines"]:
-        what, built = f"{engine['model_type']} {engine['strategy']}", engine["built"]
-        if built.startswith(f"{NAME}."):
-            lines.append(Line(OK, what, f"{built.rpartition('.')[2]} ({key})"))
-        else:
-            text = f"{built.rpartition('.')[2] or engine['error']}, not ours: nothing would be shared ({key})"
-            lines.append(Line(FAIL, what, text, fix) if works else Line(FACT, what, text))
-    return lines
+    return [
+        Check(OK, what, f"{engine.rpartition('.')[2]} ({key})")
+        if engine.startswith(f"{NAME}.")
+        else Check(FAIL, what, f"{engine}, not ours: nothing would be shared ({key})", fix)
+        for what, engine in process["engines"].items()
+    ]
 
 
-def name_lines() -> list[Line]:
+def name_lines() -> list[Check]:
     """Names of other packages that look otherwise than where this package was tested."""
     found = [
-        Line(FAIL, "names", why, f"pip install {fix}")
+        Check(FAIL, "names", why, f"pip install {fix}")
         for why, _, fix in (p.partition("; pip install ") for p in compat.problems())
     ]
-    return found or [Line(OK, "names", f"all {compat.NUM_NAMES} are as they were")]
+    return found or [Check(OK, "names", f"all {compat.NUM_NAMES} are as they were")]

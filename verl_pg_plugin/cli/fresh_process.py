@@ -13,16 +13,15 @@ def main() -> None:
     from verl.utils.device import get_vendor
     from verl.workers.engine.base import EngineRegistry
 
-    engines = []
+    engines = {}
     for model_type in ("language_model", "value_model"):
         for strategy in ("fsdp", "fsdp2"):
-            found = {"model_type": model_type, "strategy": strategy, "built": "", "error": ""}
             try:
                 engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
-                found["built"] = f"{engine_cls.__module__}.{engine_cls.__qualname__}"
+                built = f"{engine_cls.__module__}.{engine_cls.__qualname__}"
             except (AssertionError, ValueError) as error:
-                found["error"] = str(error)
-            engines.append(found)
+                built = str(error)
+            engines[f"{model_type} {strategy}"] = built
     plugin, plugin_error = sys.modules.get("verl_pg_plugin"), ""
     try:
         if plugin is not None:

@@ -16,7 +16,7 @@ from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
-from verl_pg_plugin.cli import FACT, FAIL, OK, WARN, CommandError, Line, Section
+from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, Section
 from verl_pg_plugin.config.checkpoints import read_hf_config
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.engage import add_sections
@@ -66,12 +66,13 @@ def compose_config(overrides: list[str]) -> DictConfig:
     return config
 
 
-def run_lines(config: DictConfig) -> list[Line]:
+def run_lines(config: DictConfig) -> list[Check]:
     """Mode, attention kernel, compiled layers, activations, and everything that an entry point would say."""
     mode, device, hf_config, issues = mode_of(config), get_device_name(), read_hf_config(config), preflight(config)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
-    shares = "" if mode.shares_prefixes else f"; {USE_PREFIX_GROUPER}=True shares prefixes"
-    lines = [Line(OK if mode.shares_prefixes else FACT, "mode", f"{mode.value} ({flags}{shares})")]
+    lines = [Check(OK, "mode", f"{mode.value} ({flags})")]
+    if not mode.shares_prefixes:
+        lines = [Check(WARN, "mode", f"{mode.value}, which shares nothing ({flags})", f"{USE_PREFIX_GROUPER}=True")]
     if mode is Mode.RMPAD and hf_config and (fault := rmpad_fault(hf_config, device)):
         issues = [*issues, fault]
     if mode.shares_prefixes and not any(ATTENTION_KERNEL in issue.setting for issue in issues):
@@ -82,29 +83,29 @@ def run_lines(config: DictConfig) -> list[Line]:
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         text = f"{issue.setting}: {issue.why}" if issue.setting else issue.why
-        lines.append(Line(WARN if issue.is_warning else FAIL, "settings", text, fix))
+        lines.append(Check(WARN if issue.is_warning else FAIL, "settings", text, fix))
     return lines
 
 
-def _compiled_line(config: DictConfig, hf_config: Any) -> Line:
+def _compiled_line(config: DictConfig, hf_config: Any) -> Check:
     engine = engine_of(config, ACTOR, hf_config)
     if hf_config is None:
         asked = engine.option("compile_layers")
-        return Line(FACT, "compiled layers", f"{COMPILE_LAYERS}={asked}: known with a local checkpoint")
+        return Check(OK, "compiled layers", f"{COMPILE_LAYERS}={asked}: known with a local checkpoint")
     on, reason = layer_compilation(engine)
     if on or engine.device != "cuda":
-        return Line(OK, "compiled layers", f"{'yes' if on else 'no'} ({reason})")
-    lora = engine.get("strategy") == "fsdp" and engine.of_model("lora_rank")
-    fix = f"{ACTOR}.strategy=fsdp2" if lora else f"++{COMPILE_LAYERS}=True, where the reason allows it"
-    return Line(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
+        return Check(OK, "compiled layers", f"{'yes' if on else 'no'} ({reason})")
+    compiles, _ = layer_compilation(replace(engine, config={**engine.config, "strategy": "fsdp2"}))
+    fix = f"{ACTOR}.strategy=fsdp2" if compiles else f"++{COMPILE_LAYERS}=True, where the reason allows it"
+    return Check(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
 
 
-def _activations_line(levels: Levels) -> Line:
+def _activations_line(levels: Levels) -> Check:
     text = f"{OPTIONS}.activations=auto: the first that fits of {', '.join(level.value for level in levels.ladder)}"
-    return Line(OK, "activations", levels.asked.value if levels.asked else text)
+    return Check(OK, "activations", levels.asked.value if levels.asked else text)
 
 
-def group_lines(config: DictConfig) -> list[Line]:
+def group_lines(config: DictConfig) -> list[Check]:
     """Whether the micro-batches of each phase hold the longest group that the overrides allow, or how they split it."""
     prompt, response, n = (
         _count(config, key) for key in ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
@@ -114,7 +115,7 @@ def group_lines(config: DictConfig) -> list[Line]:
     batch = Batch.of_lengths([prompt], [[response] * n])
     order, alone = build_prefix_order(batch.tokens, batch.offsets), n * (prompt + response)
     text = f"{n} responses of {response} tokens to a prompt of {prompt}: {order.num_new.sum()} tokens, alone {alone}"
-    lines = [Line(FACT, "tokens", text)]
+    lines = [Check(OK, "tokens", text)]
     if mode_of(config) is not Mode.PACKED:
         return lines
     hf_config = read_hf_config(config)
@@ -133,7 +134,7 @@ def group_lines(config: DictConfig) -> list[Line]:
         if by_tokens:
             most *= engine_of(config, role).sp_size
             if most < order.num_tokens.max():
-                lines.append(Line(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
+                lines.append(Check(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
                 continue
             settings = Settings(most, carries, levels)
             parts = sum(map(len, plan(batch, settings)[phase == "update"]))
@@ -141,14 +142,14 @@ def group_lines(config: DictConfig) -> list[Line]:
                 lines.append(_memory_line(forecast(batch, ModelFlops.of(text_skeleton(hf_config)), settings), weights))
         if parts == 1:
             above = by_tokens and order.num_new.sum() > most  # by the memory that ``_levels`` finds
-            lines.append(Line(OK, phase, f"it stays whole above {asked}" if above else f"{asked} holds it whole"))
+            lines.append(Check(OK, phase, f"it stays whole above {asked}" if above else f"{asked} holds it whole"))
         elif carries:
             text = f"{asked} splits it into some {parts} chunks, which read the prefix KV cache of earlier ones"
-            lines.append(Line(OK, phase, text))
+            lines.append(Check(OK, phase, text))
         else:
             why = f" ({', '.join(cannot)} layers have no prefix KV cache)" if cannot else ""
             text = f"{asked} splits it into {parts} chunks that each compute the prompt again{why}"
-            lines.append(Line(WARN, phase, text, f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"))
+            lines.append(Check(WARN, phase, text, f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"))
     return lines
 
 
@@ -185,16 +186,16 @@ def _levels(config: DictConfig, hf_config: Any) -> tuple[Levels, WeightBytes | N
     return replace(levels, room=weights.room(torch.cuda.get_device_properties(0).total_memory, host)), weights
 
 
-def _memory_line(found: Forecast, weights: WeightBytes) -> Line:
+def _memory_line(found: Forecast, weights: WeightBytes) -> Check:
     """Device and host memory of an update that holds the longest group, on this machine's GPU."""
     peak, has = found.peak_gib(weights), torch.cuda.get_device_properties(0).total_memory / 2**30
     text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
     if peak > has:
-        return Line(WARN, "memory of the update", f"{text}; it will hardly fit", "more GPUs, or a Ulysses group")
-    return Line(OK, "memory of the update", text)
+        return Check(WARN, "memory of the update", f"{text}; it will hardly fit", "more GPUs, or a Ulysses group")
+    return Check(OK, "memory of the update", text)
 
 
-def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Line]:
+def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:
     """The kernel that packed mode takes on a device, or why it takes none; where there is no such device, nothing."""
     if device == "cuda" and not torch.cuda.is_available():
         return []  # which fails in a line of its own
@@ -202,5 +203,5 @@ def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Li
         kernel = select_kernel(asked, device, needs)
     except RuntimeError as error:
         fix = KERNELS["flash_attn_2"].install if asked == "auto" else f"++{ATTENTION_KERNEL}=auto"
-        return [Line(FAIL, "attention kernel", str(error), fix)]
-    return [Line(OK, "attention kernel", f"{kernel.name} ({kernel.reason})")]
+        return [Check(FAIL, "attention kernel", str(error), fix)]
+    return [Check(OK, "attention kernel", f"{kernel.name} ({kernel.reason})")]
