@@ -15,13 +15,15 @@ from tests.options.table import OPTIONS
 from verl_pg_plugin.config.preflight import sharing_issues
 
 PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
-ROWS = re.findall(r"^\| ([^|]+) \| `?([^|]+?)`? \| (exact|rejected) \|", PAGE, re.MULTILINE)
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
+ROW = re.compile(r"^\| ([^|]+) \| `?([^|]+?)`? \|", re.MULTILINE)
+ROWS = [(*row, title) for title in ("Exact", "Rejected") for row in ROW.findall(SECTIONS[title])]
 
 
 def test_every_option_has_a_row() -> None:
     names = [option.name for option in OPTIONS]
     assert len(set(names)) == len(names)
-    assert {(option.name, option.override, "exact") for option in OPTIONS} <= set(ROWS)
+    assert {(option.name, option.override, "Exact") for option in OPTIONS} <= set(ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -55,4 +57,4 @@ def with_override(config: DictConfig, override: str) -> DictConfig:
 def test_override_is_taken_or_refused_before_anything_starts(override: str, status: str, runnable: DictConfig) -> None:
     found = [issue.why for issue in sharing_issues(with_override(runnable, override)) if not issue.is_warning]
     found = [why for why in found if "needs a GPU" not in why]  # the machine's fault
-    assert bool(found) == (status == "rejected"), found
+    assert bool(found) == (status == "Rejected"), found
