@@ -79,8 +79,9 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
     try:
         timing = run_phase(engine, "update_actor", batch, partial(ppo_loss, config=actor), entropy=False)
         seconds, peak_gib, level, host_gib = timing.seconds, timing.peak_gib, timing.level, timing.rows["host_gib"]
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
         fits = False
+        console.print(str(error), markup=False)
     console.print(f"{path} P={prompt}: " + (f"{seconds:.1f} s, {peak_gib:.1f} GiB {level}" if fits else "-"))
     setting = (args.model, str(path), prompt, args.response, args.n)
     return Row(*setting, fits, seconds, peak_gib, host_gib, level, args.memory_gib, **environment())
@@ -89,7 +90,7 @@ def try_prompt(prompt: int, engine: Any, path: EnginePath, args: argparse.Namesp
 def bisect(try_prompt: Callable[[int], Row], low: int, high: int, within: int) -> Iterator[Row]:
     """Every try; the largest that fits is known to ``within`` tokens, or is ``high`` itself, tried first."""
     yield (first := try_prompt(high))
-    if first.fits:
+    if first.fits or low == high:
         return
     yield (second := try_prompt(low))
     while second.fits and high - low > within:
@@ -117,7 +118,7 @@ def main() -> int:
     total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     args.memory_gib = min(args.memory_gib or total_gib, total_gib)
     torch.cuda.set_per_process_memory_fraction(args.memory_gib / total_gib, 0)
-    args.dtype, args.no_gradient_checkpointing = "bf16", False
+    args.dtype, args.no_gradient_checkpointing, args.attn_implementation = "bf16", False, "flash_attention_2"
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)

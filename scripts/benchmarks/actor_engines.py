@@ -84,6 +84,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     default_paths = [EnginePath("rmpad"), EnginePath("packed")]
     parser.add_argument("--paths", nargs="+", type=EnginePath.parse, default=default_paths, help=EnginePath.__doc__)
     parser.add_argument("--max-token-len", type=int, default=20480, help="budget of a micro-batch, per rank")
+    default_attention = "flash_attention_2" if torch.cuda.is_available() else "sdpa"
+    parser.add_argument("--attn-implementation", default=default_attention, help="stock verl's, transformers' name")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
@@ -142,7 +144,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             enable_activation_offload=path.has("offload"),
             use_fused_kernels=path.has("fused"),
             fused_kernel_options={"impl_backend": "torch"},
-            override_config={"attn_implementation": "flash_attention_2" if on_gpu else "sdpa"},
+            override_config={"attn_implementation": args.attn_implementation},
         ),
         engine_config=PrefixGrouperEngineConfig(
             strategy=path.strategy,

@@ -53,6 +53,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _text(
         151936, 2048, 6144, 48, 32, 4, 128, model_type="qwen3_moe", tie_word_embeddings=False, **MOE
     ),
+    "gpt-oss-20b": _text(
+        201088, 2880, 2880, 24, 64, 8, 64, model_type="gpt_oss", num_local_experts=32, tie_word_embeddings=False
+    ),
     "tiny-vl": _qwen3_vl(
         _text(512, 128, 384, 4, 4, 2, 32),
         [8, 4, 4],

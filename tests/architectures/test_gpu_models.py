@@ -122,6 +122,14 @@ def test_values_narrower_than_keys_are_as_exact_as_stock_rmpad(tmp_path: Path, m
     assert_as_close_as_stock(path, name)
 
 
+@gpu_kernels("flash_attn_4", "flash_attn_2")
+def test_learned_sinks_are_as_exact_as_stock_in_eager_mode(tmp_path: Path, name: str) -> None:
+    """Windows shorter than the prompts in every other layer, and four experts that a token visits all."""
+    sizes = {**SIZES, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 64}
+    path = save_tiny_model(tmp_path, "gpt_oss", **sizes)
+    assert_as_close_as_stock(path, name, attn_implementation="eager")
+
+
 @pytest.mark.parametrize("experts", EXPERT_IMPLEMENTATIONS)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str, experts: str) -> None:
