@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,9 +32,13 @@ class Issue:
         """Key of the first setting."""
         return self.setting.partition("=")[0]
 
+    @property
+    def where(self) -> str:
+        """The settings as messages show them."""
+        return re.sub(r"=None(?=,|$)", " is not set", self.setting) or "(settings that the message names)"
+
     def __str__(self) -> str:
-        where = self.setting or "(settings that the message names)"
-        return f"{where}\n   why: {self.why}" + (f"\n   fix: {self.fix}" if self.fix else "")
+        return f"{self.where}\n   why: {self.why}" + (f"\n   fix: {self.fix}" if self.fix else "")
 
 
 class ConfigError(ValueError):

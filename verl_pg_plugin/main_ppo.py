@@ -21,6 +21,7 @@ from verl_pg_plugin import register
 from verl_pg_plugin.config.engage import select_trainer
 from verl_pg_plugin.config.keys import group_keeping
 from verl_pg_plugin.config.mode import mode_of
+from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import EXIT_USER_ERROR
 
@@ -84,9 +85,14 @@ def task_runner(use_v1: bool) -> Any:
     return ray.remote(PrefixGrouperTaskRunner)
 
 
-@hydra.main(config_path="config/hydra", config_name="pg_ppo_trainer", version_base=None)
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Entry point: user errors exit with code 2 and no traceback, a failed training with code 1."""
+    sys.argv[1:] = map(added, sys.argv[1:])
+    _run()
+
+
+@hydra.main(config_path="config/hydra", config_name="pg_ppo_trainer", version_base=None)
+def _run(config: DictConfig) -> None:
     try:
         task_runner_class = prepare(config)
     except USER_ERRORS as error:

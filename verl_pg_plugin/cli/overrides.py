@@ -22,6 +22,7 @@ from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
+from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.engine.room import host_bytes
@@ -46,7 +47,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     """The config that an entry point would run with these overrides: ours, or verl's where they are written for it.
 
     verl's own config has no section ``prefix_grouper``, so there an option can be added with a ``+``; ``++`` does so
-    there and overrides in ours, which comes to the same.
+    there and overrides in ours, which comes to the same. An option that there is not is added, for the checks to name.
 
     Raises:
         CommandError: an override that Hydra cannot parse or apply, or an interpolation that leads nowhere.
@@ -54,7 +55,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     stock = any(override.startswith(f"+{OPTIONS}.") for override in overrides)
     try:
         with initialize_config_module("verl.trainer.config" if stock else CONFIGS, version_base=None):
-            config = compose("ppo_trainer" if stock else "pg_ppo_trainer", overrides=overrides)
+            config = compose("ppo_trainer" if stock else "pg_ppo_trainer", overrides=[*map(added, overrides)])
         if stock:
             add_sections(config)
         OmegaConf.resolve(config.copy())
@@ -82,8 +83,7 @@ def run_lines(config: DictConfig) -> list[Check]:
         lines += [_compiled_line(config, hf_config), _activations_line(_levels(config, hf_config)[0])]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
-        text = f"{issue.setting}: {issue.why}" if issue.setting else issue.why
-        lines.append(Check(WARN if issue.is_warning else FAIL, "settings", text, fix))
+        lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))
     return lines
 
 

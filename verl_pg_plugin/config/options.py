@@ -108,6 +108,11 @@ _TAKEN: dict[str, _Taken] = {
 }
 
 
+def added(override: str) -> str:
+    """An override of an option with ``++``: of one that there is not Hydra would say that a ``+`` appends it."""
+    return f"++{override}" if override.startswith(f"{OPTIONS}.") else override
+
+
 def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
     """Options, values by name, that there are not, and values that an option does not take."""
     for name, value in options.items():

@@ -64,7 +64,7 @@ def check(config: DictConfig) -> None:
     found = preflight(config)
     for issue in found:
         if issue.is_warning:
-            logger.warning("verl_pg_plugin: %s: %s; %s", issue.setting, issue.why, issue.fix)
+            logger.warning("verl_pg_plugin: %s: %s; %s", issue.where, issue.why, issue.fix)
     if errors := [issue for issue in found if not issue.is_warning]:
         raise ConfigError(errors)
 
