@@ -1,7 +1,9 @@
 """``python -m verl_pg_plugin SUBCOMMAND``."""
 
 import argparse
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from verl_pg_plugin import __version__
@@ -23,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for subcommand in SUBCOMMANDS:
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
+    # What verl's imports have to say about this machine is the doctor's to tell.
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    warnings.simplefilter("ignore")
     try:
         return args.run(args) or 0
     except CommandError as error:

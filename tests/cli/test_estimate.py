@@ -51,8 +51,16 @@ def test_lengths_give_a_table_and_json(capsys, model: str, tmp_path: Path) -> No
     assert wide["physical_tokens"] == 2 * (63 + 8 * 16)
     assert 1 < tight["update"] < wide["update"]
     assert 1 < wide["step"] < wide["update"], "generation is not faster"
-    assert f"{wide['update']:.2f}x" in out
-    assert "fastest budget that fits: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400" in out
+    removed, gain, budget, lengths, _ = out.split("\n", 4)
+    assert removed == "sharing removes 70% of 1,280 tokens: 3.35x fewer"
+    assert gain.startswith(f"step {wide['step']:.2f}x as fast; update {wide['update']:.2f}x, of which sharing alone")
+    assert budget.startswith("fastest budget that fits: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400, with")
+    assert lengths.startswith("2 groups of 8 responses of 16 tokens to a prompt of 64")
+
+
+def test_verls_budget_is_a_line_of_the_table_where_it_holds_a_sequence(capsys, model: str) -> None:
+    lines = estimate(capsys, "--model", model, "--prompt", 64, "--response", 16)[1].splitlines()
+    assert [line.split("  ")[0] for line in lines if "yes" in line] == ["1024", "16384 (verl)"]
 
 
 def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(capsys, model: str, tmp_path: Path) -> None:
@@ -130,13 +138,11 @@ def test_what_is_missing_is_one_line(capsys, model: str, arguments: tuple[object
 
 def test_no_budget_is_recommended_that_does_not_fit_the_memory(capsys, model: str) -> None:
     lengths = ("--model", model, "--prompt", 64, "--response", 16, "--n", 8, "--budget", 100, 400)
-    for small in (("--memory-gib", 1e-9), ("--gpu-gib", 1e-3)):
-        out = estimate(capsys, *lengths, *small)[1]
-        assert "no budget fits into this memory" in out
-        assert "ppo_max_token_len_per_gpu=" not in out
-    assert "ppo_max_token_len_per_gpu=400" in estimate(capsys, *lengths, "--memory-gib", 1)[1]
+    out = estimate(capsys, *lengths, "--gpu-gib", 1e-3)[1]
+    assert "no budget fits into this memory" in out
+    assert "ppo_max_token_len_per_gpu=" not in out
     out = estimate(capsys, *lengths, "--gpu-gib", 80, "--gpus", 2)[1]
-    assert "assumed: 80 GiB on each of 2 GPUs" in out
+    assert "assumed: 2 GPUs of 80 GiB" in out
     assert "ppo_max_token_len_per_gpu=400" in out
 
 
@@ -174,8 +180,7 @@ def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: P
 
 def test_the_fastest_budget_is_named_and_not_the_one_that_gains_most_over_stock(capsys, model: str) -> None:
     out = estimate(capsys, "--model", model, "--prompt", 64, "--response", 4, "--n", 2, "--budget", 300, 1300)[1]
-    gains = {
-        line.split()[0]: float(line.split()[7][:-1]) for line in out.splitlines() if line.startswith(("300", "13"))
-    }
+    rows = [line.split() for line in out.splitlines() if line.startswith(("300", "1300"))]
+    gains = {row[0]: float(row[7][:-1]) for row in rows}
     assert gains["300"] > gains["1300"]
     assert "ppo_max_token_len_per_gpu=1300" in out

@@ -22,8 +22,11 @@ ACTOR = "actor_rollout_ref.actor"
         (
             main_ppo,
             ("prefix_grouper.verfy=first", "actor_rollout_ref.rollout.name=null"),
-            ["2 problems in the configuration, nothing was started:", "did you mean ++prefix_grouper.verify=first?"]
-            + ["2. actor_rollout_ref.rollout.name is not set\n   why: names no rollout engine"],
+            [
+                "2 problems in the configuration, nothing was started:",
+                "did you mean ++prefix_grouper.verify=first?",
+                "2. actor_rollout_ref.rollout.name is not set\n   why: names no rollout engine",
+            ],
         ),
         (main_ppo, (f"{ACTOR}.loss_agg_mode=no-such-mode",), ["no-such-mode"]),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),

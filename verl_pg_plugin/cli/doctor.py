@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import entry_points
@@ -61,9 +60,6 @@ def run(args: argparse.Namespace) -> int:
         CommandError: Hydra cannot compose the overrides.
     """
     if args.full or args.overrides:
-        # What verl and its imports have to say about this machine is in the report.
-        os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
-        warnings.simplefilter("ignore")
         return show(_full(args.overrides), as_json=args.json)
     sections = ("Versions", version_lines()), ("verl", installed_lines()), ("Attention kernels", kernel_lines())
     return show(sections, as_json=args.json)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.cli import CommandError, in_columns
 from verl_pg_plugin.cli.doctor import gpus
-from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels
 
 if TYPE_CHECKING:
     from verl_pg_plugin.planning.forecast import Batch, Forecast
 
 FETCH_TIMEOUT_S = 5
-USUAL_BUDGETS = (16384, 32768, 65536, 131072)
+BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+VERLS_BUDGET = 16384
+USUAL_BUDGETS = (VERLS_BUDGET, 32768, 65536, 131072)
 ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by at most 4%, one in seven by over 10%"
 DESCRIPTION = """\
 What packed mode would gain over stock verl (rmpad) on one rank's mini-batch, by token budget. The mini-batch is planned
@@ -53,7 +55,6 @@ def add_parser(subparsers: Any) -> None:
     add("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
     add("--gpus", type=_positive, default=8, help="that share the weights, gradients and AdamW's state (8)")
     add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
-    add("--memory-gib", type=float, help="free for activations, instead of what --gpus and --gpu-gib leave")
     add("--compile-layers", choices=("auto", "True", "False"), default="auto", help="prefix_grouper.compile_layers")
     add(
         "--activations",
@@ -71,8 +72,37 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A budget.
+
+    Attributes:
+        found: its forecast.
+        peak_gib: of a GPU in the update.
+        fits: the GPU and the host have what it takes.
+        stock, shared: seconds of a step, by stock verl and in packed mode.
+    """
+
+    found: Forecast
+    peak_gib: float
+    fits: bool
+    stock: float
+    shared: float
+
+    @property
+    def step(self) -> float:
+        """Speed-up of a step."""
+        return self.stock / self.shared
+
+    def figures(self) -> dict[str, Any]:
+        """For ``--json``."""
+        found = {**asdict(self.found), "level": self.found.level.value, "dedup_ratio": self.found.dedup_ratio}
+        seconds = {"step_seconds_stock": self.stock, "step_seconds_shared": self.shared, "step": self.step}
+        return {**found, "peak_gib": self.peak_gib, "fits": self.fits, **seconds}
+
+
 def run(args: argparse.Namespace) -> int:
-    """Show the table, and write the figures if asked.
+    """Show the answer and its table, and write the figures if asked.
 
     Returns:
         0.
@@ -109,89 +139,79 @@ def run(args: argparse.Namespace) -> int:
     compiled, why = args.compile_layers == "True", f"--compile-layers {args.compile_layers}"
     if args.compile_layers == "auto":
         compiled, why = compiled_by_auto(config.model_type, "cuda")
-    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_this_gpu() or 80.0
+    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_a_gpu()
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:
         raise CommandError(f"--model {args.model}: its config names no hidden_size or no num_attention_heads")
-    room = weights.room(2**30 * gib, 2**30 * args.host_gib)
-    if args.memory_gib is not None:
-        room = Room(2**30 * args.memory_gib, room.host)
-    levels = Levels(None if args.activations == "auto" else Level(args.activations), sizes, room)
+    asked = None if args.activations == "auto" else Level(args.activations)
+    levels = Levels(asked, sizes, weights.room(2**30 * gib, 2**30 * args.host_gib))
 
-    forecasts: list[Forecast] = []
+    rows: list[Row] = []
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     for budget in sorted(args.budget or usual):
         settings = Settings(budget, not args.no_carry, levels, compile_layers=compiled, kernel=args.kernel)
-        forecasts.append(forecast(batch, flops, settings))
-        if not args.budget and forecasts[-1].micro_batches == 1:
+        found = forecast(batch, flops, settings)
+        peak = found.peak_gib(weights)
+        fits = peak <= (1 - DEVICE_RESERVE) * gib and found.host_gib <= args.host_gib
+        rows.append(Row(found, peak, fits, *step_seconds(found, args)))
+        if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:
             break  # a larger one changes nothing
 
-    if args.memory_gib is not None:
-        peaks, limit = [found.activation_gib for found in forecasts], args.memory_gib
-        has = f"{limit:g} GiB for activations"
-    else:
-        peaks, limit = [found.peak_gib(weights) for found in forecasts], (1 - DEVICE_RESERVE) * gib
-        has = f"{gib:g} GiB on each of {args.gpus} GPUs, whose weights, gradients and AdamW take "
-        has += f"{weights.fixed / 2**30:.0f} GiB each; {DEVICE_RESERVE:.0%} stay free"
-    fits = [peak <= limit and found.host_gib <= args.host_gib for found, peak in zip(forecasts, peaks, strict=True)]
-    fitting = [found for found, one_fits in zip(forecasts, fits, strict=True) if one_fits]
-    seconds = [step_seconds(found, args)[1] - args.gen_seconds for found in fitting]
-    # Of budgets as fast as each other the smallest, which takes least memory.
-    best = next((found for found, took in zip(fitting, seconds, strict=True) if took <= 1.01 * min(seconds)), None)
-
-    lines = [
-        f"{forecasts[0].logical_tokens:,} tokens in sequences of their own; {lengths}",
-        f"assumed: {has}; {args.host_gib:g} GiB of the host for each; {args.kernel}; layers "
-        f"{'compiled' if compiled else 'not compiled'} ({why}); stock verl with the same budget",
-        *table(forecasts, peaks, fits, args),
-    ]
-    if best is None:
-        lines.append(
-            f"no budget fits into this memory, the smallest takes {min(peaks):.1f} GiB: more --gpus, or a Ulysses group"
-        )
-    else:
-        share, whole = best.sharing_alone[1], best.update
-        lines += [
-            f"fastest budget that fits: actor_rollout_ref.actor.ppo_max_token_len_per_gpu={best.budget}",
-            f"of its update's {whole:.2f}x sharing alone gives {share:.2f}x, compiled layers {whole / share:.2f}x",
-        ]
-    sys.stdout.write("\n".join([*lines, ACCURACY]) + "\n")
+    assumed = f"assumed: {args.gpus} GPUs of {gib:g} GiB, {args.host_gib:g} GiB of the host for each; weights, "
+    assumed += (
+        f"gradients and AdamW take {weights.fixed / 2**30:.0f} GiB of a GPU and {DEVICE_RESERVE:.0%} stays free; "
+    )
+    assumed += (
+        f"{args.kernel}; layers {'compiled' if compiled else 'not compiled'} ({why}); stock verl with flash-attn "
+    )
+    assumed += "2 and the same budget"
+    lines = [*answer(rows, args, gib), lengths, "", *table(rows), "", assumed, ACCURACY]
+    sys.stdout.write("\n".join(lines) + "\n")
     if args.json:
-        args.json.write_text(to_json(forecasts, peaks, args))
+        args.json.write_text(json.dumps([row.figures() for row in rows], indent=2) + "\n")
     return 0
-
-
-def table(forecasts: list[Forecast], peaks: list[float], fits: list[bool], args: argparse.Namespace) -> list[str]:
-    """A line for each budget, below their titles."""
-    titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
-    rows: list[tuple[str, ...]] = [(*titles, "step", "level", "GiB", "host GiB", "fits")]
-    for found, peak, one_fits in zip(forecasts, peaks, fits, strict=True):
-        stock, shared = step_seconds(found, args)
-        speeds = (found.dedup_ratio, found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update)
-        figures = [f"{speed:.2f}x" for speed in (*speeds, stock / shared)]
-        counts = str(found.budget), str(found.micro_batches), f"{found.physical_tokens:,}"
-        memory = found.level.value, f"{peak:.1f}", f"{found.host_gib:.1f}", "yes" if one_fits else "no"
-        rows.append((*counts, *figures, *memory))
-    return in_columns(rows)
 
 
 def step_seconds(found: Forecast, args: argparse.Namespace) -> tuple[float, float]:
     """Seconds of a step, by stock verl and shared: generation, log-probs once or twice, and the update."""
-    passes = 1 if args.no_ref else 2
     log_prob, update = (price / (args.tflops * 1e12) for price in found.alone)
-    stock = args.gen_seconds + passes * log_prob + update
-    return stock, args.gen_seconds + passes * log_prob / found.old_log_prob + update / found.update
+    log_prob *= 1 if args.no_ref else 2
+    stock = args.gen_seconds + log_prob + update
+    return stock, args.gen_seconds + log_prob / found.old_log_prob + update / found.update
 
 
-def to_json(forecasts: list[Forecast], peaks: list[float], args: argparse.Namespace) -> str:
-    """The figures as a JSON list, one object for each budget."""
-    rows: list[dict[str, Any]] = []
-    for found, peak in zip(forecasts, peaks, strict=True):
-        stock, shared = step_seconds(found, args)
-        row = {**asdict(found), "level": found.level.value, "dedup_ratio": found.dedup_ratio, "peak_gib": peak}
-        row["ref"] = None if args.no_ref else found.old_log_prob
-        rows.append({**row, "step_seconds_stock": stock, "step_seconds_shared": shared, "step": stock / shared})
-    return json.dumps(rows, indent=2) + "\n"
+def answer(rows: list[Row], args: argparse.Namespace, gib: float) -> list[str]:
+    """What sharing removes, and the fastest budget that fits with what it gains and takes."""
+    fitting = [row for row in rows if row.fits] or rows
+    fastest = min(row.shared for row in fitting) - args.gen_seconds
+    # Of budgets as fast as each other the smallest, which takes least memory.
+    best = next(row for row in fitting if row.shared - args.gen_seconds <= 1.01 * fastest)
+    tokens, ratio = best.found.logical_tokens, best.found.dedup_ratio
+    removed = f"sharing removes {1 - 1 / ratio:.0%} of {tokens:,} tokens: {ratio:.2f}x fewer"
+    if not best.fits:
+        least = f"the smallest takes {min(row.peak_gib for row in rows):.1f} GiB"
+        return [removed, f"no budget fits into this memory, {least}: more --gpus, or a Ulysses group"]
+    step, share, update = best.step, best.found.sharing_alone[1], best.found.update
+    gain = (
+        f"step{'' if args.gen_seconds else ' without generation'} {step:.2f}x as fast; update {update:.2f}x, of which "
+    )
+    gain += f"sharing alone gives {share:.2f}x and compiled layers {update / share:.2f}x"
+    memory = f"{best.peak_gib:.1f} of {gib:g} GiB of a GPU and {best.found.host_gib:.1f} GiB of the host"
+    return [removed, gain, f"fastest budget that fits: {BUDGET}={best.found.budget}, with {memory}"]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """A line for each budget, below their titles."""
+    titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
+    cells: list[tuple[str, ...]] = [(*titles, "step", "level", "GiB", "host GiB", "fits")]
+    for row in rows:
+        found = row.found
+        budget = f"{found.budget} (verl)" if found.budget == VERLS_BUDGET else f"{found.budget}"
+        speeds = (found.dedup_ratio, found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update)
+        figures = [f"{speed:.2f}x" for speed in (*speeds, row.step)]
+        memory = found.level.value, f"{row.peak_gib:.1f}", f"{found.host_gib:.1f}", "yes" if row.fits else "no"
+        cells.append((budget, str(found.micro_batches), f"{found.physical_tokens:,}", *figures, *memory))
+    return in_columns(cells)
 
 
 def load(auto_class: Any, name: str) -> Any:
@@ -216,10 +236,10 @@ def load(auto_class: Any, name: str) -> Any:
         raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}; {ways}") from error
 
 
-def _memory_of_this_gpu() -> float | None:
-    """GiB of the first GPU, as nvidia-smi says."""
-    memory = [gpu.rpartition(",")[2].split() for gpu in gpus()[:1]]
-    return float(memory[0][0]) / 1024 if memory and memory[0][0].isdecimal() else None
+def _memory_of_a_gpu() -> float:
+    """GiB of this machine's first GPU, as nvidia-smi says; without one, of an H100."""
+    memory = [gpu.rpartition(",")[2].split()[0] for gpu in gpus()]
+    return float(memory[0]) / 1024 if memory and memory[0].isdecimal() else 80.0
 
 
 # Lengths
