@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.support import actor_loss, clone, full_gradients, group
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.modalities import BatchError
+from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -28,7 +28,7 @@ from tests.support import (
     make_engine,
     save_tiny_model,
 )
-from verl_pg_plugin.modalities import BatchError
+from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -11,7 +11,7 @@ from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
 from verl_pg_plugin.mixers import PairCost
-from verl_pg_plugin.modalities import Content
+from verl_pg_plugin.modalities.text import Content
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 

@@ -19,7 +19,7 @@ from tests.engine.value_models import (
 from tests.engine.verifying import SAMPLES, break_layouts, infer, update, wrong_kv_row
 from tests.support import group, make_engine
 from verl_pg_plugin.engine.verify import MismatchError
-from verl_pg_plugin.modalities import SHARING_OFF
+from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

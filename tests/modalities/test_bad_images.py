@@ -12,7 +12,8 @@ from tests.modalities.image_cases import OPEN, QUESTION, SYSTEM, TEXT_ALONE, TUR
 from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
 from tests.support import actor_loss, clone, make_engine
 from verl_pg_plugin.engine.batch import read_sequences
-from verl_pg_plugin.modalities import BatchError, Images
+from verl_pg_plugin.modalities import Images
+from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")

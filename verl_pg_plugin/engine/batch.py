@@ -23,8 +23,8 @@ from verl_pg_plugin.layout import (
     build_prefix_order,
     idle_prefill,
 )
-from verl_pg_plugin.modalities import SHARING_OFF, TEXT, BatchError, Content, Modality
-from verl_pg_plugin.modalities.text import counted
+from verl_pg_plugin.modalities import TEXT, Modality
+from verl_pg_plugin.modalities.text import SHARING_OFF, BatchError, Content, counted
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"

@@ -133,7 +133,8 @@ def make_inputs(
     if isinstance(layout, PaddedLayout):
         return _padded_inputs(layout, kernel, device, perturb)
     ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
-    num_tokens = layout.num_tokens + modality.num_padding_tokens(layout, runs_encoder)
+    input_ids = np.append(layout.input_ids, modality.padding_ids(layout, runs_encoder))
+    num_tokens = len(input_ids)
     for multiple in (token_multiple, ranks):
         num_tokens = -(-num_tokens // multiple) * multiple
     num_own = num_tokens // ranks
@@ -150,13 +151,10 @@ def make_inputs(
     columns, label_sequence = layout.head_index[own] - start, layout.head_sequence[own]
     if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
         columns = label_sequence = np.zeros(1, dtype=np.int64)
-    position_ids, tensors = padded(layout.position_ids), {}
+    input_ids, position_ids = padded(input_ids), padded(layout.position_ids)
     content = modality.inputs(layout, micro_batch, runs_encoder)
-    if content is None:
-        input_ids, position_ids = padded(layout.input_ids)[start:stop], position_ids[..., start:stop]
-    else:
-        input_ids = padded(np.append(layout.input_ids, content.padding_ids))
-        tensors = {name: send(tensor, device) for name, tensor in content.tensors.items()}
+    if content is None:  # where there is more, the model itself takes this rank's tokens
+        input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
         context=context,
         input_ids=_sent(input_ids[None], device),
@@ -173,7 +171,7 @@ def make_inputs(
         num_logical_tokens=layout.num_logical_tokens,
         num_padding=num_tokens - layout.num_tokens,
         cache=cache,
-        content=tensors,
+        content={name: send(tensor, device) for name, tensor in (content or {}).items()},
     )
 
 

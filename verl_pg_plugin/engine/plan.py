@@ -17,7 +17,8 @@ from tensordict import TensorDict
 from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.layout import Layout, PackedLayout
-from verl_pg_plugin.modalities import BatchError, Modality
+from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import (

@@ -30,7 +30,8 @@ from verl_pg_plugin.engine.ranks import Agreement
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
-from verl_pg_plugin.modalities import SHARING_OFF, Modality
+from verl_pg_plugin.modalities import Modality
+from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)

@@ -21,20 +21,14 @@ MIXERS: dict[str, Mixer] = {mixer.name: mixer for mixer in (attention.MIXER, gat
 def count_layers(config: PretrainedConfig) -> Counter[str]:
     """Layers of a text config by the name of their mixer; those that no mixer claims are left out."""
     names = {layer_type: mixer.name for mixer in MIXERS.values() for layer_type in mixer.layer_types}
-    return Counter(names[layer_type] for layer_type in _layer_types(config) if layer_type in names)
+    return Counter(names[layer_type] for layer_type in attention.layer_types(config) if layer_type in names)
 
 
 def unknown_layer_types(config: PretrainedConfig) -> list[str]:
     """Layer types of a text config that no mixer claims, sorted."""
-    return sorted(set(_layer_types(config)).difference(*(mixer.layer_types for mixer in MIXERS.values())))
+    return sorted(set(attention.layer_types(config)).difference(*(mixer.layer_types for mixer in MIXERS.values())))
 
 
 def stateful_model_types() -> frozenset[str]:
     """Models with a recurrent state that a mixer hands from parents to children."""
     return frozenset().union(*(mixer.stateful_model_types for mixer in MIXERS.values()))
-
-
-def _layer_types(config: PretrainedConfig) -> list[str]:
-    num_layers = getattr(config, "num_hidden_layers", 0)
-    types = getattr(config, "layer_types", None)
-    return list(types)[:num_layers] if types else [attention.FULL] * num_layers

@@ -40,7 +40,7 @@ def ulysses_obstacle(config: PretrainedConfig, ranks: int) -> str:
 
 def pair_costs(config: PretrainedConfig) -> tuple[PairCost, ...]:
     """Two FLOPs per pair and number of a query for the score, two per number of a value for the output."""
-    layers = Counter(_layer_types(config))
+    layers = Counter(layer_types(config))
     windows = ((FULL, None), (SLIDING, getattr(config, "sliding_window", None)))
     return tuple(
         PairCost(2 * sum(_head_dims(config, kind)) * config.num_attention_heads * layers[kind], window)
@@ -73,12 +73,13 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     return AttentionNeeds(frozenset(widths), softcap=bool(getattr(config, "attn_logit_softcapping", None)))
 
 
-def _layer_types(config: PretrainedConfig) -> list[str]:
+def layer_types(config: PretrainedConfig) -> list[str]:
     """Of every layer; transformers gives ``sliding_window`` to all where there are none (Mistral, Mixtral, Phi3)."""
+    num_layers = getattr(config, "num_hidden_layers", 0)
     if types := getattr(config, "layer_types", None):
-        return list(types[: config.num_hidden_layers])
+        return list(types)[:num_layers]
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return [SLIDING if sliding else FULL] * config.num_hidden_layers
+    return [SLIDING if sliding else FULL] * num_layers
 
 
 def _head_dims(config: PretrainedConfig, kind: str) -> tuple[int, int]:

@@ -120,13 +120,13 @@ class Levels:
 
     Attributes:
         levels: from the roots down.
-        order: (T,) int64, the tokens sorted by depth; None where they are.
-        inverse: (T,) int64, the place of each token among them.
+        by_depth: the tokens sorted by depth; None where they are.
+        back: the way back.
     """
 
     levels: list[Level]
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
+    by_depth: Gather | None = None
+    back: Gather | None = None
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
@@ -150,22 +150,9 @@ class Levels:
             above = members
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
-            return cls(levels, None, None)
-        return cls(levels, sent(order), sent(np.argsort(order, kind="stable")))
-
-
-class _Permute(torch.autograd.Function):
-    """``index_select`` by a permutation, whose backward is one too and adds nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
+            return cls(levels)
+        sorts = (to_device(places, torch.int32, device) for places in (order, np.argsort(order, kind="stable")))
+        return cls(levels, *(Gather.of(places, layout.num_tokens) for places in sorts))
 
 
 class _HandDown(torch.autograd.Function):
@@ -192,8 +179,8 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
         tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
         options: further keywords of ``rule``.
     """
-    if levels.order is not None:
-        tensors = tuple(_Permute.apply(x, levels.order, levels.inverse) for x in tensors)
+    if levels.by_depth is not None:
+        tensors = tuple(gather_tokens(x, levels.by_depth) for x in tensors)
     sizes = [sum(level.lengths) for level in levels.levels]
     parts = zip(*(x.split(sizes) for x in tensors), strict=True)
     # fla's kernels take segments of any length, transformers' fallback a batch of equal ones: tokens of zeros behind a
@@ -213,7 +200,7 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
         lengths = (out.shape[1],) if takes_any else level.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return out if levels.order is None else _Permute.apply(out, levels.inverse, levels.order)
+    return out if levels.back is None else gather_tokens(out, levels.back)
 
 
 class GatedDeltaLayer:

@@ -23,9 +23,6 @@ __all__ = ["GATED_DELTA", "MIXER", "MULTIMODAL_MODEL_TYPES", "has_fla", "kernel_
 LINEAR = "linear_attention"
 TEXT_MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 MULTIMODAL_MODEL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe"})
-WRONG_ON_HOPPER = (Version("3.4"), Version("3.7.1"))
-"""Triton from the first up to, and without, the second."""
-HOPPER = 9
 
 
 def obstacles(config: PretrainedConfig) -> list[str]:
@@ -46,10 +43,13 @@ def kernel_obstacles(device_name: str) -> list[str]:
     if not has_fla():
         needed = "Gated DeltaNet needs the kernels of flash-linear-attention, which is not installed"
         return [f"{needed}: pip install fla-core"]
-    (first, fixed), triton = WRONG_ON_HOPPER, Version(_triton_version())
-    if first <= triton < fixed and find_spec("tilelang") is None and HOPPER in gpu_generations():
-        why = f"the backward of the gated delta rule is wrong on Hopper with Triton {first} to {fixed} (here {triton})"
-        return [f"{why}: pip install --no-deps 'triton>={fixed}', or pip install tilelang"]
+    import triton
+
+    wrong = Version("3.4") <= Version(triton.__version__) < Version("3.7.1")
+    if wrong and find_spec("tilelang") is None and 9 in gpu_generations():
+        why = f"wrong on Hopper with Triton 3.4 to 3.7.1 (here {triton.__version__})"
+        fix = "pip install --no-deps 'triton>=3.7.1', or pip install tilelang"
+        return [f"the backward of the gated delta rule is {why}: {fix}"]
     return []
 
 
@@ -101,9 +101,3 @@ def gpu_generations() -> frozenset[int]:
     if not torch.cuda.is_available():
         return frozenset()
     return frozenset(torch.cuda.get_device_capability(gpu)[0] for gpu in range(torch.cuda.device_count()))
-
-
-def _triton_version() -> str:
-    import triton
-
-    return str(triton.__version__)

@@ -6,23 +6,8 @@ from typing import TypeAlias
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, Images
 from verl_pg_plugin.modalities.text import TEXT, Text, text_obstacles
-
-__all__ = [
-    "IMAGE_MODEL_TYPES",
-    "SHARING_OFF",
-    "TEXT",
-    "BatchError",
-    "Content",
-    "ContentInputs",
-    "Images",
-    "Modality",
-    "Text",
-    "modality_obstacles",
-    "modality_of",
-]
 
 Modality: TypeAlias = Text | Images
 

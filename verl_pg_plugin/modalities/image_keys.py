@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from verl_pg_plugin.layout import IntArray
-from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError
+from verl_pg_plugin.modalities.text import SHARING_OFF, BatchError
 
 WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
 """What verl adds and the model needs for positions alone, which the batch has."""

@@ -14,9 +14,17 @@ from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
-from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
 from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
-from verl_pg_plugin.modalities.text import counted, multi_modal_inputs, read_positions, read_tokens
+from verl_pg_plugin.modalities.text import (
+    NOTHING,
+    SHARING_OFF,
+    BatchError,
+    Content,
+    counted,
+    multi_modal_inputs,
+    read_positions,
+    read_tokens,
+)
 
 IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
@@ -66,24 +74,23 @@ class Images:
         keys, inside = build_keys(tokens, offsets, positions, images, given)
         return Content(tokens, keys, offsets, positions, inside, needs_encoder=bool(images))
 
-    def num_padding_tokens(self, layout: Layout, runs_encoder: bool) -> int:
-        """One for the placeholder of a blank image where the tokens show none."""
+    def padding_ids(self, layout: Layout, runs_encoder: bool) -> IntArray:
+        """The placeholder of a blank image where the tokens show none."""
         assert isinstance(layout, PackedLayout)
         shown = np.isin(layout.input_ids, (self.images.token_id, self.videos.token_id)).any()
-        return int(runs_encoder and not shown)
+        return np.array([self.images.token_id]) if runs_encoder and not shown else NOTHING
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs:
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> dict[str, torch.Tensor]:
         """Images whose tokens are in the layout, once each and in their order.
 
         Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP
         gathers the vision encoder's weights on all ranks or on none. Nothing reads that token: its gradients are zero.
         """
-        if self.num_padding_tokens(layout, runs_encoder):
-            blank = {
+        if len(self.padding_ids(layout, runs_encoder)):
+            return {
                 self.images.pixels: torch.zeros(self.merge_size**2, self.patch_numbers),
                 self.images.grids: torch.tensor([(1, self.merge_size, self.merge_size)]),
             }
-            return ContentInputs(blank, padding_ids=np.array([self.images.token_id]))
         given = multi_modal_inputs(micro_batch)
         shown, _ = self._shown(layout, micro_batch)
         tensors: dict[str, torch.Tensor] = {}
@@ -93,7 +100,7 @@ class Images:
                 pixels = [given[image.sequence][kind.pixels][image.patches] for image in of_kind]
                 tensors[kind.pixels] = torch.cat(pixels)
                 tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
-        return ContentInputs(tensors, padding_ids=np.zeros(0, dtype=np.int64))
+        return tensors
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
         """Without those of a blank image."""

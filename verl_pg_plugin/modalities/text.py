@@ -1,7 +1,8 @@
-"""Text: token ids, whose positions count from 0 in every sequence."""
+"""What a batch holds, as the engine packs it, and how it is read of text, whose positions count from 0."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,25 +10,72 @@ import torch
 from tensordict import TensorDict
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.layout import IntArray, Layout
-from verl_pg_plugin.modalities.content import SHARING_OFF, BatchError, Content, ContentInputs
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
 
-OTHER_MODALITIES = ("vision_config", "audio_config", "thinker_config")
-TEXT_ALONE = frozenset({"qwen3_5_text", "qwen3_5_moe_text"})
-"""Text models of several modalities' making: all dimensions of a position are equal."""
+NOTHING: IntArray = np.zeros(0, dtype=np.int64)
+SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
+
+
+class BatchError(ValueError):
+    """A batch that packed mode cannot compute; the message names the cause and the fix."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """B sequences of N tokens in all, laid one after the other.
+
+    Attributes:
+        tokens: (N,) ids, as the model's embedding takes them.
+        keys: (N,) integers; two sequences may share a token only where theirs are equal. For text the token ids.
+        offsets: (B+1,) bounds of the sequences.
+        positions: (P, N) as the model takes them; None where they count from 0 in every sequence.
+        inside: (N,) tokens of the same image in front of this one; None where nothing is indivisible.
+        needs_encoder: whether the model's vision encoder has anything to compute for the batch they were read from.
+    """
+
+    tokens: IntArray
+    keys: IntArray
+    offsets: IntArray
+    positions: IntArray | None = None
+    inside: IntArray | None = None
+    needs_encoder: bool = False
+
+    def select(self, sequences: list[int]) -> Content:
+        """Some of the sequences, in the order of ``sequences``."""
+        bounds = self.offsets.tolist()
+        spans = [slice(bounds[sequence], bounds[sequence + 1]) for sequence in sequences]
+
+        def take(values: IntArray) -> IntArray:
+            return np.concatenate([values[..., span] for span in spans], axis=-1)
+
+        tokens = take(self.tokens)
+        return replace(
+            self,
+            tokens=tokens,
+            keys=tokens if self.keys is self.tokens else take(self.keys),
+            offsets=np.cumsum([0, *(span.stop - span.start for span in spans)]),
+            positions=None if self.positions is None else take(self.positions),
+            inside=None if self.inside is None else take(self.inside),
+        )
+
+    def put_into(self, layout: PackedLayout) -> PackedLayout:
+        """A layout that was made from the keys, with the tokens and positions that they stand for."""
+        if self.keys is self.tokens:
+            return layout
+        index = layout.token_index
+        positions = layout.position_ids if self.positions is None else self.positions[:, index]
+        return replace(layout, input_ids=self.tokens[index], labels=self.tokens[index + 1], position_ids=positions)
 
 
 def text_obstacles(config: PretrainedConfig) -> list[str]:
     """Why a model with this config does not read text alone; empty if it does."""
-    if config.model_type in TEXT_ALONE:
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):  # text of several modalities' making: its dimensions are equal
         return []
-    found = [name for name in OTHER_MODALITIES if getattr(config, name, None) is not None]
-    if found:
-        return [f"{config.model_type} is multimodal ({found[0]}); only text models are supported"]
-    rope: Any = getattr(config, "rope_parameters", None) or {}
-    if "mrope_section" in rope:
-        return [f"{config.model_type} uses three-dimensional position ids (mrope)"]
-    return []
+    for other in ("vision_config", "audio_config", "thinker_config"):
+        if getattr(config, other, None) is not None:
+            return [f"{kind} is multimodal ({other}); only text models are supported"]
+    return [f"{kind} uses three-dimensional position ids (mrope)"] if "mrope_section" in rope else []
 
 
 class Text:
@@ -60,17 +108,16 @@ class Text:
             )
         return Content(tokens=tokens, keys=tokens, offsets=offsets)
 
-    def num_padding_tokens(self, layout: Layout, runs_encoder: bool) -> int:
+    def padding_ids(self, layout: Layout, runs_encoder: bool) -> IntArray:
         """Padding tokens that ``inputs`` needs behind those of the layout."""
-        return 0
+        return NOTHING
 
     def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
         """Patches of each image that the encoder computes for a layout, and of each that its sequences show."""
-        none = np.zeros(0, dtype=np.int64)
-        return none, none
+        return NOTHING, NOTHING
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> ContentInputs | None:
-        """What the model reads beside the tokens of a layout; None where tokens are all.
+    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> dict[str, torch.Tensor] | None:
+        """What ``forward`` takes beside the tokens of a layout, by keyword; None where tokens are all.
 
         Args:
             layout: of ``micro_batch``, or of some of its sequences that come first.
