@@ -12,7 +12,7 @@ LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2, 3), (4, 7)), (
 
 
 def gather_of(layout: PackedLayout, device: str) -> Gather:
-    return Gather.of(torch.from_numpy(layout.kv_index).to(torch.int32).to(device), layout.num_tokens)
+    return Gather(torch.from_numpy(layout.kv_index).to(torch.int32).to(device), layout.num_tokens)
 
 
 class BigGroup:

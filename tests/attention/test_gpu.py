@@ -13,7 +13,7 @@ from verl_pg_plugin.attention import tree
 from verl_pg_plugin.attention.gather import gather_tokens
 from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
-from verl_pg_plugin.attention.passes import softcap_fault
+from verl_pg_plugin.attention.passes import Varlen, softcap_fault
 from verl_pg_plugin.attention.tree import Piece, Tree
 from verl_pg_plugin.layout import PackedLayout
 
@@ -74,7 +74,7 @@ def replicated_outcome(
 
     q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
     tokens = slice(0, len(q))
-    alone = Tree([Piece(tokens, tokens, cu_seqlens, cu_seqlens, max(lengths), max(lengths))])
+    alone = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths)))])
     out = attend(q, k, v, alone, kernel, AttentionOptions(q.shape[-1] ** -0.5, window, softcap))
     out.backward(tensors.grad_out[rows] * first[:, None, None])
 
@@ -233,13 +233,17 @@ def test_gradients_of_copies_are_added_up_however_they_lie_and_alike_in_every_ru
     layout = SHORT.layout()
     gather, on_cpu = gather_of(layout, "cuda"), gather_of(layout, "cpu")
     grad = torch.randn(len(gather.tokens), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    expected = on_cpu.sum(grad.cpu(), torch.empty(layout.num_tokens, 3, 24))
+    expected = torch.empty(layout.num_tokens, 3, 24)
+    on_cpu.sum(grad.cpu(), expected)
     for given in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1)):
         total = torch.empty(3, layout.num_tokens, 24, device="cuda").transpose(0, 1)
-        assert gather.sum(given, total) is total
+        again = torch.empty_like(total)
+        gather.sum(given, total)
+        gather.sum(given, again)
         torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(gather.sum(given, torch.empty_like(total)), total)
-        twice = gather.sum(given, total.clone(), add=True)
-        torch.testing.assert_close(twice, 2 * total, rtol=1e-6, atol=1e-6)
-    one = torch.empty(layout.num_tokens, device="cuda")
-    assert torch.equal(gather.sum(grad[:, 0, 0], one), total[:, 0, 0])
+        assert torch.equal(again, total)
+        gather.sum(given, again, add=True)
+        torch.testing.assert_close(again, 2 * total, rtol=1e-6, atol=1e-6)
+    x = torch.zeros(layout.num_tokens, 24, device="cuda", requires_grad=True)
+    (found,) = torch.autograd.grad(gather_tokens(x, gather), x, grad[:, 0].T.contiguous().T)
+    assert torch.equal(found, total[:, 0])

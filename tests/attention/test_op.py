@@ -17,7 +17,7 @@ from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
-from verl_pg_plugin.attention.op import AttentionOptions, Tape, checkpoint_contexts
+from verl_pg_plugin.attention.op import AttentionOptions, Tape
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.engine.inputs import cache_access, consume, keep_published
 from verl_pg_plugin.layout import PackedLayout
@@ -233,7 +233,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     leaves = tensors.leaves()
     expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
     assert len(recorded.forwards) == 2
-    contexts = (lambda: checkpoint_contexts(Tape())) if keeps else noop_context_fn
+    contexts = (lambda: (Tape(),) * 2) if keeps else noop_context_fn
     out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)

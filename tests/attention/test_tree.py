@@ -16,7 +16,9 @@ from verl_pg_plugin.layout import PackedLayout
 
 def reads_of(reads: Piece) -> Iterator[tuple[int, int]]:
     """(token, key) of every read of a prefix."""
-    bounds = zip(pairwise(reads.cu_seqlens_q.tolist()), pairwise(reads.cu_seqlens_k.tolist()), strict=True)
+    bounds = zip(
+        pairwise(reads.problem.cu_seqlens_q.tolist()), pairwise(reads.problem.cu_seqlens_k.tolist()), strict=True
+    )
     for (q_start, q_stop), (k_start, k_stop) in bounds:
         for row in range(q_start, q_stop):
             yield from ((reads.rows.start + row, reads.keys.start + key) for key in range(k_start, k_stop))
@@ -41,8 +43,8 @@ def test_every_key_is_read_once_in_place_or_in_the_rest(batch: Batch) -> None:
     assert found == Counter(reads_of_segments(layout, everything))
     assert rest.sum() == layout.num_tokens, "with every shared prefix in place each key is left to its own segment"
     for read in reads:
-        assert read.cu_seqlens_q[-1] == read.rows.stop - read.rows.start
-        assert read.cu_seqlens_k[-1] == read.keys.stop - read.keys.start
+        assert read.problem.cu_seqlens_q[-1] == read.rows.stop - read.rows.start
+        assert read.problem.cu_seqlens_k[-1] == read.keys.stop - read.keys.start
 
 
 PROMPT = tuple(range(100, 200))
@@ -69,4 +71,4 @@ def test_of_one_group_no_token_is_left_over() -> None:
     """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
     (reads,), _ = read_in_place(group(16, 2).layout())
     assert (reads.rows, reads.keys) == (slice(99, 131), slice(0, 99))
-    assert (reads.cu_seqlens_q.tolist(), reads.cu_seqlens_k.tolist()) == ([0, 32], [0, 99])
+    assert (reads.problem.cu_seqlens_q.tolist(), reads.problem.cu_seqlens_k.tolist()) == ([0, 32], [0, 99])

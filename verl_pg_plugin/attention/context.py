@@ -19,6 +19,7 @@ from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_head
 from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
+from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece, Tree
 from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout
 
@@ -115,7 +116,7 @@ class PackedAttention(AttentionContext):
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
         context, tokens = cls(None, kernel, cu_seqlens.device), slice(0, num_tokens)
         context.num_tokens = num_tokens
-        context._unshared = Tree([Piece(tokens, tokens, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)])
+        context._unshared = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))])
         return context
 
     def tree(self, window: int) -> Tree:
@@ -225,7 +226,7 @@ class PaddedGroupsAttention(AttentionContext):
             # A group without a prefix is no segment; every suffix has tokens.
             cu_seqlens_q, cu_seqlens_k = torch.unique_consecutive(cu_seqlens_q), torch.unique_consecutive(cu_seqlens_k)
             tokens = slice(0, len(q_THD)), slice(0, len(k_TGD))
-            tree = Tree([Piece(*tokens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)])
+            tree = Tree([Piece(*tokens, Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))])
             return pad_input(attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options), rows, batch_size, num_q)
 
         return self.grouper.forward(attend_padded, query, key, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,38 +17,35 @@ class Gather:
     Attributes:
         tokens: (K,) int32 token of each copy.
         num_tokens: T.
-        copies, bounds: (K,) and (T+1,) int64, on a GPU alone; token t's are ``copies[bounds[t]:bounds[t + 1]]``.
     """
 
     tokens: torch.Tensor
     num_tokens: int
-    copies: torch.Tensor | None = None
-    bounds: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, tokens: torch.Tensor, num_tokens: int) -> Gather:
-        """The host does not wait for the device."""
-        if not tokens.is_cuda:
-            return cls(tokens, num_tokens)
-        in_order, copies = torch.sort(tokens, stable=True)
-        each = torch.arange(num_tokens + 1, dtype=tokens.dtype, device=tokens.device)
-        return cls(tokens, num_tokens, copies, torch.searchsorted(in_order, each))
+    @cached_property
+    def _by_token(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(K,) copies and (T+1,) bounds, int64: token t's are ``copies[bounds[t]:bounds[t + 1]]``.
 
-    def sum(self, grad: torch.Tensor, total: torch.Tensor, add: bool = False) -> torch.Tensor:
-        """Gradient ``total`` (T, ...) of the tokens from ``grad`` (K, ...), that of their copies.
+        Made when gradients are first summed. The host does not wait for the device.
+        """
+        in_order, copies = torch.sort(self.tokens, stable=True)
+        each = torch.arange(self.num_tokens + 1, dtype=self.tokens.dtype, device=self.tokens.device)
+        return copies, torch.searchsorted(in_order, each)
+
+    def sum(self, grad: torch.Tensor, total: torch.Tensor, add: bool = False) -> None:
+        """Gradient ``total`` (T, heads, D) of the tokens from ``grad`` (K, heads, D), that of their copies.
 
         Summed in float32 (on a CPU, float64 for float64), in a fixed order, and rounded once. To ``add`` to what it
-        holds, ``total`` must be float32 or wider. One of (T, heads, D) may have any strides of tokens and heads.
+        holds, ``total`` must be float32 or wider. The numbers of a head follow each other.
         """
         if grad.is_cuda:
             from verl_pg_plugin.attention.segment_sum import sum_copies
 
-            if grad.dim() != 3 or grad.stride(-1) != 1:
-                grad = grad.contiguous()
-            return sum_copies(grad, self.copies, self.bounds, total, add)
+            sum_copies(grad, *self._by_token, total, add)
+            return
         wide = torch.promote_types(grad.dtype, torch.float32)
         found = torch.zeros(total.shape, dtype=wide, device=grad.device).index_add_(0, self.tokens, grad.to(wide))
-        return total.add_(found) if add else total.copy_(found)
+        total.copy_(total + found if add else found)
 
 
 def to_device(array: np.ndarray, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -72,8 +70,10 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        return ctx.gather.sum(grad, grad.new_empty(ctx.gather.num_tokens, *grad.shape[1:])), None
+        grad = grads[0].contiguous()
+        total = grad.new_empty(ctx.gather.num_tokens, *grad.shape[1:])
+        ctx.gather.sum(grad.view(len(grad), 1, -1), total.view(len(total), 1, -1))
+        return total, None
 
 
 def gather_tokens(x: torch.Tensor, gather: Gather) -> torch.Tensor:

@@ -6,7 +6,7 @@ written once, and those through prefixes that are read in place are added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -84,11 +84,10 @@ class _TreeAttention(torch.autograd.Function):
         options: AttentionOptions,
         cache: CacheAccess | None,
     ) -> Tensor:
-        tape = Tape.running
-        kept = None if tape is None else tape.take()
-        out, lse = kept or _forward(q, *_with_cached(k, v, options, cache), sinks, tree, kernel, options)
-        if tape is not None and kept is None:
-            tape.keep(out, lse)
+        def compute() -> tuple[Tensor, Tensor]:
+            return _forward(q, *_with_cached(k, v, options, cache), sinks, tree.forward, kernel, options)
+
+        out, lse = compute() if Tape.running is None else Tape.running.computed(compute)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.tree, ctx.kernel, ctx.options, ctx.cache = tree, kernel, options, cache
         return out
@@ -122,9 +121,8 @@ def _with_cached(k: Tensor, v: Tensor, options: AttentionOptions, cache: CacheAc
 
 
 def _problem(piece: Piece, options: AttentionOptions) -> Varlen:
-    window = options.window_size if piece.causal else -1
-    bounds = piece.cu_seqlens_q, piece.cu_seqlens_k, piece.max_seqlen_q, piece.max_seqlen_k
-    return Varlen(*bounds, options.softmax_scale, piece.causal, window, options.softcap)
+    window = options.window_size if piece.problem.causal else -1
+    return piece.problem._replace(softmax_scale=options.softmax_scale, window=window, softcap=options.softcap)
 
 
 def _at(x: Tensor, piece: Piece) -> Tensor:
@@ -133,9 +131,15 @@ def _at(x: Tensor, piece: Piece) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tree: Tree, kernel: Kernel, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    pieces: list[Piece],
+    kernel: Kernel,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    found = [kernel.forward(q[p.rows], _at(k, p), _at(v, p), _problem(p, options)) for p in tree.forward]
+    found = [kernel.forward(q[p.rows], _at(k, p), _at(v, p), _problem(p, options)) for p in pieces]
     outs, lses = zip(*found, strict=True)
     out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
     if sinks is not None:
@@ -186,8 +190,13 @@ def _memory(x: Tensor, kernel: Kernel) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
 
 
-class Tape:
+class Tape(AbstractContextManager):
     """(out, lse) of each attention call in one checkpointed layer, in their order.
+
+    It is both contexts of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around a decoder layer: entered
+    first for the forward, and again for each recomputation, of which one graph may have several. The layer keeps here
+    what attention computed, and recomputes the rest. Attention is the one part of a layer whose cost grows with the
+    length of the sequences, and its output is small.
 
     ``put`` says what the tape holds of a tensor, and ``get`` makes a tensor of that. Both detach: what the autograd
     function returns becomes part of the graph, which holds the tape.
@@ -199,8 +208,16 @@ class Tape:
     running: ClassVar[Tape | None] = None
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Any, Any]] = []
-        self._replay: Iterator[tuple[Any, Any]] | None = None
+        self._kept: list[list[Any]] = []
+
+    def __enter__(self) -> None:
+        self._replay = iter(list(self._kept))  # of nothing in the forward
+        Tape.running = self
+
+    def __exit__(self, *_: object) -> None:
+        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
+        if Tape.running is self:
+            Tape.running = None
 
     def put(self, x: Tensor) -> Any:
         return x.detach()
@@ -208,37 +225,12 @@ class Tape:
     def get(self, kept: Any) -> Tensor:
         return kept.detach()
 
-    def keep(self, out: Tensor, lse: Tensor) -> None:
-        self._kept.append((self.put(out), self.put(lse)))
-
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """What the forward has kept of this call; None in the forward."""
-        if self._replay is None:
-            return None
-        out, lse = next(self._replay)
-        return self.get(out), self.get(lse)
-
-
-class _Pass(AbstractContextManager):
-    """A layer's forward, or its recomputation, of which one graph may have several."""
-
-    def __init__(self, tape: Tape, replays: bool) -> None:
-        self._tape, self._replays = tape, replays
-
-    def __enter__(self) -> None:
-        self._tape._replay = iter(self._tape._kept) if self._replays else None
-        Tape.running = self._tape
-
-    def __exit__(self, *_: object) -> None:
-        # torch 2.11 leaves a layer that has failed no sooner than the exception is forgotten, when another may run.
-        if Tape.running is self._tape:
-            Tape.running = None
-
-
-def checkpoint_contexts(tape: Tape) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` around a decoder layer.
-
-    The layer keeps on ``tape`` what attention computed, and recomputes the rest. Attention is the one part of a layer
-    whose cost grows with the length of the sequences, and its output is small.
-    """
-    return _Pass(tape, replays=False), _Pass(tape, replays=True)
+    def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What the forward has kept of this call; in the forward, what ``compute`` returns."""
+        kept = next(self._replay, None)
+        if kept is not None:
+            out, lse = map(self.get, kept)
+        else:
+            out, lse = compute()
+            self._kept.append([self.put(out), self.put(lse)])
+        return out, lse

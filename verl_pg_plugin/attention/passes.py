@@ -46,7 +46,7 @@ class Varlen(NamedTuple):
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    softmax_scale: float
+    softmax_scale: float = 1.0
     causal: bool = True
     window: int = -1
     softcap: float = 0.0

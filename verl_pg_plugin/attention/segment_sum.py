@@ -37,24 +37,10 @@ def _sum_copies_kernel(
     tl.store(total_there, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
-def sum_copies(
-    grad: torch.Tensor, copies: torch.Tensor, bounds: torch.Tensor, total: torch.Tensor, add: bool
-) -> torch.Tensor:
-    """See ``Gather.sum``; ``grad`` is contiguous, or (K, heads, D) with any strides of tokens and heads."""
-    width = total[0].numel()
-    head_strides = (grad.stride(1), total.stride(1)) if total.dim() == 3 else (width, width)
-    _sum_copies_kernel[(len(total),)](
-        grad,
-        total,
-        copies,
-        bounds,
-        grad.stride(0),
-        head_strides[0],
-        total.stride(0),
-        head_strides[1],
-        head_dim=total.shape[-1] if total.dim() == 3 else width,
-        width=width,
-        block=triton.next_power_of_2(width),
-        add=add,
-    )
-    return total
+def sum_copies(grad: torch.Tensor, copies: torch.Tensor, bounds: torch.Tensor, total: torch.Tensor, add: bool) -> None:
+    """``Gather.sum`` of (K, heads, D) into (T, heads, D), each with any strides of tokens and heads."""
+    _, heads, head_dim = total.shape
+    width = heads * head_dim
+    strides = (*grad.stride()[:2], *total.stride()[:2])
+    sizes = {"head_dim": head_dim, "width": width, "block": triton.next_power_of_2(width)}
+    _sum_copies_kernel[(len(total),)](grad, total, copies, bounds, *strides, **sizes, add=add)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from verl_pg_plugin.attention.gather import Gather, to_device
+from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.layout.order import IntArray
 
@@ -39,20 +40,17 @@ place, as large as the kernel's own error, and tokens right below a short one ha
 
 @dataclass(frozen=True)
 class Piece:
-    """A varlen problem, see ``passes.Varlen``.
+    """A varlen problem and its place in a packed forward.
 
     Attributes:
         rows: its queries, of the T packed tokens.
         keys: its keys, of the [c cached | T packed] tokens; a ``Gather`` where they are copied.
+        problem: their segments, and whether it is causal; a layer's options say the rest.
     """
 
     rows: slice
     keys: slice | Gather
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    causal: bool = True
+    problem: Varlen
 
 
 @dataclass
@@ -109,23 +107,17 @@ def _causal_pieces(layout: PackedLayout, kept: np.ndarray | None, device: torch.
         first, last = int(cu_k[start]), int(cu_k[stop])
         rows, keys = slice(int(cu_q[start]), int(cu_q[stop])), slice(int(kv[first]), int(kv[first]) + last - first)
         adjoin = np.array_equal(kv[first:last], np.arange(keys.start, keys.stop))
-        there = keys if adjoin else Gather.of(on_device[first:last], num_keys)
-        bounds = cu_q[start : stop + 1] - cu_q[start], cu_k[start : stop + 1] - first
-        pieces.append(_piece(rows, there, *bounds, device, causal=True))
+        there = keys if adjoin else Gather(on_device[first:last], num_keys)
+        problem = _varlen(cu_q[start : stop + 1] - rows.start, cu_k[start : stop + 1] - first, device)
+        pieces.append(Piece(rows, there, problem))
         start = stop
     return pieces
 
 
-def _piece(
-    rows: slice,
-    keys: slice | Gather,
-    cu_seqlens_q: IntArray,
-    cu_seqlens_k: IntArray,
-    device: torch.device | str,
-    causal: bool,
-) -> Piece:
-    cu_q, cu_k = to_device(cu_seqlens_q, torch.int32, device), to_device(cu_seqlens_k, torch.int32, device)
-    return Piece(rows, keys, cu_q, cu_k, int(np.diff(cu_seqlens_q).max()), int(np.diff(cu_seqlens_k).max()), causal)
+def _varlen(cu_q: IntArray, cu_k: IntArray, device: torch.device | str, causal: bool = True) -> Varlen:
+    longest_q, longest_k = int(np.diff(cu_q).max()), int(np.diff(cu_k).max())
+    on_device = to_device(cu_q, torch.int32, device), to_device(cu_k, torch.int32, device)
+    return Varlen(*on_device, longest_q, longest_k, causal=causal)
 
 
 def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> tuple[list[Piece], np.ndarray]:
@@ -189,4 +181,4 @@ def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int
     moves = np.append(True, (np.diff(queries) > 0) | (np.diff(keys) > 0))
     queries, keys = queries[moves] - num_cached, keys[moves]
     rows, there = slice(int(queries[0]), int(queries[-1])), slice(int(keys[0]), int(keys[-1]))
-    return _piece(rows, there, queries - queries[0], keys - keys[0], device, causal=False)
+    return Piece(rows, there, _varlen(queries - rows.start, keys - there.start, device, causal=False))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from verl_pg_plugin.attention.op import Tape, checkpoint_contexts
+from verl_pg_plugin.attention.op import Tape
 from verl_pg_plugin.planning.activation_level import Level
 
 SMALLEST = 1 << 20
@@ -49,7 +48,7 @@ class Activations:
             return call(*args)
         layer, before = _LayerCall(self._copier if self.level.on_host else None, self._last), self._last()
         self._last = weakref.ref(layer)
-        contexts = partial(checkpoint_contexts, layer) if self.level.keeps_attention else noop_context_fn
+        contexts = (lambda: (layer, layer)) if self.level.keeps_attention else noop_context_fn
         # A hook around a checkpoint sees its inputs, which torch saves for autograd, and nothing from inside.
         hooks = saved_tensors_hooks(layer.put, layer.get) if self.level.on_host else nullcontext()
         with hooks:

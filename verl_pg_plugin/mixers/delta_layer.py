@@ -67,7 +67,7 @@ class Windows:
         tokens = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
         segment, column = np.nonzero(~missing & (offset >= 0))
         return cls(
-            gather=Gather.of(to_device(tokens.reshape(-1), torch.int32, device), layout.num_tokens),
+            gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
             fixed=to_device(tokens[segment, column], torch.int64, device),
             place=to_device(segment * 2 * reach + column, torch.int64, device),
@@ -152,7 +152,7 @@ class Levels:
         if (np.diff(order) == 1).all():
             return cls(levels)
         sorts = (to_device(places, torch.int32, device) for places in (order, np.argsort(order, kind="stable")))
-        return cls(levels, *(Gather.of(places, layout.num_tokens) for places in sorts))
+        return cls(levels, *(Gather(places, layout.num_tokens) for places in sorts))
 
 
 class _HandDown(torch.autograd.Function):
