@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     try:
         return args.run(args) or 0
-    except CommandError as error:
+    except (CommandError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
 

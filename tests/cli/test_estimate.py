@@ -103,7 +103,12 @@ def test_a_line_separator_of_unicode_in_a_response_ends_no_line(capsys, model: s
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is empty"), ("[]\n", "line 1: no input"), ('{"uid": "x', "line 1 is no JSON"), ("{}\n", "no in")],
+    [
+        ("", "is empty"),
+        ("[]\n", "line 1, has no"),
+        ('{"uid": "x', "line 1, has no"),
+        ("\n{}\n", "line 2, has no input"),
+    ],
 )
 def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "3.jsonl").write_text(text)
@@ -111,6 +116,13 @@ def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, t
     assert (code, err.count("\n")) == (2, 1)
     assert "3.jsonl" in err
     assert message in err
+
+
+def test_a_data_set_without_the_column_is_one_line(capsys, model: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"messages": ["a"]}), tmp_path / "data.parquet")
+    code, _, err = estimate(capsys, "--model", model, "--data", tmp_path / "data.parquet", "--response", 4)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot read the column prompt: No match" in err
 
 
 @pytest.mark.parametrize(

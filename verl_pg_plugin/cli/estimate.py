@@ -287,15 +287,14 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if not args.data.is_file():
+        raise CommandError(f"--data {args.data}: no such file")
     try:
-        names = pq.read_schema(args.data).names
-        if args.prompt_key not in names:
-            raise CommandError(f"--data {args.data} has no column {args.prompt_key}; it has {', '.join(names)}")
-        found: list[Any] = pq.read_table(args.data, columns=[args.prompt_key]).column(0)[: args.groups].to_pylist()
-    except FileNotFoundError as error:
-        raise CommandError(f"--data {args.data}: no such file") from error
-    except (OSError, pa.ArrowException) as error:
-        raise CommandError(f"--data {args.data}: {str(error).splitlines()[0]}") from error
+        column = pq.read_table(args.data, columns=[args.prompt_key]).column(0)
+    except pa.ArrowException as error:
+        why = str(error).splitlines()[0]
+        raise CommandError(f"--data {args.data}: cannot read the column {args.prompt_key}: {why}") from error
+    found: list[Any] = column[: args.groups].to_pylist()
     if not found:
         raise CommandError(f"--data {args.data} has no row")
     return found
@@ -310,21 +309,17 @@ def _groups(folder: Path) -> tuple[Path, list[list[dict[str, Any]]]]:
     if file is None:
         raise CommandError(f"--rollouts {folder} has no .jsonl file; train with trainer.rollout_data_dir=<folder>")
     groups: dict[str, list[dict[str, Any]]] = {}
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # and not where Unicode knows of other ends of lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{file} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    # Lines end here alone, and not where Unicode knows of other ends.
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         if not line:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CommandError(f"{file}, line {number} is no JSON: {error}; is the run still writing it?") from error
-        if not (isinstance(record, dict) and {"input", "output"} <= record.keys()):
-            raise CommandError(f"{file}, line {number}: no input and output; it is no rollout dump of verl's")
-        key = str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else record["input"]
-        groups.setdefault(key, []).append(record)
+            prompt, _ = record["input"], record["output"]
+        except (ValueError, TypeError, KeyError) as error:
+            why = f"has no input and output as JSON ({error}); is the run still writing it?"
+            raise CommandError(f"{file}, line {number}, {why}") from error
+        groups.setdefault(str(record["uid"]).rsplit("_", 2)[0] if "uid" in record else prompt, []).append(record)
     if not groups:
         raise CommandError(f"{file} is empty; is the run still writing it?")
     return file, list(groups.values())

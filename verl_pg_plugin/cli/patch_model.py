@@ -32,10 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Patch or restore, and say what was done."""
-    try:
-        done = undo(args.checkpoint_dir) if args.undo else patch(args.checkpoint_dir)
-    except OSError as error:
-        raise CommandError(f"cannot change {args.checkpoint_dir}: {error}") from error
+    done = undo(args.checkpoint_dir) if args.undo else patch(args.checkpoint_dir)
     sys.stdout.write(f"{args.checkpoint_dir}: {done}\n")
 
 
@@ -44,37 +41,28 @@ def patch(folder: Path) -> str:
 
     Raises:
         CommandError: not a Qwen3 checkpoint, or it already brings code of its own; nothing is changed.
-        OSError: a file could not be written; nothing is changed.
+        OSError: a file could not be written; the checkpoint loads as before, and another call does the rest.
     """
-    config = _read_config(folder / "config.json")
-    modeling, source, backup = folder / MODELING_FILE, SHIPPED_FILE, folder / BACKUP_FILE
+    config_path, modeling, backup = folder / "config.json", folder / MODELING_FILE, folder / BACKUP_FILE
+    config = _read_config(config_path)
     auto_map = config.get("auto_map") or {}
     foreign = {name: auto_map[name] for name, ours in AUTO_MAP.items() if auto_map.get(name, ours) != ours}
     if foreign:
         raise CommandError(
-            f"auto_map in {folder / 'config.json'} already points to {', '.join(foreign.values())}; "
+            f"auto_map in {config_path} already points to {', '.join(foreign.values())}; "
             f"remove {' and '.join(foreign)} from it to use {MODELING_FILE}"
         )
-    is_mapped = all(name in auto_map for name in AUTO_MAP)
-    if is_mapped and modeling.is_file() and modeling.read_bytes() == source.read_bytes():
-        return "already patched, nothing to do"
-    if modeling.exists() and not backup.exists():
+    if modeling.exists() and not backup.exists() and modeling.read_bytes() != SHIPPED_FILE.read_bytes():
         raise CommandError(f"{modeling} exists and was not put there by patch-model; move it away first")
-    if is_mapped:
-        shutil.copyfile(source, modeling)
-    else:
-        config_path, new_config = folder / "config.json", folder / "config.json.new"
-        try:
-            new_config.write_text(_patched(config))
-            if not backup.exists():
-                # A link into a download cache stays a link: what it points to is not ours to change.
-                shutil.copy2(config_path, backup, follow_symlinks=False)
-            shutil.copyfile(source, modeling)
-            new_config.replace(config_path)
-        except OSError:
-            for path in (new_config, modeling, backup):
-                path.unlink(missing_ok=True)
-            raise
+    is_mapped = AUTO_MAP.keys() <= auto_map.keys()
+    if not (is_mapped or backup.exists()):
+        # A link into a download cache stays a link: what it points to is not ours to change.
+        shutil.copy2(config_path, backup, follow_symlinks=False)
+    shutil.copyfile(SHIPPED_FILE, modeling)
+    if not is_mapped:
+        new_config = folder / "config.json.new"
+        new_config.write_text(_patched(config))
+        new_config.replace(config_path)
     return f"patched; load it with trust_remote_code=True (undo with --undo, {BACKUP_FILE} holds the old config)"
 
 
@@ -99,8 +87,6 @@ def undo(folder: Path) -> str:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CommandError(f"{path} does not exist: {path.parent} is not a checkpoint folder")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
