@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from verl_pg_plugin import upstream
 from verl_pg_plugin.after_import import after_import, wait
 
 if TYPE_CHECKING:
@@ -24,15 +25,14 @@ def register() -> None:
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
-    from verl_pg_plugin import cpu, upstream
+    from verl_pg_plugin import cpu
 
     if not _loading(cpu):
         cpu.register()
     after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
     after_import("verl.trainer.ppo.ray_trainer", _reach_v0)
     after_import("verl.trainer.main_ppo", _engage_before_run)
-    if not _loading(upstream):
-        upstream.call_before_validation(_engage_or_exit)
+    upstream.call_before_validation(_engage_or_exit)
     if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
         wait(register)
         return
@@ -44,14 +44,11 @@ def register() -> None:
 
 def _engage_before_run() -> None:
     """In the process of an entry point that is not verl's own."""
-    from verl_pg_plugin import upstream
-
     _or_warn(lambda: upstream.call_before_run(_engage_or_exit))
 
 
 def _keep_groups_in_v1() -> None:
     """In the process of verl's task runner, which looks its trainer up by name."""
-    from verl_pg_plugin import upstream
     from verl_pg_plugin.config.keys import TRAINER_PREFIX
 
     def keep_groups(trainer_cls: type) -> type:
@@ -64,7 +61,6 @@ def _keep_groups_in_v1() -> None:
 
 def _reach_v0() -> None:
     """In the process of the trainer, and in those that import its module for something else."""
-    from verl_pg_plugin import upstream
 
     def regroup(*args: Any) -> None:
         from verl_pg_plugin.trainer.groups import regroup_v0
@@ -81,11 +77,9 @@ def _reach_v0() -> None:
 
 def _or_warn(patch: Callable[[], None]) -> None:
     """An import of verl's must not fail for it: without the patch V1 ends, and V0 keeps groups as far as it can."""
-    from verl_pg_plugin.upstream import UpstreamChangedError
-
     try:
         patch()
-    except UpstreamChangedError as error:
+    except (upstream.UpstreamChangedError, ImportError) as error:
         logger.warning("verl_pg_plugin: trainers of this verl are left alone: %s", error)
 
 

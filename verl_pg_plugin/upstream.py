@@ -13,71 +13,51 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from operator import attrgetter
 from typing import Any
 
 from verl_pg_plugin.compat import requirements
-
-__all__ = [
-    "UpstreamChangedError",
-    "activation_offload_left_out",
-    "call_before_run",
-    "call_before_validation",
-    "flat_parameters_obstacle",
-    "forwards_left_alone",
-    "let_flat_parameters_compile",
-    "look_up_group_trainers",
-    "regroup_after_v0_balance",
-    "run_when_shared",
-    "use_single_gloo_backend",
-    "use_unpinned_offload",
-    "value_models_loaded_by",
-    "verls_groups_off",
-]
 
 
 class UpstreamChangedError(RuntimeError):
     """What a patch is about to replace is gone, or no longer looks as it did in the versions the patch names."""
 
 
-def _changed(what: str) -> UpstreamChangedError:
-    return UpstreamChangedError(f"{what}; tested with {requirements('tested').get('verl', 'verl 0.9')}")
+def _found(owner: Any, name: str, *parameters: str, more: bool = False) -> Any:
+    """The attribute of a module or class, a function that takes these parameters, or these and ``more``.
+
+    Raises:
+        UpstreamChangedError: there is none, or it takes others.
+    """
+    path = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
+    why, found = f"{path}.{name} is gone", getattr(owner, name, None)
+    if found is not None:
+        why, taken = f"{path}.{name} now takes {inspect.signature(found)}", inspect.signature(found).parameters
+        if set(parameters) <= taken.keys() if more else [*taken] == [*parameters]:
+            return found
+    package = path.partition(".")[0]
+    raise UpstreamChangedError(f"{why}; tested with {requirements('tested').get(package, package)}")
 
 
-@contextmanager
-def _names_of_verl() -> Iterator[None]:
-    """Wraps the imports and look-ups of the names that a patch replaces."""
-    try:
-        yield
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] == "verl":
-            raise _changed(str(error)) from error
-        why = f"{type(error).__name__}: {error}"
-        raise UpstreamChangedError(f"verl cannot be imported here: {why}; install or repair what it names") from error
-    except AttributeError as error:
-        raise _changed(str(error)) from error
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str, more: bool = False) -> None:
+    """Put ``make(function)`` in the place of a function, once in a process."""
+    function = _found(owner, name, *parameters, more=more)
+    if not hasattr(function, "wrapped_by_verl_pg_plugin"):
+        wrapper: Any = functools.wraps(function)(make(function))
+        wrapper.wrapped_by_verl_pg_plugin = True
+        setattr(owner, name, wrapper)
 
 
-def _check_parameters(function: Callable[..., Any], name: str, *parameters: str) -> None:
-    """Pass where a function that is about to be replaced takes what its replacement does; ``name`` is its path."""
-    if list(inspect.signature(function).parameters) != list(parameters):
-        raise _changed(f"{name} now takes {inspect.signature(function)}")
+def _after(action: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Makes of a function that takes a config one that calls ``action`` with it first."""
 
+    def make(function: Any) -> Any:
+        def act_then_run(config: Any, *args: Any, **kwargs: Any) -> Any:
+            action(config)
+            return function(config, *args, **kwargs)
 
-def _call_first(owner: Any, name: str, action: Callable[[Any], None], *parameters: str) -> None:
-    """Let the function ``name`` of ``owner``, whose first parameter is a config, call ``action`` with that first."""
-    function = getattr(owner, name)
-    if getattr(function, "calls_before", False):
-        return
-    _check_parameters(function, f"{owner.__name__}.{name}", *parameters)
+        return act_then_run
 
-    @functools.wraps(function)
-    def act_then_run(config: Any, *args: Any, **kwargs: Any) -> Any:
-        action(config)
-        return function(config, *args, **kwargs)
-
-    act_then_run.calls_before = True  # type: ignore[attr-defined]
-    setattr(owner, name, act_then_run)
+    return make
 
 
 @contextmanager
@@ -101,10 +81,9 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     Versions: verl 0.9.1.
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
     """
-    with _names_of_verl():
-        import verl.utils.config as patched
+    import verl.utils.config as patched
 
-        _call_first(patched, "validate_config", action, "config", "use_reference_policy", "use_critic")
+    _wrap(patched, "validate_config", _after(action), "config", "use_reference_policy", "use_critic")
 
 
 def call_before_run(action: Callable[[Any], None]) -> None:
@@ -117,10 +96,9 @@ def call_before_run(action: Callable[[Any], None]) -> None:
     Versions: verl 0.9.1.
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
     """
-    with _names_of_verl():
-        import verl.trainer.main_ppo as patched
+    import verl.trainer.main_ppo as patched
 
-        _call_first(patched, "run_ppo", action, "config", "task_runner_class")
+    _wrap(patched, "run_ppo", _after(action), "config", "task_runner_class")
 
 
 def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
@@ -134,24 +112,19 @@ def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> 
     Versions: verl 0.9.1.
     Remove when: V1 trainers take a balance, or the order of groups is verl's own.
     """
-    with _names_of_verl():
-        from verl.trainer.ppo import v1
+    from verl.trainer.ppo import v1
+    from verl.trainer.ppo.v1 import trainer_base
 
-        look_up, registry = v1.get_trainer_cls, attrgetter("trainer_base.TRAINER_REGISTRY")
-        registry(v1)
-    if getattr(look_up, "keeps_groups", False):
-        return
-    _check_parameters(look_up, "verl.trainer.ppo.v1.get_trainer_cls", "name")
+    def make(look_up: Any) -> Any:
+        def look_up_with_groups(name: str) -> type:
+            plain = name.removeprefix(prefix)
+            if plain == name or name in trainer_base.TRAINER_REGISTRY:
+                return look_up(name)
+            return keep_groups(look_up(plain))
 
-    @functools.wraps(look_up)
-    def look_up_with_groups(name: str) -> type:
-        plain = name.removeprefix(prefix)
-        if plain == name or name in registry(v1):
-            return look_up(name)
-        return keep_groups(look_up(plain))
+        return look_up_with_groups
 
-    look_up_with_groups.keeps_groups = True  # type: ignore[attr-defined]
-    v1.get_trainer_cls = look_up_with_groups
+    _wrap(v1, "get_trainer_cls", make, "name")
 
 
 def verls_groups_off(trainer: Any) -> AbstractContextManager[None]:
@@ -176,40 +149,37 @@ def regroup_after_v0_balance(
     Versions: verl 0.9.1.
     Remove when: V0 looks its trainer up by config, or is gone.
     """
-    with _names_of_verl():
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-        balance, update = RayPPOTrainer._balance_batch, RayPPOTrainer._update_actor
-    if getattr(balance, "keeps_groups", False):
-        return
-    path = "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
-    parameters = "self", "batch", "metrics", "logging_prefix", "keep_minibatch"
-    _check_parameters(balance, f"{path}._balance_batch", *parameters)
-    _check_parameters(update, f"{path}._update_actor", "self", "batch")
+    def balance_and_regroup(balance: Any) -> Any:
+        def balance_then_regroup(
+            self: Any,
+            batch: Any,
+            metrics: dict[str, Any],
+            logging_prefix: str = "global_seqlen",
+            keep_minibatch: bool = False,
+        ) -> None:
+            if not getattr(self, "use_prefix_grouper", False):  # recipes set it by hand, or not
+                return balance(self, batch, metrics, logging_prefix, keep_minibatch)
+            with verls_groups_off(self):
+                balance(self, batch, metrics, logging_prefix, keep_minibatch)
+            regroup(self, batch, metrics, logging_prefix)
 
-    @functools.wraps(balance)
-    def balance_then_regroup(
-        self: Any,
-        batch: Any,
-        metrics: dict[str, Any],
-        logging_prefix: str = "global_seqlen",
-        keep_minibatch: bool = False,
-    ) -> None:
-        if not getattr(self, "use_prefix_grouper", False):  # recipes set it by hand, or not
-            return balance(self, batch, metrics, logging_prefix, keep_minibatch)
-        with verls_groups_off(self):
-            balance(self, batch, metrics, logging_prefix, keep_minibatch)
-        regroup(self, batch, metrics, logging_prefix)
+        return balance_then_regroup
 
-    @functools.wraps(update)
-    def update_then_show(self: Any, batch: Any) -> Any:
-        output = update(self, batch)
-        if getattr(self, "use_prefix_grouper", False):
-            updated(self, output.meta_info["metrics"])
-        return output
+    def update_and_show(update: Any) -> Any:
+        def update_then_show(self: Any, batch: Any) -> Any:
+            output = update(self, batch)
+            if getattr(self, "use_prefix_grouper", False):
+                updated(self, output.meta_info["metrics"])
+            return output
 
-    balance_then_regroup.keeps_groups = True  # type: ignore[attr-defined]
-    RayPPOTrainer._balance_batch, RayPPOTrainer._update_actor = balance_then_regroup, update_then_show
+        return update_then_show
+
+    _found(RayPPOTrainer, "_update_actor", "self", "batch")  # or neither is replaced
+    taken = "self", "batch", "metrics", "logging_prefix", "keep_minibatch"
+    _wrap(RayPPOTrainer, "_balance_batch", balance_and_regroup, *taken)
+    _wrap(RayPPOTrainer, "_update_actor", update_and_show, "self", "batch")
 
 
 def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:
@@ -222,22 +192,16 @@ def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *param
     Versions: transformers 5.15 to 5.24; earlier ones keep the functions in each layer.
     Remove when: transformers has an interface for linear attention, as it has one for attention.
     """
-    stock = getattr(modeling, name, None)
-    if getattr(stock, "takes_shared", False):
-        return
-    if stock is None or not set(parameters) <= inspect.signature(stock).parameters.keys():
-        tested = requirements("tested").get("transformers", "transformers 5.15 to 5.24")
-        why = f"{modeling.__name__}.{name} is gone or takes no more ({', '.join(parameters)})"
-        raise UpstreamChangedError(f"{why}; tested with {tested}")
 
-    @functools.wraps(stock)
-    def stock_or_packed(*args: Any, prefix_grouper: Any = None, **kwargs: Any) -> Any:
-        if prefix_grouper is None:
-            return stock(*args, **kwargs)
-        return packed(*args, prefix_grouper=prefix_grouper, **kwargs)
+    def make(stock: Any) -> Any:
+        def stock_or_packed(*args: Any, prefix_grouper: Any = None, **kwargs: Any) -> Any:
+            if prefix_grouper is None:
+                return stock(*args, **kwargs)
+            return packed(*args, prefix_grouper=prefix_grouper, **kwargs)
 
-    stock_or_packed.takes_shared = True  # type: ignore[attr-defined]
-    setattr(modeling, name, stock_or_packed)
+        return stock_or_packed
+
+    _wrap(modeling, name, make, *parameters, more=True)
 
 
 def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -255,9 +219,7 @@ def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[N
     """
     import verl.utils.model as patched
 
-    path = "verl.utils.model.load_valuehead_model"
-    parameters = "local_path", "torch_dtype", "model_config", "trust_remote_code"
-    _check_parameters(patched.load_valuehead_model, path, *parameters)
+    _found(patched, "load_valuehead_model", "local_path", "torch_dtype", "model_config", "trust_remote_code")
     return _replaced(patched, "load_valuehead_model", load)
 
 
@@ -274,9 +236,7 @@ def forwards_left_alone() -> AbstractContextManager[None]:
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    taken = inspect.signature(transformer_impl.apply_monkey_patch).parameters
-    if missing := {"model", "use_remove_padding", "ulysses_sp_size"} - taken.keys():
-        raise _changed(f"verl.models.transformers.monkey_patch.apply_monkey_patch does not take {sorted(missing)}")
+    _found(transformer_impl, "apply_monkey_patch", "model", "use_remove_padding", "ulysses_sp_size", more=True)
     return _replaced(transformer_impl, "apply_monkey_patch", lambda **kwargs: None)
 
 
@@ -292,9 +252,8 @@ def activation_offload_left_out() -> AbstractContextManager[None]:
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    path, patched = "verl.utils.activation_offload.enable_activation_offloading", "enable_activation_offloading"
-    _check_parameters(getattr(transformer_impl, patched), path, "model", "strategy", "enable_ckpt")
-    return _replaced(transformer_impl, patched, lambda *args: None)
+    _found(transformer_impl, "enable_activation_offloading", "model", "strategy", "enable_ckpt")
+    return _replaced(transformer_impl, "enable_activation_offloading", lambda *args: None)
 
 
 MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
@@ -340,13 +299,9 @@ def use_single_gloo_backend() -> None:
     Versions: verl 0.9.1, torch 2.11 to 2.14. Only called when ``VERL_PLATFORM=cpu``.
     Remove when: verl leaves the second pair out for device ``cpu``.
     """
-    from verl.utils.distributed import initialize_global_process_group_ray as patched
+    from verl.utils import distributed
 
-    defaults = {name: parameter.default for name, parameter in inspect.signature(patched).parameters.items()}
-    if defaults == {"timeout_second": None, "backend": "cpu:gloo"}:
-        return
-    if defaults != {"timeout_second": None, "backend": None}:
-        raise _changed(f"verl.utils.distributed.initialize_global_process_group_ray now takes {defaults}")
+    patched = _found(distributed, "initialize_global_process_group_ray", "timeout_second", "backend")
     patched.__defaults__ = (None, "cpu:gloo")
 
 
@@ -365,6 +320,5 @@ def use_unpinned_offload() -> None:
     def unpinned(pin_memory: bool = False) -> CPUOffloadPolicy:
         return CPUOffloadPolicy(pin_memory=False)
 
-    if not hasattr(transformer_impl, "CPUOffloadPolicy"):
-        raise _changed("verl.workers.engine.fsdp.transformer_impl does not use CPUOffloadPolicy")
+    _found(transformer_impl, "CPUOffloadPolicy", "pin_memory")
     transformer_impl.CPUOffloadPolicy = unpinned

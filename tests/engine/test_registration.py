@@ -40,7 +40,7 @@ import verl_pg_plugin.{module}
 import verl.utils.config
 from verl.trainer.ppo.v1 import get_trainer_cls
 
-assert verl.utils.config.validate_config.calls_before
+assert verl.utils.config.validate_config.wrapped_by_verl_pg_plugin
 print(get_trainer_cls("pg_sync").__name__)
 """
 ROLLOUT = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
