@@ -76,33 +76,6 @@ def save_hybrid(path: Path, kind: str = "qwen3_next", seed: int = 0, **overrides
     return str(path)
 
 
-TOWER = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": SIZES["hidden_size"],
-    "num_position_embeddings": 16,
-}
-
-
-def multimodal_config(kind: str) -> Any:
-    """As Qwen3.5 is released: with a vision encoder, positions in three dimensions."""
-    sizes = KINDS[f"{kind}_text"][1]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
-    text = {**SIZES, **sizes, "rope_parameters": rope}
-    return transformers.AutoConfig.for_model(kind, text_config=text, vision_config=TOWER)
-
-
-def save_multimodal(path: Path, kind: str) -> str:
-    """Write a float32 checkpoint."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(multimodal_config(kind), dtype=torch.float32)
-    remember(model).save_pretrained(path)
-    return str(path)
-
-
 def modeling_file(kind: str, dtype: torch.dtype) -> ModuleType:
     """transformers' module; for float64 a copy of its text that casts to float64 where it casts to float32."""
     folder = kind.removesuffix("_text")

@@ -17,15 +17,7 @@ import transformers
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
-from tests.mixers.hybrids import (
-    KINDS,
-    NEARLY_CANCEL,
-    config_of,
-    modeling_file,
-    multimodal_config,
-    save_hybrid,
-    save_multimodal,
-)
+from tests.mixers.hybrids import KINDS, NEARLY_CANCEL, config_of, modeling_file, save_hybrid
 from tests.mixers.toy import CONVOLUTION, save_toy_model
 from tests.support import (
     Result,
@@ -42,7 +34,6 @@ from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.mixers import MIXERS, count_layers, delta_layer
-from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -219,39 +210,6 @@ def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
     config = transformers.AutoConfig.from_pretrained(toy)
     assert count_layers(config) == {"attention": 2}
     assert ["conv" in issue.why for issue in architecture_issues(config, trust_remote_code=False)] == [True]
-
-
-TEXTS = [*group(30, [25, 9, 1, 17], 1), *group(3, [5, 3], 2)]
-
-
-def reference(path: str) -> Result:
-    load = transformers.AutoModelForImageTextToText.from_pretrained
-    with patch.object(transformers.AutoModelForCausalLM, "from_pretrained", load):
-        return run_reference(path, make_batch(TEXTS), actor_loss())
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_text_alone_is_exact_in_multimodal_models(kind: str, tmp_path: Path) -> None:
-    path = save_multimodal(tmp_path, kind)
-    classes = (transformers.Qwen3_5ForConditionalGeneration, transformers.Qwen3_5MoeForConditionalGeneration)
-    forwards = [model_class.forward for model_class in classes]
-    engine = make_engine(path, packed=True)
-    # verl's, which it puts into the classes for good, would drop which tokens are shared.
-    assert forwards == [model_class.forward for model_class in classes]
-    assert_same(run_engine(engine, make_batch(TEXTS), actor_loss()), reference(path), tolerance=2e-5)
-    names = set(engine.module.state_dict())
-    assert names == set(transformers.AutoModelForImageTextToText.from_pretrained(path).state_dict())
-    with engine.train_mode():
-        engine.forward_backward_batch(make_batch(TEXTS), actor_loss())
-        assert engine.optimizer_step() > 0  # weights of the vision encoder have no gradient
-
-
-def test_the_vision_encoder_costs_text_nothing() -> None:
-    config = multimodal_config("qwen3_5")
-    assert architecture_issues(config, trust_remote_code=False) == []
-    whole = transformers.AutoModelForImageTextToText.from_config(config)
-    text = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
-    assert replace(ModelFlops.of(whole), vision=None) == ModelFlops.of(text) == ModelFlops.of_config(config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stock rmpad needs flash-attn there")

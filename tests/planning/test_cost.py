@@ -1,5 +1,7 @@
 """What tokens, images and pairs cost, wherever it is asked: metrics, balance, forecasts and the doctor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -174,4 +176,6 @@ def test_patches_cost_what_torch_counts(kind: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model.visual(pixels, grid_thw=torch.tensor(GRIDS))
     patches = np.array([np.prod(grid) for grid in GRIDS])
-    assert ModelFlops.of(model).images(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    flops, of_text = ModelFlops.of(model), ModelFlops.of_config(config)  # of Qwen3.5's text alone
+    assert flops.images(patches) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert replace(flops, vision=None) == replace(of_text, vision=None), "text costs what it costs without an encoder"
