@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from tests.layout.tries import sequence_rows
+from verl_pg_plugin.attention import tree
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
@@ -48,6 +50,15 @@ def random_tensors(
     if sinks:
         drawn.append(torch.randn(heads, generator=generator, dtype=torch.float64))
     return Tensors(*(tensor.to(dtype).to(device) for tensor in drawn))
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, cuts: tuple[float, float], shortest: int = 1) -> None:
+    """Set the gathered keys per token that are held at once, and those that a problem of its own must save."""
+    gathered, saved = cuts
+    limits = {"GATHERED_PER_TOKEN": gathered, "GATHERED_IN_BACKWARD": gathered / 2, "ALWAYS_GATHERED": 0}
+    saving = {"SAVED_PER_TOKEN": saved, "SAVED_OVER_LIMIT": saved, "SHORTEST_IN_PLACE": shortest}
+    for name, number in (limits | saving).items():
+        monkeypatch.setattr(tree, name, number)
 
 
 @dataclass(frozen=True)

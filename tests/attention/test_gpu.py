@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.dense import Outcome, Tensors, assert_equal, dense_outcome, packed_outcome, random_tensors
+from tests.attention.dense import Outcome, Tensors, assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.attention.test_gather import BigGroup, gather_of
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention import tree
@@ -121,8 +121,7 @@ CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
 def test_gradients_are_as_exact_as_the_kernel_on_every_sequence_alone_however_problems_are_cut(
     name: str, head_dim: int, heads: tuple[int, int], heads_first: bool, cuts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", cuts[0])
-    monkeypatch.setattr(tree, "SAVED_PER_TOKEN", cuts[1])
+    cut(monkeypatch, cuts, shortest=tree.SHORTEST_IN_PLACE)
     layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
     exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from tests.attention.dense import assert_equal, dense_outcome, packed_outcome, random_tensors
+from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.chains import lay_out
 from tests.layout.tries import Batch, Key, batch_of, batches, row_keys, sequence_rows
-from verl_pg_plugin.attention import tree
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
@@ -27,13 +26,6 @@ PROMPT = tuple(range(100, 112))
 GROUP = batch_of((PROMPT, range(1, 8)), (PROMPT, (9, 8)), (PROMPT, range(20, 25)), ((3, 4), (5, 6)))
 SDPA = select_kernel("sdpa", "cpu")
 CUTS = st.sampled_from([(4, 3), (0.5, 0.0), (0.5, 1e9), (100, 0.0), (4, 1.0)])
-"""Gathered keys per token that are held at once, and that a problem of its own must save."""
-
-
-def cut(monkeypatch: pytest.MonkeyPatch, cuts: tuple[float, float]) -> None:
-    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", cuts[0])
-    monkeypatch.setattr(tree, "SAVED_PER_TOKEN", cuts[1])
-    monkeypatch.setattr(tree, "SHORTEST_IN_PLACE", 1)
 
 
 @given(
@@ -171,14 +163,21 @@ def many_responses() -> Batch:
     return batch_of(*[((*PROMPT, *range(60)), (1000 + i, 7, i)) for i in range(40)])
 
 
-def test_no_more_keys_are_gathered_at_once_than_the_stated_share_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "GATHERED_PER_TOKEN", 4)
-    layout, recorded = many_responses().layout(), Recorded()
-    assert len(layout.kv_index) > 10 * layout.num_tokens
+@pytest.mark.parametrize("window", [-1, 72])
+def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of all keys but one hides none from a segment."""
+    cut(monkeypatch, (4, 1e9))
+    batch, recorded = many_responses(), Recorded()
+    layout = batch.layout()
     tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
-    packed_outcome(tensors, layout, kernel=recorded.kernel)
-    assert max(keys for keys, _ in recorded.forwards) <= tree.GATHERED_PER_TOKEN * layout.num_tokens
-    assert sum(keys for keys, _ in recorded.forwards) == len(layout.kv_index)
+    found = packed_outcome(tensors, layout, window, kernel=recorded.kernel)
+    assert_equal(found, dense_outcome(tensors, layout, batch.sequences, window))
+    for calls, most in ((recorded.forwards, 4), (recorded.backwards, 2)):
+        assert len(calls) > 10 / most
+        assert max(keys for keys, _ in calls) <= most * layout.num_tokens
+        assert sum(keys for keys, _ in calls) == len(layout.kv_index) > 10 * layout.num_tokens
 
 
 def test_a_backward_gathers_no_key_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

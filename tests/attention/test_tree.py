@@ -1,17 +1,19 @@
 """Reads of prefixes in place and what is left are together what a layout reads, each key once."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.attention.dense import cut
 from tests.layout.tries import Batch, batch_of, batches
-from verl_pg_plugin.attention import tree
-from verl_pg_plugin.attention.tree import Piece, read_in_place
+from tests.planning.configs import CONFIGS
+from verl_pg_plugin.attention.tree import GATHERED_IN_BACKWARD, Piece, read_in_place
 from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.planning.memory import TokenBytes
 
 
 def reads_of(reads: Piece) -> Iterator[tuple[int, int]]:
@@ -35,8 +37,7 @@ def reads_of_segments(layout: PackedLayout, kept: np.ndarray) -> Iterator[tuple[
 def test_every_key_is_read_once_in_place_or_in_the_rest(batch: Batch) -> None:
     layout, everything = batch.layout(), np.ones(len(batch.layout().kv_index), dtype=bool)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tree, "SAVED_PER_TOKEN", 0)
-        monkeypatch.setattr(tree, "SHORTEST_IN_PLACE", 1)
+        cut(monkeypatch, (12, 0))
         reads, rest = read_in_place(layout)
     assert bool(reads) == (layout.segment_parent >= 0).any()
     found = Counter(pair for read in reads for pair in reads_of(read)) + Counter(reads_of_segments(layout, rest))
@@ -50,7 +51,7 @@ def test_every_key_is_read_once_in_place_or_in_the_rest(batch: Batch) -> None:
 PROMPT = tuple(range(100, 200))
 
 
-def group(num_responses: int, length: int, prompt: tuple[int, ...] = PROMPT) -> Batch:
+def group(num_responses: int, length: int, prompt: Sequence[int] = PROMPT) -> Batch:
     return batch_of(*[(prompt, range(1000 * i, 1000 * i + length)) for i in range(num_responses)])
 
 
@@ -61,6 +62,8 @@ def group(num_responses: int, length: int, prompt: tuple[int, ...] = PROMPT) -> 
         pytest.param(group(2, 30), 0, id="few long ones"),
         pytest.param(batch_of((PROMPT, (1, 2))), 0, id="one response"),
         pytest.param(group(16, 2, prompt=PROMPT[:64]), 0, id="below less than a block of keys"),
+        pytest.param(group(2, 500, prompt=range(10**6, 10**6 + 50_000)), 1, id="two below a long prompt"),
+        pytest.param(group(2, 50_000), 0, id="two long ones below a short prompt"),
     ],
 )
 def test_prefixes_are_read_in_place_where_that_saves_many_gathered_keys(batch: Batch, in_place: int) -> None:
@@ -72,3 +75,16 @@ def test_of_one_group_no_token_is_left_over() -> None:
     (reads,), _ = read_in_place(group(16, 2).layout())
     assert (reads.rows, reads.keys) == (slice(99, 131), slice(0, 99))
     assert (reads.problem.cu_seqlens_q.tolist(), reads.problem.cu_seqlens_k.tolist()) == ([0, 32], [0, 99])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attentions_backward_takes_no_more_than_planning_counts_of_a_layer(name: str) -> None:
+    """Numbers of a token on flash-attn 2, when what the MLP kept has gone and its gradients are not there."""
+    config, experts = CONFIGS[name], getattr(CONFIGS[name], "num_experts_per_tok", 0)
+    inner = experts * config.moe_intermediate_size if experts else config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, 2 * config.num_key_value_heads * config.head_dim
+    gathered = 2 * kv + 2 * q  # keys and values, gradients of both, and those of each query head
+    # Gradients of the residual, of the output, of queries, once more in float32, of keys and values.
+    attention = config.hidden_size + q + q + 2 * q + kv + GATHERED_IN_BACKWARD * gathered
+    mlp_kept = 3 * inner + 2 * experts * config.hidden_size
+    assert 2 * (attention - mlp_kept) <= TokenBytes.of(config).gradients

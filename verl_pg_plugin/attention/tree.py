@@ -2,7 +2,7 @@
 
 In the forward the keys of each segment lie side by side, ``[ancestors' tokens | own tokens]``, so that each query's
 softmax is computed and rounded once. Keys that several segments read are gathered KV: copied, never more than a stated
-share of the tokens at once.
+number for each token at once.
 
 The backward reads shared prefixes where they lie, such as the prompt of a group. All tokens below a prefix read all of
 it, so one problem that is not causal has them as queries and the tokens of the prefix as keys. What is left are the
@@ -23,13 +23,24 @@ from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.layout.order import IntArray
 
 GATHERED_PER_TOKEN = 12
-"""Gathered keys that attention holds at once for each token that it reads."""
+"""Gathered keys that the forward holds at once for each token that it reads."""
+GATHERED_IN_BACKWARD = 2
+"""The same of the backward.
+
+With 32 query and 8 key heads of 128 in bf16 a gathered key takes 4 kB in the forward and 24 in the backward: key and
+value, their gradients, and those that flash-attn 2 writes for each query head before it adds them up. With two for each
+token attention's backward takes no more than the MLP's, which ``planning.memory`` counts.
+"""
+ALWAYS_GATHERED = 131_072
+"""Gathered keys that the backward may hold however few the tokens: 3.2 GB with these heads, of what devices reserve."""
 SAVED_PER_TOKEN = 3
 """Gathered keys per token from which on one more problem, which saves them, is faster than gathering them.
 
 On an H200 with flash-attn 2 and 4, 32 query and 8 key heads of 128: below, two problems are up to a third slower, at 3
 to 4 within 1% with flash-attn 2, and at 43 twice and nearly three times as fast.
 """
+SAVED_OVER_LIMIT = 1
+"""The same where more keys would be gathered than the backward may hold at once."""
 SHORTEST_IN_PLACE = 64
 """Tokens of the shortest prefix that is read in place, half a kernel's block of keys.
 
@@ -60,10 +71,12 @@ class Tree:
     Attributes:
         forward: they cover every token once.
         layout: to make those of the backward from; None where they are the same.
+        seen: (K,) which of its keys a window leaves; None for all.
     """
 
     forward: list[Piece]
     layout: PackedLayout | None = None
+    seen: np.ndarray | None = None
     device: torch.device | str = "cpu"
 
     @classmethod
@@ -74,14 +87,14 @@ class Tree:
             window: keys that a query sees besides its own; -1 for all. Keys that no query of a segment sees are left
                 out.
         """
-        kept = None
+        seen = None
         if window >= 0:
             num_keys = np.diff(layout.cu_seqlens_k)
             first = layout.cu_seqlens_k[:-1] + num_keys - np.diff(layout.cu_seqlens_q) - window
-            kept = np.arange(len(layout.kv_index)) >= np.repeat(first, num_keys)
-        pieces = _causal_pieces(layout, kept, device)
+            seen = np.arange(len(layout.kv_index)) >= np.repeat(first, num_keys)
+        pieces = _causal_pieces(layout, seen, GATHERED_PER_TOKEN * _num_keys(layout), device)
         shares = len(pieces) > 1 or isinstance(pieces[0].keys, Gather)
-        return cls(pieces, layout if shares and window < 0 else None, device)
+        return cls(pieces, layout if shares else None, seen, device)
 
     @cached_property
     def backward(self) -> list[Piece]:
@@ -89,25 +102,38 @@ class Tree:
         asked for: a forward without gradient needs none."""
         if self.layout is None:
             return self.forward
-        in_place, rest = read_in_place(self.layout, self.device)
-        return [*_causal_pieces(self.layout, rest, self.device), *in_place] if in_place else self.forward
+        in_place, rest = read_in_place(self.layout, self.device) if self.seen is None else ([], self.seen)
+        most = most_in_backward(self.layout)
+        if not in_place and all(isinstance(p.keys, slice) or len(p.keys.tokens) <= most for p in self.forward):
+            return self.forward
+        return [*_causal_pieces(self.layout, rest, most, self.device), *in_place]
 
 
-def _causal_pieces(layout: PackedLayout, kept: np.ndarray | None, device: torch.device | str) -> list[Piece]:
-    """Segments with the ``kept`` (K,) of their keys, or all, as many at once as their gathered keys allow."""
+def most_in_backward(layout: PackedLayout) -> float:
+    """Gathered keys that the backward holds at once."""
+    forward, backward = (each * _num_keys(layout) for each in (GATHERED_PER_TOKEN, GATHERED_IN_BACKWARD))
+    return max(backward, min(ALWAYS_GATHERED, forward))
+
+
+def _num_keys(layout: PackedLayout) -> int:
+    return layout.num_cached + layout.num_tokens
+
+
+def _causal_pieces(
+    layout: PackedLayout, kept: np.ndarray | None, most: float, device: torch.device | str
+) -> list[Piece]:
+    """Segments with the ``kept`` (K,) of their keys, or all, as many at once as have ``most`` keys."""
     kv, cu_q, cu_k = layout.kv_index, layout.cu_seqlens_q, layout.cu_seqlens_k
     if kept is not None:
         kv, cu_k = kv[kept], np.append(0, np.cumsum(np.add.reduceat(kept, cu_k[:-1], dtype=np.int64)))
-    num_keys = layout.num_cached + int(cu_q[-1])
     on_device = to_device(kv, torch.int32, device)
     pieces, start = [], 0
     while start < len(cu_q) - 1:
-        most = cu_k[start] + GATHERED_PER_TOKEN * num_keys
-        stop = max(int(np.searchsorted(cu_k, most, side="right")) - 1, start + 1)
+        stop = max(int(np.searchsorted(cu_k, cu_k[start] + most, side="right")) - 1, start + 1)
         first, last = int(cu_k[start]), int(cu_k[stop])
         rows, keys = slice(int(cu_q[start]), int(cu_q[stop])), slice(int(kv[first]), int(kv[first]) + last - first)
         adjoin = np.array_equal(kv[first:last], np.arange(keys.start, keys.stop))
-        there = keys if adjoin else Gather(on_device[first:last], num_keys)
+        there = keys if adjoin else Gather(on_device[first:last], _num_keys(layout))
         problem = _varlen(cu_q[start : stop + 1] - rows.start, cu_k[start : stop + 1] - first, device)
         pieces.append(Piece(rows, there, problem))
         start = stop
@@ -138,11 +164,13 @@ def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> t
     bounds = np.concatenate([np.append(0, ends), num_cached + layout.cu_seqlens_q[1:]])
     node_of = np.repeat(np.arange(len(parents)), np.diff(bounds))
 
-    found, is_read = [], np.zeros(len(parents), dtype=bool)
+    found, is_read, left = [], np.zeros(len(parents), dtype=bool), len(layout.kv_index)
     while True:
         prefixes, stop, saved = _prefixes(parents, bounds, num_nodes_cached)
-        if saved < max(SAVED_PER_TOKEN * layout.num_tokens, 1):
+        enough = SAVED_PER_TOKEN if left <= most_in_backward(layout) else SAVED_OVER_LIMIT
+        if saved < max(enough * layout.num_tokens, 1):
             break
+        left -= saved
         found.append(_reads(prefixes, stop, bounds, num_cached, device))
         is_read[prefixes] = True
         # What lies below a prefix now hangs where that hung.
