@@ -78,6 +78,7 @@ def test_nothing_of_a_chain_stays_allocated(qwen3: str) -> None:
 
 
 def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
+    """Of what is asked for: the allocator's blocks are rounded, and larger ones are handed out where they are free."""
     path = save_tiny_model(tmp_path, **SIZES)
     engine = make_engine(path, packed=True, engine=BF16)
 
@@ -85,12 +86,12 @@ def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> N
         with engine.train_mode():
             for _ in range(2):
                 torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
+                before = torch.cuda.memory_stats()["requested_bytes.all.current"]
                 engine.optimizer_zero_grad()
                 metrics = engine.forward_backward_batch(
                     make_batch(group(2048, [256] * responses, 1), max_token_len_per_gpu=4096), actor_loss(**LOSS)
                 )["metrics"]
         assert metrics["prefix_grouper/chains"] == [1.0]
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
     assert peak(64) < 1.1 * peak(16)

@@ -35,33 +35,31 @@ LOSS_OF_LOGITS = "loss_of_logits"
 labels, and then with what that returned."""
 FusedKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(N,) log-probs and entropy from (N, E) hidden states, (V, E) weight, (N,) labels and a temperature."""
+TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
+"""From the logits (M, V) of the labels in a slice, outputs (M,) each."""
 
 
-@dataclass(frozen=True)
-class TeacherTopK:
-    """What the teacher said of N labels: (N, K) log-probs in nats and ids; ``loss`` is verl's, with its configs."""
+def teacher_top_k(micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
+    """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each.
 
-    loss: Callable[..., Any]
-    log_probs: torch.Tensor
-    ids: torch.Tensor
+    ``index`` (N,) is the place of each label's token in the sequences laid one after the other.
+    """
+    loss = tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None)
+    names = "teacher_logprobs", "teacher_ids"
+    teacher_NK = {name: micro_batch[name].values().index_select(0, index) for name in names}
+    # verl's loss takes this rank's equal part of what it is given, and all of this is of this rank.
+    ranks = get_ulysses_sequence_parallel_world_size()
 
-    @classmethod
-    def of_labels(cls, micro_batch: TensorDict, index: torch.Tensor) -> TeacherTopK:
-        """``index`` (N,) is the place of each label's token in the sequences laid one after the other."""
-        of_labels = (micro_batch[name].values().index_select(0, index) for name in ("teacher_logprobs", "teacher_ids"))
-        return cls(tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None), *of_labels)
-
-    def outputs(self, logits_NV: torch.Tensor, part: slice) -> list[torch.Tensor]:
-        """``TOP_K_OUTPUTS``, (N,) each, from the logits of the labels in ``part``."""
-        # verl's loss takes this rank's equal part of what it is given, and all of this is of this rank.
-        ranks = get_ulysses_sequence_parallel_world_size()
+    def outputs(logits_NV: torch.Tensor, part: slice) -> list[torch.Tensor]:
         bounds = torch.tensor([0, ranks * len(logits_NV)], device=logits_NV.device)
-        teacher = {
+        of_part = {
             name: torch.nested.nested_tensor_from_jagged(values[part].repeat(ranks, 1), bounds)
-            for name, values in (("teacher_logprobs", self.log_probs), ("teacher_ids", self.ids))
+            for name, values in teacher_NK.items()
         }
-        found = self.loss(student_logits=logits_NV.unsqueeze(0), data=teacher)
+        found = loss(student_logits=logits_NV.unsqueeze(0), data=of_part)
         return [found[name].squeeze(0) for name in TOP_K_OUTPUTS]
+
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class LogProbRequest:
         temperature: (N,) float32, or one for all labels.
         with_entropy, with_sum_pi_squared: outputs beside the log-probs.
         entropy_from_logits: verl's function.
-        top_k: what a teacher said, if the loss asks for it.
+        top_k: of a teacher, if the loss asks for it.
         with_log_probs: False where that is the whole loss.
     """
 
@@ -82,7 +80,7 @@ class LogProbRequest:
     with_entropy: bool
     with_sum_pi_squared: bool
     entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]
-    top_k: TeacherTopK | None = None
+    top_k: TopKLoss | None = None
     with_log_probs: bool = True
 
     @property
@@ -97,7 +95,7 @@ class LogProbRequest:
             logits_NV = logits_NV / self.temperature[part].clamp(min=1e-8).to(logits_NV.dtype).unsqueeze(-1)
         elif self.temperature != 1.0:
             logits_NV = logits_NV / max(self.temperature, 1e-8)
-        columns = self.top_k.outputs(logits_NV, part) if self.top_k else []
+        columns = self.top_k(logits_NV, part) if self.top_k else []
         if self.with_sum_pi_squared:
             columns.append(verl_F.calculate_sum_pi_squared_from_logits(logits_NV))
         if self.with_entropy:
@@ -128,7 +126,7 @@ def read_request(
         with_entropy=tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False),
         with_sum_pi_squared=tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False),
         entropy_from_logits=entropy,
-        top_k=TeacherTopK.of_labels(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
+        top_k=teacher_top_k(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
         with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
     )
 
@@ -160,9 +158,15 @@ class LogProbHead:
         if request is None:
             return F.linear(hidden_1NE, self.head.weight, self.head.bias)
         hidden_NE = hidden_1NE.squeeze(0)
-        if self.fused is not None:
-            return _fused_outputs(self.fused, hidden_NE, self.head.weight, request).unsqueeze(0)
-        return _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size).unsqueeze(0)
+        if self.fused is None:
+            found = _ChunkedOutputs.apply(hidden_NE, self.head.weight, self.head.bias, request, self.chunk_size)
+            return found.unsqueeze(0)
+        log_probs, entropy = self.fused(hidden_NE, self.head.weight, request.labels, request.temperature)
+        columns = [entropy, log_probs] if request.with_entropy else [log_probs]
+        for column in columns:
+            if column.requires_grad:
+                column.register_hook(torch.Tensor.contiguous)  # as the Triton kernels insist; stack's is strided
+        return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1).unsqueeze(0)
 
 
 def install_head(module: Any, model_config: Any, chunk_size: int) -> LogProbHead | None:
@@ -194,17 +198,6 @@ def _kernel(options: Mapping[str, Any]) -> FusedKernel:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     return FusedLinearForPPO(impl_backend=backend)
-
-
-def _fused_outputs(
-    fused: FusedKernel, hidden_NE: torch.Tensor, weight_VE: torch.Tensor, request: LogProbRequest
-) -> torch.Tensor:
-    log_probs, entropy = fused(hidden_NE, weight_VE, request.labels, request.temperature)
-    columns = [entropy, log_probs] if request.with_entropy else [log_probs]
-    for column in columns:
-        if column.requires_grad:
-            column.register_hook(torch.Tensor.contiguous)  # as the Triton kernels insist; stack's gradient is strided
-    return torch.stack([column.to(log_probs.dtype) for column in columns], dim=-1)
 
 
 class _ChunkedOutputs(torch.autograd.Function):
@@ -259,9 +252,7 @@ class _ChunkedOutputs(torch.autograd.Function):
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """``total += a @ b`` without rounding the product to the dtype of the factors first."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
+    if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeAlias
+from functools import cached_property, partial
 
 import numpy as np
 from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch, limits_of, read_sequences, regular
-from verl_pg_plugin.engine.ranks import Agreement
+from verl_pg_plugin.engine.ranks import agreement
 from verl_pg_plugin.layout import Layout, PackedLayout
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.modalities.text import BatchError
@@ -95,14 +94,6 @@ class _Told:
     needs_encoder: bool
     free: float
 
-    @property
-    def num_micro_batches(self) -> int:
-        return sum(map(len, self.costs))
-
-
-_Draft: TypeAlias = list[list[tuple[MicroBatch, Layout]]]
-"""Of each group of this rank, its micro-batches as they run."""
-
 
 def plan_mini_batch(
     data: TensorDict,
@@ -134,32 +125,25 @@ def plan_mini_batch(
         BatchError: this rank has a batch it cannot compute.
         RankError: another rank has; every rank raises one of the two.
     """
-    with Agreement() as ranks:
+    with agreement() as ranks:
         data = regular(data)
         check_batch(data, packed, levels.fused_kernels)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
-        order, stock = sequences.order(), tokens_of_stock(np.diff(sequences.offsets), limits)
-        whole = None if forward_only else levels.within_stock(stock)
-        if whole is not None:
-            weights = weights and weights.times(whole.shortage)
-
-        def drafted(at_least: int) -> _Draft:
-            groups = cut_micro_batches(
-                order,
-                limits,
-                weights,
-                at_least,
-                forward_only=forward_only,
-                micro_batch_cost=micro_batch_cost,
-                whole=whole,
-            )
-            return [_running(group, sequences, packed, forward_only) for group in groups]
-
-        draft = drafted(1)
-        ranks.tell(_told(draft, flops, sequences, levels))
-    wanted = max(told.num_micro_batches for told in ranks.told)
-    if any(told.num_micro_batches < wanted for told in ranks.told):
-        with Agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
+        order, levels = sequences.order(), levels.within_stock(tokens_of_stock(np.diff(sequences.offsets), limits))
+        cut = partial(
+            cut_micro_batches,
+            order,
+            limits,
+            weights and weights.times(levels.shortage),
+            forward_only=forward_only,
+            micro_batch_cost=micro_batch_cost,
+            whole=levels,
+        )
+        draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
+        ranks.append(_told(draft, flops, sequences, levels))
+    numbers = [sum(map(len, rank.costs)) for rank in ranks]
+    if min(numbers) < (wanted := max(numbers)):
+        with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if wanted > len(order.sequences):
                 raise BatchError(
                     f"this rank has {len(order.sequences)} sequences and another needs {wanted} micro-batches, of "
@@ -167,17 +151,16 @@ def plan_mini_batch(
                     "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
                 )
             if sum(map(len, draft)) < wanted:
-                draft = drafted(wanted)
-            ranks.tell(_told(draft, flops, sequences, levels))
+                draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
+            ranks.append(_told(draft, flops, sequences, levels))
 
-    told = ranks.told[::sp_size]
+    levels = levels.with_free(min(rank.free for rank in ranks))
+    told = ranks[::sp_size]
     orders = align([rank.costs for rank in told])
-    levels = levels.with_free(min(rank.free for rank in ranks.told)).within_stock(stock)
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(told, orders, strict=True)]
     running = [pair for i in orders[dp_rank] for pair in draft[i]]
-    of_any_rank = np.any(flags, axis=0).tolist()
     planned: list[PlannedMicroBatch] = []
-    for (micro_batch, layout), (prefills, shares, reads) in zip(running, of_any_rank, strict=True):
+    for (micro_batch, layout), (prefills, shares, reads) in zip(running, np.any(flags, axis=0).tolist(), strict=True):
         prefill = layout.prefill
         if prefills and prefill is None:
             prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
@@ -190,10 +173,10 @@ def plan_mini_batch(
     return Plan(data, sequences, planned, groups, any(rank.needs_encoder for rank in told), levels)
 
 
-def _running(
+def _laid_out(
     group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool
 ) -> list[tuple[MicroBatch, Layout]]:
-    """A group as it runs, laid out."""
+    """The micro-batches of a group as they run."""
     first = first_label(group, sequences.prompt_lengths) if len(group) > 1 else 0
     found = []
     for micro_batch in group if forward_only else group[::-1]:
@@ -203,7 +186,9 @@ def _running(
     return found
 
 
-def _told(draft: _Draft, flops: ModelFlops, sequences: Sequences, levels: Levels) -> _Told:
+def _told(
+    draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, sequences: Sequences, levels: Levels
+) -> _Told:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]

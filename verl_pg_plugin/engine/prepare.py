@@ -26,7 +26,7 @@ from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.compiled_layers import compile_layers
-from verl_pg_plugin.engine.ranks import Agreement
+from verl_pg_plugin.engine.ranks import agreement
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
@@ -55,17 +55,17 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
             ``RankError``.
         RanksDifferError: on every rank; names ranks, choices, reasons and the overrides that fix it.
     """
-    with Agreement() as ranks:
+    with agreement() as ranks:
         check_engine(engine_config, model_config)
         needs = attention_needs(model_config.hf_config.get_text_config())
         kernel = select_kernel(engine_config.prefix_grouper.attention_kernel, get_device_name(), needs)
         compiles, why_layers = layer_compilation(Engine.of(engine_config, model_config))
         layers = "layers compiled" if compiles else "layers not compiled"
         why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
-        ranks.tell((kernel.name, compiles, f"{platform.node()} has {why}"))
-    if len({(name, compiled) for name, compiled, _ in ranks.told}) > 1:
+        ranks.append((kernel.name, compiles, f"{platform.node()} has {why}"))
+    if len({(name, compiled) for name, compiled, _ in ranks}) > 1:
         by_choice: dict[str, list[int]] = {}
-        for rank, (_, _, choice) in enumerate(ranks.told):
+        for rank, (_, _, choice) in enumerate(ranks):
             by_choice.setdefault(choice, []).append(rank)
         each = "; ".join(f"{choice} on ranks {found}" for choice, found in by_choice.items())
         raise RanksDifferError(

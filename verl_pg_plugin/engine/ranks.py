@@ -6,7 +6,8 @@ for it in the collectives of the model, and torch or Ray ends the run.
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,33 +28,21 @@ def gather(value: T) -> list[T]:
     return values
 
 
-class Agreement:
-    """A block that every rank runs, behind which ``told`` has what each has told, in rank order.
+@contextmanager
+def agreement() -> Iterator[list[Any]]:
+    """A block that every rank runs and in which each appends one value; behind it the list has those of all ranks.
 
     Raises:
         Exception: what the block raised here.
         RankError: it succeeded here and failed on another rank.
     """
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self._mine: Any = None
-
-    def tell(self, value: Any) -> None:
-        """Tell the other ranks something that can be pickled, at the end of the block."""
-        self._mine = value
-
-    def __enter__(self) -> Agreement:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):  # and not a process that is told to stop
-            gather((f"{type(error).__name__}: {error}", None))
-        if error is not None:
-            return
-        outcomes = gather((None, self._mine))
-        if failed := [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]:
-            raise RankError("; ".join(failed))
-        self.told = [value for _, value in outcomes]
+    told: list[Any] = []
+    try:
+        yield told
+    except Exception as error:  # a process that is told to stop tells nothing
+        gather((f"{type(error).__name__}: {error}", None))
+        raise
+    outcomes = gather((None, told))
+    if failed := [f"rank {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]:
+        raise RankError("; ".join(failed))
+    told[:] = [value for _, (value,) in outcomes]
