@@ -29,7 +29,7 @@ from transformers import __version__ as transformers_version
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from verl_pg_plugin.attention.kernels import kernel_obstacle, model_obstacle
+from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers, stateful_model_types, unknown_layer_types
 from verl_pg_plugin.mixers.attention import attention_needs
@@ -334,7 +334,7 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
     elif attention_needs(text).softcap and implementation == "flash_attention_2":
         if kernel_obstacle("flash_attn_2", device_name):
             return None
-        found = model_obstacle("flash_attn_2", device_name, attention_needs(text))
+        found = kernel_obstacle("flash_attn_2", device_name, attention_needs(text))
         why = f"flash_attn_2 {found}" if found else ""
     if not why:
         return None

@@ -73,8 +73,7 @@ def test_capped_scores_on_a_flash_attn_built_without_are_told_of(
     obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a build multiplies scores by the cap in stock verl too."""
-    monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device: "")
-    monkeypatch.setattr(architectures, "model_obstacle", lambda name, device, needs: obstacle)
+    monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device, needs=None: obstacle if needs else "")
     fault = rmpad_fault(tiny_config("gemma2"), "cuda")
     if obstacle:
         assert fault is not None

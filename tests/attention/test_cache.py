@@ -89,11 +89,11 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     publish = CachedTokens(0, 2)
     access = CacheAccess(chunk(2, num_read_next=2), read=[], publish=publish, prefill=True)
     own = torch.ones(4, 1, 1, dtype=torch.bfloat16)
-    access.publish_layer(0, own, own)
+    access.publish_values(KEYS, own)
     assert {values.dtype for values in publish.values.values()} == {torch.bfloat16}
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
     with pytest.raises(RuntimeError, match=r"two attention layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
-        access.publish_layer(0, own, own)
+        access.publish_values(KEYS, own)
 
 
 def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> None:

@@ -16,8 +16,8 @@ from verl_pg_plugin.attention.kernels import (
     AttentionNeeds,
     KernelSpec,
     load_passes,
-    model_misfit,
     select_kernel,
+    setting_obstacle,
 )
 from verl_pg_plugin.attention.passes import Varlen, softcap_fault
 
@@ -149,7 +149,7 @@ def test_for_capped_scores_no_other_kernel_is_imported_or_compiled(
 def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], misfit: str) -> None:
     needs = AttentionNeeds(head_dims=frozenset({dims}))
     assert KERNELS["flash_attn_2"].misfit(needs) == misfit
-    assert model_misfit("auto", "cpu", needs) == ""
+    assert setting_obstacle("auto", "cpu", needs) == ""
 
 
 def problem(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Varlen:

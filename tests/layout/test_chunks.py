@@ -94,7 +94,6 @@ def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_
 def with_heads(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> list[tuple[tuple[int, Key], bool]]:
     """What a forward publishes, in the order of the path: tokens, and whether they have a head output."""
     heads = set(layout.head_index.tolist())
-    assert layout.publish[layout.publish_heads].tolist() == [row for row in layout.publish.tolist() if row in heads]
     return [(own_keys[row], row in heads) for row in layout.publish.tolist()]
 
 
@@ -207,5 +206,4 @@ def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
 
 def test_a_token_that_is_prompt_here_and_label_elsewhere_publishes_its_head_output() -> None:
     layout = lay_group_out(FIRST, first_label=17)
-    assert layout.publish[layout.publish_heads].tolist() == [17, 18]
-    assert {17, 18} <= set(layout.head_index.tolist())
+    assert {17, 18} <= set(layout.publish.tolist()) & set(layout.head_index.tolist())

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,20 +129,26 @@ class CacheAccess:
     publish: CachedTokens | None = None
     consumed: Sequence[CachedTokens] = ()
     prefill: bool = False
-    _published: Tensor | None = field(default=None, init=False)
+    _indices: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def index(self, name: str, device: torch.device) -> Tensor:
+        """An index map of the layout on the device."""
+        if name not in self._indices:
+            self._indices[name] = to_device(getattr(self.layout, name), torch.int64, device)
+        return self._indices[name]
 
     def in_front(self, place: Place, own: Tensor) -> Tensor:
         """(c + T, ...) cached values in front of those of the own tokens."""
         return torch.cat([*(block.values[place] for block in self.read), own])
 
-    def publish_layer(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+    def publish_values(self, place: Place, own: Tensor) -> None:
+        """Put the published of own (T, ...) values on the cache, where this forward publishes any."""
         if self.publish is not None:
-            for name, x in (("k", k_TGD), ("v", v_TGD)):
-                published = x.detach().index_select(0, self._published_tokens(x.device))
-                self.publish.put((layer, name), published, has_gradient=self.prefill)
+            published = own.detach().index_select(0, self.index("publish", own.device))
+            self.publish.put(place, published, has_gradient=self.prefill)
 
     def settle(self, place: Place, total: Tensor) -> Tensor:
-        """Gradients (T, ...) of the own keys or values, pending ones included.
+        """Gradients (T, ...) of the own values, pending ones included.
 
         Args:
             total: (c + T, ...) gradients of [cached | own], float32 or wider. Those of cached tokens are added to their
@@ -155,13 +160,8 @@ class CacheAccess:
         if self.consumed:
             # Taken out, since the graph, and so its blocks, may live until the next forward is done.
             pending = torch.cat([block.pending.pop(place) for block in self.consumed])
-            own.index_add_(0, self._published_tokens(own.device), pending.to(own.dtype))
+            own.index_add_(0, self.index("publish", own.device), pending.to(own.dtype))
         return own
-
-    def _published_tokens(self, device: torch.device) -> Tensor:
-        if self._published is None:
-            self._published = to_device(self.layout.publish, torch.int64, device)
-        return self._published
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.
@@ -169,44 +169,29 @@ class CacheAccess:
         Args:
             outputs_NC: (N, C) of the own tokens at ``head_index``, of all ranks that share the tokens.
         """
-        if self.publish is not None:
-            published = outputs_NC.new_zeros(len(self.layout.publish), outputs_NC.shape[1])
-            tokens, heads = self._published_outputs(outputs_NC.device)
-            published[tokens] = outputs_NC.detach()[heads]
-            self.publish.put(OUTPUTS, published, has_gradient=self.prefill)
-        return outputs_NC if self.prefill else _JoinOutputs.apply(outputs_NC, self)
-
-    def _published_outputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of published tokens that publish head outputs, their places among the published and the own heads."""
-        tokens = self.layout.publish_heads
-        heads = np.searchsorted(self.layout.head_index, self.layout.publish[tokens])
-        return to_device(tokens, torch.int64, device), to_device(heads, torch.int64, device)
+        return _JoinOutputs.apply(outputs_NC, self)
 
 
 class _JoinOutputs(torch.autograd.Function):
+    """Head outputs are cached as keys and values are: spread over all tokens, zero where the LM head does not run."""
+
     @staticmethod
     def forward(ctx: Any, own_NC: Tensor, access: CacheAccess) -> Tensor:
-        ctx.access = access
-        heads = access.layout.cached_heads
-        if not len(heads):
-            return own_NC.clone()
-        cached = torch.cat([block.values[OUTPUTS] for block in access.read])
-        return torch.cat([cached[to_device(heads, torch.int64, own_NC.device)], own_NC])
+        ctx.access, ctx.shape = access, own_NC.shape
+        cached, heads = (access.index(name, own_NC.device) for name in ("cached_heads", "head_index"))
+        own_TC = own_NC.new_zeros(access.layout.num_tokens, own_NC.shape[1])
+        own_TC[heads] = own_NC[: len(heads)]  # a head that has no label computes a token that nobody reads
+        access.publish_values(OUTPUTS, own_TC)
+        return torch.cat([access.in_front(OUTPUTS, own_TC)[cached], own_NC])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        access: CacheAccess = ctx.access
-        heads = access.layout.cached_heads
-        for block in access.read:
-            first, last = np.searchsorted(heads, [block.start, block.stop])
-            if last > first:
-                pending = block.pending[OUTPUTS]
-                tokens = to_device(heads[first:last] - block.start, torch.int64, grad.device)
-                pending.index_add_(0, tokens, grad[first:last].to(pending.dtype))
-        own = grad[len(heads) :].clone()
-        if access.consumed and len(access.layout.publish_heads):
-            pending = torch.cat([block.pending[OUTPUTS] for block in access.consumed])
-            tokens, at = access._published_outputs(grad.device)
-            own.index_add_(0, at, pending[tokens].to(own.dtype))
-        return own, None
+        grad, access = grads[0], ctx.access
+        cached, heads = (access.index(name, grad.device) for name in ("cached_heads", "head_index"))
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(access.layout.num_cached + access.layout.num_tokens, grad.shape[1], dtype=wide)
+        at_labels = torch.cat([cached, access.layout.num_cached + heads])
+        total[at_labels] = grad[: len(at_labels)].to(wide)
+        own_NC = grad.new_zeros(ctx.shape)
+        own_NC[: len(heads)] = access.settle(OUTPUTS, total)[heads].to(grad.dtype)
+        return own_NC, None

@@ -123,21 +123,6 @@ def candidates(name: str, device_type: str) -> tuple[str, ...]:
     return tuple(kernel for kernel, spec in KERNELS.items() if spec.device_type == device_type)
 
 
-def model_misfit(name: str, device_type: str, needs: AttentionNeeds) -> str:
-    """Why no kernel that ``name`` stands for computes a model's attention; empty if one does.
-
-    Of those of "auto" one that is not installed is none. One asked for by name is ``kernel_obstacle``'s.
-    """
-    found = []
-    for kernel in candidates(name, device_type):
-        missing = kernel_obstacle(kernel, device_type, asks_gpu=False) if name == "auto" else ""
-        why = KERNELS[kernel].misfit(needs) or missing
-        if not why:
-            return ""
-        found.append(f"{kernel} {why}")
-    return "; ".join(found)
-
-
 def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = None) -> Kernel:
     """Choose the attention kernel of this process.
 
@@ -152,10 +137,9 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
     """
     if name not in ATTENTION_KERNELS:
         raise ValueError(f"unknown attention kernel {name!r}; choose one of {', '.join(ATTENTION_KERNELS)}")
-    needs = needs or AttentionNeeds()
     reasons = [f"{ATTENTION_KERNEL}={name}" + (f" on device {device_type}" if name == "auto" else "")]
     for candidate in candidates(name, device_type):
-        obstacle = model_obstacle(candidate, device_type, needs)
+        obstacle = kernel_obstacle(candidate, device_type, needs)
         if not obstacle:
             return Kernel(candidate, "; ".join(reasons), *load_passes(candidate))
         reasons.append(f"{candidate} {obstacle}")
@@ -165,34 +149,30 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
     raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
 
 
-def model_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
-    """Why a kernel cannot run a model here and what would change that; empty if it can.
-
-    For a model that caps scores the kernel is imported (``load_passes``) and tried (``passes.softcap_fault``).
-    """
-    spec = KERNELS[name]
-    found = kernel_obstacle(name, device_type) or spec.misfit(needs)
-    if found or not needs.softcap or spec.package is None:
-        return found
-    from verl_pg_plugin.attention.passes import softcap_fault
-
-    logger.info("trying how %s caps scores, which some kernels compile code for", name)
-    fault = softcap_fault(load_passes(name), max(map(max, needs.head_dims), default=64), device_type)
-    return f"{fault}; install one that does: {spec.install}" if fault else ""
+def setting_obstacle(setting: str, device_type: str, needs: AttentionNeeds) -> str:
+    """Why no kernel that a setting stands for is installed and computes a model; empty if one is. Asks no GPU."""
+    found = {kernel: _spec_obstacle(kernel, device_type, needs) for kernel in candidates(setting, device_type)}
+    return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""
 
 
-def kernel_obstacle(name: str, device_type: str, asks_gpu: bool = True) -> str:
-    """Why a kernel cannot run here and what would change that; empty if nothing is in the way. Imports no kernel.
-
-    Args:
-        asks_gpu: look at the GPU, which starts a CUDA context.
-    """
+def _spec_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
     spec = KERNELS[name]
     if spec.device_type not in (None, device_type):
         return f"needs a {spec.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
-    if not spec.installed:
-        return f"needs {spec.package}, which is not installed: {spec.install}"
-    if spec.device_type == "cuda" and asks_gpu:
+    missing = "" if spec.installed else f"needs {spec.package}, which is not installed: {spec.install}"
+    return spec.misfit(needs) or missing
+
+
+def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = None) -> str:
+    """Why a kernel cannot run a model here and what would change that; empty if it can.
+
+    Asks the GPU, which starts a CUDA context. Imports the kernel (``load_passes``) and tries it
+    (``passes.softcap_fault``) for a model that caps scores alone.
+    """
+    spec, needs = KERNELS[name], needs or AttentionNeeds()
+    if found := _spec_obstacle(name, device_type, needs):
+        return found
+    if spec.device_type == "cuda":
         import torch
 
         if not torch.cuda.is_available():
@@ -202,7 +182,13 @@ def kernel_obstacle(name: str, device_type: str, asks_gpu: bool = True) -> str:
             return f"needs compute capability {spec.min_capability}, this GPU has {capability}"
         if spec.max_capability is not None and capability > spec.max_capability:
             return f"runs up to compute capability {spec.max_capability}, this GPU has {capability}"
-    return ""
+    if not needs.softcap or spec.package is None:
+        return ""
+    from verl_pg_plugin.attention.passes import softcap_fault
+
+    logger.info("trying how %s caps scores, which some kernels compile code for", name)
+    fault = softcap_fault(load_passes(name), max(map(max, needs.head_dims), default=64), device_type)
+    return f"{fault}; install one that does: {spec.install}" if fault else ""
 
 
 def load_passes(name: str) -> Passes:

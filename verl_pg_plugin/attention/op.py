@@ -67,7 +67,8 @@ def attend(
     if width < k_TGD.shape[-1]:
         v_TGD = F.pad(v_TGD, (0, k_TGD.shape[-1] - width))
     if cache is not None:
-        cache.publish_layer(options.layer_idx, k_TGD, v_TGD)
+        cache.publish_values((options.layer_idx, "k"), k_TGD)
+        cache.publish_values((options.layer_idx, "v"), v_TGD)
     return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
 
 

@@ -25,7 +25,7 @@ from verl_pg_plugin.architectures import (
     fused_obstacle,
     text_skeleton,
 )
-from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, kernel_obstacle, model_misfit
+from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
 from verl_pg_plugin.config.keys import (
     ACTOR,
@@ -268,16 +268,12 @@ def attention_kernel(engine: Engine) -> Issue | None:
     asked = engine.option("attention_kernel") or "auto"
     if asked not in ("auto", *KERNELS):
         return None  # the option itself is refused
-    setting = f"{ATTENTION_KERNEL}={asked}"
-    needs = None if engine.hf_config is None else attention_needs(engine.hf_config.get_text_config())
-    fits = asked != "auto" and not (needs and model_misfit("auto", engine.device, needs))
-    fix = f"++{ATTENTION_KERNEL}={'auto' if fits else 'sdpa'}, or {STOCK}"
-    if asked != "auto" and (missing := kernel_obstacle(asked, engine.device, asks_gpu=False)):
-        return Issue(setting, f"{asked} {missing}", fix)
-    if needs is None:
+    needs = AttentionNeeds() if engine.hf_config is None else attention_needs(engine.hf_config.get_text_config())
+    why = setting_obstacle(asked, engine.device, needs)
+    if not why:
         return None
-    why = model_misfit(asked, engine.device, needs)
-    return Issue(setting, f"no kernel for {engine.hf_config.model_type}: {why}", fix) if why else None
+    fits = asked != "auto" and not setting_obstacle("auto", engine.device, needs)
+    return Issue(f"{ATTENTION_KERNEL}={asked}", why, f"++{ATTENTION_KERNEL}={'auto' if fits else 'sdpa'}, or {STOCK}")
 
 
 def attn_implementation(engine: Engine) -> Issue | None:

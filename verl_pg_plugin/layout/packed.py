@@ -132,11 +132,6 @@ class PackedLayout:
         """(S,) tokens that each segment sees before its own, and (S,) its own."""
         return self.segment_start, np.diff(self.cu_seqlens_q)
 
-    @property
-    def publish_heads(self) -> IntArray:
-        """Index into ``publish`` of the tokens whose LM head outputs are published too."""
-        return np.flatnonzero(np.isin(self.publish, self.head_index))
-
 
 def build_packed_layout(
     tokens: IntArray,
