@@ -4,6 +4,11 @@ import torch
 
 from tests.support import Result
 
+PRECISIONS = {
+    name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    for name in ("fp32", "bf16", "fp16")
+}
+"""Fields of an engine config."""
 POOLED = 4096
 """Parameters with fewer elements are compared together: the error of a few numbers is a matter of luck."""
 FACTOR = 1.1

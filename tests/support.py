@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,17 @@ def clone(batch: TensorDict) -> TensorDict:
 
 @dataclass(frozen=True)
 class Result:
-    """Per-sequence model outputs over the response tokens, full gradients by parameter name, and the loss."""
+    """Per-sequence model outputs over the response tokens, full gradients by parameter name, loss and metrics."""
 
     outputs: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor]
     loss: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def of_rank(self, sequences: Sequence[int]) -> "Result":
+        """What a rank with some of the sequences has: their outputs, the gradients of all, and no loss."""
+        outputs = {name: [values[i] for i in sequences] for name, values in self.outputs.items()}
+        return Result(outputs, self.gradients)
 
 
 def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tensor]:
@@ -177,16 +183,30 @@ def fsdp1_takes_models_on_a_cpu() -> None:
     _init_utils._check_module_states_for_sync_module_states = lambda states: None
 
 
-def run_engine(engine: Any, batch: TensorDict, loss: Callable) -> Result:
-    """Old log-probs path for the outputs, update path for the gradients."""
+def infer(engine: Any, batch: TensorDict) -> dict[str, Any]:
+    """The old log-probs path: ``model_output`` and ``metrics``."""
     with engine.eval_mode():
-        inferred = engine.infer_batch(clone(batch))["model_output"]
+        return engine.infer_batch(clone(batch))
+
+
+def update(engine: Any, batch: TensorDict, loss: Callable | None = None, **settings: Any) -> Result:
+    """An update without a step; ``return_model_output`` among the ``settings`` of the batch gives its outputs."""
+    data = clone(batch)
+    tu.assign_non_tensor(data, **settings)
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        losses = engine.forward_backward_batch(clone(batch), loss)["loss"]
+        output = engine.forward_backward_batch(data, loss or actor_loss())
         scale = engine.scaler.get_scale() if engine.scaler else 1.0  # of the loss, under fp16
         gradients = {name: gradient / scale for name, gradient in full_gradients(engine.module).items()}
-    return Result({name: response_values(v, batch) for name, v in inferred.items()}, gradients, sum(losses))
+    outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
+    return Result(outputs, gradients, sum(output["loss"]), output["metrics"])
+
+
+def run_engine(engine: Any, batch: TensorDict, loss: Callable | None = None) -> Result:
+    """Old log-probs path for the outputs, update path for the gradients."""
+    inferred = infer(engine, batch)["model_output"]
+    outputs = {name: response_values(values, batch) for name, values in inferred.items()}
+    return replace(update(engine, batch, loss), outputs=outputs)
 
 
 def run_reference(

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,13 @@ import transformers
 from tensordict import TensorDict
 
 from tests.architectures.tiny_configs import tiny_config
-from tests.engine.carried_cases import CASES, carry_always, carrying
+from tests.engine.carried_cases import carry_always, carrying, trie
 from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS as EXPERTS
-from tests.engine.verifying import PRECISIONS
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.image_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, image_batch, load, save_vision_model
+from tests.precision import PRECISIONS
 from tests.support import (
     Result,
     actor_loss,
@@ -30,9 +31,11 @@ from tests.support import (
     fsdp1_takes_models_on_a_cpu,
     full_gradients,
     group,
+    infer,
     make_engine,
     run_reference,
     save_tiny_model,
+    update,
 )
 from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
@@ -44,9 +47,9 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 LAYERS = 4
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
+CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
 BF16 = PRECISIONS["bf16"]
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
-TRIE = "a_trie_of_three_levels"
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 
 
@@ -111,15 +114,11 @@ def watched(engine: Any) -> LateCopier:
     return copier
 
 
-def update(engine: Any, batch: TensorDict, level: Level | str) -> Result:
-    """Gradients of one update at a level."""
+def update_at(level: Level | str, engine: Any, batch: TensorDict, **options: Any) -> Result:
     if engine.activations._copier is None:
         watched(engine)
     engine.options = replace(engine.options, activations=getattr(level, "value", level))
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        losses = engine.forward_backward_batch(clone(batch), actor_loss())["loss"]
-        return Result({}, full_gradients(engine.module), sum(losses))
+    return update(engine, batch, **options)
 
 
 def same_bits(results: list[Result]) -> bool:
@@ -133,7 +132,7 @@ def check_all_levels(engine: Any, batch: TensorDict, per_layer: int | None = 3) 
     copier, results = watched(engine), []
     for level in (Level.ALL, Level.INPUTS, *KEEPING):
         copier.copies.clear()
-        results.append(update(engine, batch, level))
+        results.append(update_at(level, engine, batch))
         out, back = copier.copies["out"], copier.copies["back"]
         assert bool(out) == bool(back) == level.on_host, (level, out, back)
         if level.on_host and per_layer is not None:
@@ -151,6 +150,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"model": LORA},
     "compiled": {"engine": {"compile_layers": True}},
     "padded groups": {"engine": {"use_dynamic_bsz": False}, "model": {"use_remove_padding": False}},
+    "split groups": {},
+    "split groups in bf16": {"engine": BF16},
 }
 
 
@@ -161,25 +162,16 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, monkeypatc
     compiler = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(compiled_layers.torch, "compile", compiler)
     fsdp1_takes_models_on_a_cpu()
-    engine = make_engine(qwen3, packed=True, **WAYS[way])
-    limit = {"max_token_len_per_gpu": 40}
+    engine, batch = make_engine(qwen3, packed=True, **WAYS[way]), CUT
     if way == "padded groups":
-        limit = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
-    batch = make_batch(SAMPLES, **limit)
-    got = check_all_levels(engine, batch, per_layer=5 if way == "padded groups" else 3)  # which attend twice
+        batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    if splits := way.startswith("split"):
+        carry_always(engine)
+        batch = make_batch(trie(), max_token_len_per_gpu=56)
+    with carrying(engine) if splits else nullcontext():
+        got = check_all_levels(engine, batch, per_layer=5 if way == "padded groups" else 3)  # which attend twice
     if way in ("fsdp2", "fsdp", "compiled", "padded groups"):
-        want = run_reference(qwen3, batch, actor_loss())
-        assert_same(got, replace(want, outputs={}))
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("dtype", ["float32", "bf16"])
-def test_a_level_changes_no_bit_of_a_split_group(qwen3: str, dtype: str) -> None:
-    samples, budget = CASES[TRIE]
-    engine = make_engine(qwen3, packed=True, engine=BF16 if dtype == "bf16" else {})
-    carry_always(engine)
-    with carrying(engine):
-        check_all_levels(engine, make_batch(samples, max_token_len_per_gpu=budget))
+        assert_same(got, run_reference(qwen3, batch, actor_loss()))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next", "images"])
@@ -194,7 +186,7 @@ def test_layers_of_every_kind_agree_at_every_level(kind: str, tmp_path: Path) ->
             if kind == "qwen3_next"
             else save_tiny_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
         )
-        batch = make_batch(SAMPLES, max_token_len_per_gpu=40)
+        batch = CUT
     check_all_levels(make_engine(path, packed=True), batch, per_layer=None)
 
 
@@ -206,7 +198,7 @@ def run_two_ranks(rank: int, path: str) -> dict[str, bool]:
         samples = SAMPLES if size == 2 or rank else SAMPLES[::-1]
         engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": size})
         copier, batch = watched(engine), make_batch(samples, max_token_len_per_gpu=40)
-        results = [update(engine, batch, level) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
+        results = [update_at(level, engine, batch) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
         assert copier.copies["out"] > copier.copies["back"] > 0
         found[f"Ulysses size {size}"] = same_bits(results)
     return found
@@ -240,15 +232,14 @@ def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_p
     batch, calls, results = make_batch(SAMPLES), Counter(), []
     engine = make_engine(str(tmp_path), packed=True)
     recording(engine, lambda name: calls.update([name]))
-    with engine.eval_mode():
-        engine.infer_batch(clone(batch))
+    infer(engine, batch)
     once = calls["forward"]
     for level in Level:
         calls.clear()
-        results.append(update(engine, batch, level))
+        results.append(update_at(level, engine, batch))
         assert calls["forward"] == once * (1 if level is Level.ALL or level.keeps_attention else 2) > 0
     assert same_bits(results)
-    assert_same(results[0], replace(run_reference(str(tmp_path), batch, actor_loss()), outputs={}))
+    assert_same(results[0], run_reference(str(tmp_path), batch, actor_loss()))
 
 
 @pytest.fixture
@@ -272,7 +263,7 @@ def test_no_more_than_two_layers_are_on_the_device_and_neighbours_come_back_earl
         seen[name].append([any(copy.x is not None for copy in call._copies) for call in layers])
 
     recording(engine, look)
-    update(engine, make_batch(SAMPLES), Level.ATTENTION_ON_HOST)
+    update_at(Level.ATTENTION_ON_HOST, engine, make_batch(SAMPLES))
     assert max(map(sum, seen["forward"] + seen["backward"])) <= 2
     # In front of the attention of each layer's backward the layer below is there, or on its way.
     assert [on_device[-1] for on_device in seen["backward"]][:1] == [False]
@@ -285,8 +276,8 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
 ) -> None:
     """On a GPU that is made up: levels of the micro-batches, and the same bits."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
-    engine, batch = make_engine(qwen3, packed=True), make_batch(SAMPLES, max_token_len_per_gpu=40)
-    results = [update(engine, batch, "auto")]
+    engine = make_engine(qwen3, packed=True)
+    results = [update_at("auto", engine, CUT)]
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(activation_level, "OVER_STOCK", 100.0)
     sizes = engine._token_bytes
@@ -298,21 +289,20 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
     ):
         monkeypatch.setattr(engine_module, "room_of_rank", lambda *_, given=(device, host): Room(*given))
         engine._told_level = False
-        levels = {p.level.value for p in engine.plan(clone(batch), forward_only=False).micro_batches}
+        levels = {p.level.value for p in engine.plan(clone(CUT), forward_only=False).micro_batches}
         assert level in levels
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
-        results.append(update(engine, batch, "auto"))
+        results.append(update_at("auto", engine, CUT))
     assert same_bits(results)
 
 
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
     """And verify mode, whose forwards verl's own offload would count, runs beside it."""
-    model, batch = {"enable_activation_offload": True}, make_batch(SAMPLES, max_token_len_per_gpu=40)
+    model = {"enable_activation_offload": True}
     engine = make_engine(qwen3, packed=True, model=model, engine={"verify": "every_1"})
-    copier = watched(engine)
-    got = update(engine, batch, "auto")
+    copier, got = watched(engine), update_at("auto", engine, CUT)
     assert copier.copies["out"] > 0
-    assert_same(got, replace(run_reference(qwen3, batch, actor_loss()), outputs={}))
+    assert_same(got, run_reference(qwen3, CUT, actor_loss()))
 
 
 @pytest.mark.parametrize("level", KEEPING)
@@ -320,7 +310,7 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
     engine = make_engine(qwen3, packed=True)
     gc.disable()
     try:
-        update(engine, make_batch(SAMPLES), level)
+        update_at(level, engine, make_batch(SAMPLES))
         assert len(calls) == LAYERS
         assert not any(call() for call in calls)
     finally:
@@ -329,22 +319,15 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
 
 def test_two_backwards_of_one_graph_take_the_same_from_the_host(qwen3: str) -> None:
     engine = make_engine(qwen3, packed=True)
-    gradients = []
+    copier, first = watched(engine), {}
 
     def twice(**outputs: Any) -> Any:
         loss, metrics = actor_loss()(**outputs)
-        weights = [p for p in engine.module.parameters() if p.requires_grad]
         loss.backward(retain_graph=True)
-        gradients.append([p.grad.full_tensor().clone() for p in weights])
-        for p in weights:
-            p.grad = None
+        first.update(full_gradients(engine.module))
+        engine.optimizer_zero_grad()
         return loss, metrics
 
-    copier = watched(engine)
-    engine.options = replace(engine.options, activations=Level.ATTENTION_ON_HOST.value)
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        engine.forward_backward_batch(make_batch(SAMPLES), twice)
-        second = [p.grad.full_tensor() for p in engine.module.parameters() if p.requires_grad]
-    assert all(map(torch.equal, gradients[0], second))
+    second = update_at(Level.ATTENTION_ON_HOST, engine, make_batch(SAMPLES), loss=twice)
+    assert same_bits([second, Result({}, first)])
     assert copier.copies["back"] > copier.copies["out"]

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.engine.carried_cases import carry_always, carrying
-from tests.engine.test_activations import recording, same_bits, update
+from tests.engine.test_activations import recording, same_bits, update_at
 from tests.engine.test_gpu import BF16, SIZES
 from tests.support import clone, group, make_engine, save_tiny_model
 from verl_pg_plugin.attention.kernels import kernel_obstacle
@@ -62,14 +62,14 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, kernel: str, options
     if budget < 4096:
         carry_always(engine)
         with carrying(engine):
-            update(engine, two_groups(budget), Level.ATTENTION)
-    assert same_bits([update(engine, two_groups(budget), level) for level in (*Level, *Level)])
+            update_at(Level.ATTENTION, engine, two_groups(budget))
+    assert same_bits([update_at(level, engine, two_groups(budget)) for level in (*Level, *Level)])
 
 
 def test_fsdp1_and_slabs_that_neighbours_share_change_no_bit(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "SLAB", 100_000)
     engine = make_engine(qwen3, packed=True, strategy="fsdp", engine=BF16)
-    assert same_bits([update(engine, two_groups(4096), level) for level in (*Level, *ON_HOST)])
+    assert same_bits([update_at(level, engine, two_groups(4096)) for level in (*Level, *ON_HOST)])
 
 
 def test_what_waits_on_the_host_frees_all_layers_but_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_what_waits_on_the_host_frees_all_layers_but_two(tmp_path: Path, monkeyp
     for level in (Level.ATTENTION, *ON_HOST, Level.ATTENTION, Level.ATTENTION_ON_HOST):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        update(engine, batch, level)
+        update_at(level, engine, batch)
         peaks[level] = torch.cuda.max_memory_allocated()
     inputs, attention = 2 * 512, 8 * (2 * 64 + 4)
     saved = peaks[Level.ATTENTION] - peaks[Level.ATTENTION_ON_HOST]
@@ -98,7 +98,7 @@ def test_what_waits_on_the_host_frees_all_layers_but_two(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("level", [Level.ATTENTION, *ON_HOST])
 def test_the_host_waits_for_nothing_between_layers(qwen3: str, level: Level) -> None:
     engine, calls = engine_of(qwen3), Counter()
-    update(engine, two_groups(4096), level)  # compiles kernels and pins memory
+    update_at(level, engine, two_groups(4096))  # compiles kernels and pins memory
 
     def watch(name: str) -> None:
         """From the first attention call to the last, of the forward and of the backward."""
@@ -109,7 +109,7 @@ def test_the_host_waits_for_nothing_between_layers(qwen3: str, level: Level) -> 
 
     recording(engine, watch)
     try:
-        update(engine, make_batch(group(300, [60], 1)), level)  # one sequence: a layer calls the kernel once
+        update_at(level, engine, make_batch(group(300, [60], 1)))  # one sequence: a layer calls the kernel once
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert calls["backward"] == LAYERS
@@ -118,7 +118,7 @@ def test_the_host_waits_for_nothing_between_layers(qwen3: str, level: Level) -> 
 def test_memory_of_an_update_is_given_back(qwen3: str) -> None:
     engine, allocated = engine_of(qwen3), []
     for _ in range(3):
-        update(engine, two_groups(4096), Level.ATTENTION_ON_HOST)
+        update_at(Level.ATTENTION_ON_HOST, engine, two_groups(4096))
         engine.optimizer_zero_grad()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[1] == allocated[2]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import (
     CASES,
@@ -20,17 +19,14 @@ from tests.engine.carried_cases import (
 from tests.engine.test_moe import MODELS as EXPERTS
 from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine, save_value_model
 from tests.support import (
-    Result,
     actor_loss,
     assert_same,
     check_exact,
-    clone,
-    full_gradients,
     make_engine,
-    response_values,
     run_engine,
     run_reference,
     save_tiny_model,
+    update,
 )
 from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
 from verl_pg_plugin.planning.micro_batches import CacheWeights
@@ -54,26 +50,14 @@ def batch_of(case: str) -> TensorDict:
     return make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
 
 
-def update_outputs(engine: Any, batch: TensorDict) -> Result:
-    """Outputs of the update itself, where the parts run in reverse order."""
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        data = clone(batch)
-        tu.assign_non_tensor(data, return_model_output=True)
-        output = engine.forward_backward_batch(data, actor_loss())
-        gradients = full_gradients(engine.module)
-    outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
-    return Result(outputs, gradients, sum(output["loss"]))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: str) -> None:
+    """Those of the update too, where the chunks run in reverse."""
     batch = batch_of(case)
     expected = run_reference(qwen3, batch, actor_loss())
-    for forward_only in (True, False):
-        assert split_groups(engine, batch, forward_only), "the case is about split groups"
-    assert_same(run_engine(engine, batch, actor_loss()), expected)
-    assert_same(update_outputs(engine, batch), expected)
+    with carrying(engine):
+        assert_same(run_engine(engine, batch), expected)
+        assert_same(update(engine, batch, return_model_output=True), expected)
 
 
 BY_SEQUENCES = {
@@ -107,10 +91,7 @@ def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> No
     rows = {}
     for carry in ("auto", "never"):
         of = engine if carry == "auto" else make_engine(qwen3, packed=True, engine={"carry": carry})
-        with of.train_mode():
-            of.optimizer_zero_grad()
-            metrics = of.forward_backward_batch(clone(batch), actor_loss())["metrics"]
-        (rows[carry],) = metrics["prefix_grouper/physical_tokens"]
+        (rows[carry],) = update(of, batch).metrics["prefix_grouper/physical_tokens"]
     assert rows["auto"] == 19 + sum(len(sample.response) for sample in ONE_GROUP)
     assert rows["never"] > rows["auto"] + 19
 
@@ -133,7 +114,7 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
     monkeypatch.setattr(PrefixCache, "pop", forgetful)
     batch = batch_of("a_trie_of_three_levels")
     with pytest.raises(AssertionError, match="gradient of"):
-        assert_same(update_outputs(engine, batch), run_reference(qwen3, batch, actor_loss()))
+        assert_same(update(engine, batch), run_reference(qwen3, batch, actor_loss()))
 
 
 def test_split_groups_stay_exact_where_every_micro_batch_is_reduced(qwen3: str) -> None:

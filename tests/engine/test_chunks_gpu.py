@@ -7,9 +7,10 @@ import torch
 from tensordict import TensorDict
 
 from tests.engine.carried_cases import carrying_engine
+from tests.engine.test_activations import same_bits
 from tests.engine.test_gpu import BF16, SIZES
 from tests.precision import SMOOTH_LOSS, errors, pooled
-from tests.support import actor_loss, full_gradients, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model, update
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [
@@ -55,24 +56,15 @@ def test_the_error_of_carried_groups_is_that_of_whole_groups(qwen3: str, option:
 def test_two_updates_give_the_same_bits(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     engine = carrying_engine(qwen3, engine=BF16)
-    gradients = []
-    for _ in range(2):
-        with engine.train_mode():
-            engine.optimizer_zero_grad()
-            engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
-            gradients.append(full_gradients(engine.module))
-    first, second = gradients
-    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
+    assert same_bits([update(engine, batch_of(1, 480), actor_loss(**LOSS)) for _ in range(2)])
 
 
 def test_nothing_of_a_chain_stays_allocated(qwen3: str) -> None:
     engine = carrying_engine(qwen3, engine=BF16)
     allocated = []
     for _ in range(3):
-        with engine.train_mode():
-            engine.optimizer_zero_grad()
-            engine.forward_backward_batch(batch_of(1, 480), actor_loss(**LOSS))
-            engine.optimizer_zero_grad()
+        update(engine, batch_of(1, 480), actor_loss(**LOSS))
+        engine.optimizer_zero_grad()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[1] == allocated[2]
 

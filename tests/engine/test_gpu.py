@@ -6,7 +6,7 @@ import pytest
 import torch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
+from tests.precision import PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.usefixtures("process_group"),
 ]
 
-BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+BF16 = PRECISIONS["bf16"]
 SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 3}
 

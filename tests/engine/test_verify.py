@@ -1,36 +1,157 @@
-"""Verify mode compares the samples it should, as often as it should, and says what differs."""
+"""Verify mode lets clean runs pass, compares the samples it should, and stops where shared prefixes differ."""
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import carrying_engine
-from tests.engine.value_models import (
-    check_exact_values,
-    critic_batch,
-    critic_loss,
-    make_value_engine,
-    save_value_model,
-)
-from tests.engine.verifying import SAMPLES, break_layouts, infer, update, wrong_kv_row
-from tests.support import group, make_engine
+from tests.engine.ranks import on_ranks
+from tests.engine.value_models import check_exact_values, critic_batch, critic_loss, make_value_engine, save_value_model
+from tests.precision import PRECISIONS
+from tests.support import group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.engine.verify import MismatchError
+from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
+Fault = Callable[[PackedLayout], PackedLayout]
+SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
+FIRST, ALWAYS = {"verify": "first"}, {"verify": "every_1"}
+
+
+def random_samples(seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    sizes = [(int(rng.integers(1, 60)), rng.integers(1, 40, size=rng.integers(1, 6)).tolist()) for _ in range(3)]
+    return [sample for i, (prompt, responses) in enumerate(sizes) for sample in group(prompt, responses, 10 * seed + i)]
+
+
+def wrong_key(layout: PackedLayout) -> PackedLayout:
+    """Every segment reads its last ancestor's token twice in place of the first."""
+    kv_index = layout.kv_index.copy()
+    for segment in np.flatnonzero(layout.segment_start):
+        start = layout.cu_seqlens_k[segment]
+        kv_index[start] = kv_index[start + layout.segment_start[segment] - 1]
+    return replace(layout, kv_index=kv_index)
+
+
+def position_off_by_one(layout: PackedLayout) -> PackedLayout:
+    """Segments that continue a prefix start one position late."""
+    late = np.repeat(layout.segment_start > 0, np.diff(layout.cu_seqlens_q))
+    return replace(layout, position_ids=layout.position_ids + late)
+
+
+def sibling_visible(layout: PackedLayout) -> PackedLayout:
+    """Segments see the one before theirs when both continue the same."""
+    keys = np.split(layout.kv_index, layout.cu_seqlens_k[1:-1])
+    for segment in range(1, len(keys)):
+        start = layout.segment_start[segment]
+        if start and layout.segment_parent[segment] == layout.segment_parent[segment - 1]:
+            sibling = np.arange(*layout.cu_seqlens_q[segment - 1 : segment + 1])
+            keys[segment] = np.concatenate([keys[segment][:start], sibling, keys[segment][start:]])
+    bounds = np.cumsum([0, *map(len, keys)])
+    return replace(layout, kv_index=np.concatenate(keys), cu_seqlens_k=bounds)
+
+
+def wrong_head(layout: PackedLayout) -> PackedLayout:
+    """Responses read the head's output of the token after theirs."""
+    return replace(layout, response_head=(layout.response_head + 1) % len(layout.head_index))
+
+
+FAULTS = {fault.__name__: fault for fault in (wrong_key, position_off_by_one, sibling_visible, wrong_head)}
+
+
+def break_layouts(engine: Any, fault: Fault = wrong_key) -> Any:
+    """The engine with ``fault`` in every layout that shares tokens, as a bug would put it there."""
+    inputs = engine._inputs
+
+    def broken(layout: PackedLayout, *args: Any, **kwargs: Any) -> Any:
+        return inputs(fault(layout) if layout.shares_tokens else layout, *args, **kwargs)
+
+    engine._inputs = broken
+    return engine
+
+
+def inferred(engine: Any, batch: TensorDict) -> dict[str, list[float]]:
+    return infer(engine, batch)["metrics"]
+
+
+def updated(engine: Any, batch: TensorDict) -> dict[str, list[float]]:
+    return update(engine, batch).metrics
+
+
+def verified(metrics: dict[str, list[float]]) -> float:
+    (samples,) = metrics["prefix_grouper/verified_rows"]
+    return samples
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("scale", [0.05, 0.5])
+def test_random_groups_pass_whatever_the_scale_of_the_weights(tmp_path: Path, precision: str, scale: float) -> None:
+    path = save_tiny_model(tmp_path, initializer_range=scale)
+    engine = make_engine(path, packed=True, engine={**ALWAYS, **PRECISIONS[precision]})
+    batches = [make_batch(random_samples(seed), calculate_sum_pi_squared=True) for seed in range(6)]
+    assert sum(verified(inferred(engine, batch)) for batch in batches) + verified(updated(engine, batches[-1])) >= 12
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_layout_is_caught(qwen3: str, precision: str, fault: str) -> None:
+    engine = make_engine(qwen3, packed=True, engine={**FIRST, **PRECISIONS[precision]})
+    with pytest.raises(MismatchError, match="log_probs"):
+        infer(break_layouts(engine, FAULTS[fault]), make_batch(SAMPLES, calculate_entropy=False))
+
+
+def verify_under_ulysses(rank: int, path: str) -> tuple[list[float], list[float], str]:
+    """Samples and largest errors of a clean run, and the message of a fault, where two ranks share each sequence."""
+    options = {**ALWAYS, "ulysses_sequence_parallel_size": 2}
+    engine, batch = make_engine(path, packed=True, engine=options), make_batch(SAMPLES, max_token_len_per_gpu=60)
+    metrics = [step(engine, batch) for step in (inferred, updated)]
+    errors = [of_step["prefix_grouper/verify_max_error"][0] for of_step in metrics]
+    with pytest.raises(MismatchError) as caught:
+        infer(break_layouts(engine), batch)
+    return list(map(verified, metrics)), errors, str(caught.value)
+
+
+def test_ranks_that_share_sequences_verify_them_together(qwen3: str) -> None:
+    (samples, errors, message), second = on_ranks(2, verify_under_ulysses, qwen3)
+    assert samples == [4.0] * 2, "two of each of two micro-batches, though two ranks compare them"
+    assert max(errors) < 1e-5
+    assert "log_probs of response token" in message
+    assert "rank 1:" not in message
+    assert second == (samples, errors, message), "or one rank stops and the other waits for it"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_bf16_on_a_gpu_passes_clean_and_fails_broken(tmp_path: Path, fault: str | None) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "head_dim": 64}
+    path = save_tiny_model(tmp_path, **sizes, num_attention_heads=8, vocab_size=8000, initializer_range=0.05)
+    engine = make_engine(path, packed=True, engine={**ALWAYS, **PRECISIONS["bf16"]})
+    if fault is None:
+        for seed in range(20):
+            infer(engine, make_batch([*group(700, [300, 40, 512, 129], seed), *random_samples(seed)]))
+        return
+    with pytest.raises(MismatchError):
+        infer(break_layouts(engine, FAULTS[fault]), make_batch(group(60, [90, 40, 112, 64], 1)))
+
 
 def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
-    engine = break_layouts(make_engine(qwen3, packed=True, engine={"verify": "first"}), wrong_kv_row)
     batch = make_batch(SAMPLES)
     tu.assign_non_tensor_stack(batch, "uid", [f"prompt-{i // 2}" for i in range(len(SAMPLES))])
     with pytest.raises(MismatchError) as caught:
-        infer(engine, batch)
+        infer(break_layouts(make_engine(qwen3, packed=True, engine=FIRST)), batch)
     message = str(caught.value)
     for part in (
         r"^sample \d \(uid prompt-\d\) of the 7 in forward-only micro-batch 0",
@@ -41,17 +162,12 @@ def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
         assert re.search(part, message), message
 
 
-def verified(metrics: dict[str, list[float]]) -> float:
-    (samples,) = metrics["prefix_grouper/verified_rows"]
-    return samples
-
-
 WHOLE, LONE, CUT = make_batch(SAMPLES), make_batch(SAMPLES[6:]), make_batch(SAMPLES, max_token_len_per_gpu=120)
 BY_FOUR = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)  # two micro-batches
 WHEN: dict[str, tuple[str, list, list[int]]] = {
-    "first of each kind": ("first", [(infer, CUT), (update, CUT)] * 2, [2, 2, 0, 0]),
-    "first that shares something": ("first", [(infer, LONE), (infer, WHOLE), (infer, LONE)], [0, 2, 0]),
-    "every third across mini-batches": ("every_3", [(infer, BY_FOUR)] * 6, [2, 2, 0, 2, 2, 0]),
+    "first of each kind": ("first", [(inferred, CUT), (updated, CUT)] * 2, [2, 2, 0, 0]),
+    "first that shares something": ("first", [(inferred, LONE), (inferred, WHOLE), (inferred, LONE)], [0, 2, 0]),
+    "every third across mini-batches": ("every_3", [(inferred, BY_FOUR)] * 6, [2, 2, 0, 2, 2, 0]),
 }
 
 
@@ -64,48 +180,44 @@ def test_as_many_micro_batches_are_verified_as_asked(qwen3: str, when: str) -> N
 
 def test_first_is_not_spent_on_the_owner_of_a_split_group(qwen3: str) -> None:
     """The chunk of a prompt that fills a micro-batch reads no token but its own."""
-    engine = carrying_engine(qwen3, engine={"verify": "first"})
+    engine = carrying_engine(qwen3, engine=FIRST)
     batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    assert [verified(infer(engine, batch)) for _ in range(2)] == [2, 0], "it, and the first that reads what it left"
+    assert [verified(inferred(engine, batch)) for _ in range(2)] == [2, 0], "it, and the first that reads what it left"
 
 
 def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
     """They share tokens, and no sequence attends to tokens of another: a wrong key would go unseen."""
-    engine = break_layouts(make_engine(qwen3, packed=True, engine={"verify": "first"}), wrong_kv_row)
+    engine = break_layouts(make_engine(qwen3, packed=True, engine=FIRST))
     turns = make_batch([Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(4)])
-    assert [verified(infer(engine, turns)) for _ in range(2)] == [2, 0]
+    assert [verified(inferred(engine, turns)) for _ in range(2)] == [2, 0]
     with pytest.raises(MismatchError, match="update micro-batch 0"):
         update(engine, WHOLE)
 
 
 def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
-    broken = {"verify": "first"}
-    batch = make_batch(SAMPLES)
-    loose = break_layouts(make_engine(qwen3, packed=True, engine={**broken, "verify_tolerance": 10.0}), wrong_kv_row)
-    assert infer(loose, batch)["prefix_grouper/verify_max_error"][0] > 0.01
-    strict = make_engine(qwen3, packed=True, engine={**broken, "verify_tolerance": 1e-9})
+    loose, strict = (make_engine(qwen3, packed=True, engine={**FIRST, "verify_tolerance": t}) for t in (10.0, 1e-9))
+    assert inferred(break_layouts(loose), WHOLE)["prefix_grouper/verify_max_error"][0] > 0.01
     with pytest.raises(MismatchError, match="tolerance 1e-09"):
-        infer(strict, batch)
+        infer(strict, WHOLE)
 
 
 def test_a_critic_is_verified_by_its_values(tmp_path: Path) -> None:
-    path, batch, first = save_value_model(tmp_path), critic_batch(SAMPLES), {"verify": "first"}
-    check_exact_values(make_value_engine(path, options=first), path, batch)
-    broken = break_layouts(make_value_engine(path, options=first), wrong_kv_row)
+    path, batch = save_value_model(tmp_path), critic_batch(SAMPLES)
+    check_exact_values(make_value_engine(path, options=FIRST), path, batch)
     with pytest.raises(MismatchError, match="values of response token"):
-        update(broken, batch, critic_loss())
+        update(break_layouts(make_value_engine(path, options=FIRST)), batch, critic_loss())
 
 
 def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(
     qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(qwen3, packed=True, engine={"verify": "first"})
+    engine = make_engine(qwen3, packed=True, engine=FIRST)
     monkeypatch.setattr(engine, "shared_model", replace(engine.shared_model, layers=Counter(attention=3)))
     with pytest.raises(RuntimeError, match=f"ran in 2 of 3 layers.*{SHARING_OFF}"):
-        infer(engine, make_batch(SAMPLES))
+        infer(engine, WHOLE)
 
 
 def test_the_padded_mode_is_refused(qwen3: str) -> None:
-    padded = {"engine": {"verify": "first", "use_dynamic_bsz": False}, "model": {"use_remove_padding": False}}
+    padded = {"engine": {**FIRST, "use_dynamic_bsz": False}, "model": {"use_remove_padding": False}}
     with pytest.raises(ValueError, match=r"verify=first: padded groups.*use_remove_padding=True"):
         make_engine(qwen3, packed=True, **padded)
