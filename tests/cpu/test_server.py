@@ -1,25 +1,27 @@
-"""The generation server as verl uses it: seeds, abort and resume, weights, teachers, errors."""
+"""The rollout as verl uses it: seeds, abort and resume, weights, teachers, and what it refuses with the override."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from tests.support import save_tiny_model
+from verl_pg_plugin.cpu.rollout import HFReplica, ServerAdapter
 from verl_pg_plugin.cpu.server import HFServer
 
 PROMPT = [10, 11, 12, 13]
 
 
-def make_server(checkpoint: Path, **config: Any) -> HFServer:
+def rollout_config(**fields: Any) -> RolloutConfig:
     defaults = {
         "name": "hf",
         "dtype": "float32",
@@ -28,7 +30,11 @@ def make_server(checkpoint: Path, **config: Any) -> HFServer:
         "response_length": 16,
         "tensor_model_parallel_size": 1,
     }
-    return HFServer(RolloutConfig(**{**defaults, **config}), HFModelConfig(path=str(checkpoint)), replica_rank=0)
+    return RolloutConfig(**{**defaults, **fields})
+
+
+def make_server(checkpoint: Path, **config: Any) -> HFServer:
+    return HFServer(rollout_config(**config), HFModelConfig(path=str(checkpoint)), replica_rank=0)
 
 
 def ask(server: HFServer, prompt: list[int] = PROMPT, **params: Any) -> Any:
@@ -94,22 +100,14 @@ def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoin
         await server.resume_generation()
         rest = await parked
         tokens = partial.token_ids + rest.token_ids
+        await server.abort_all_requests(reject_request=True)
+        rejected = await ask(server)
+        assert (rejected.stop_reason, rejected.token_ids) == ("aborted", [])
         return whole.token_ids, tokens, [partial.stop_reason, rest.stop_reason]
 
     whole, resumed, stop_reasons = asyncio.run(scenario())
     assert resumed == whole
     assert stop_reasons == ["aborted", "completed"]
-
-
-def test_a_rejecting_gate_answers_at_once_with_an_aborted_response(checkpoint: Path) -> None:
-    async def scenario() -> Any:
-        server = make_server(checkpoint)
-        await server.abort_all_requests(reject_request=True)
-        return await ask(server)
-
-    output = asyncio.run(scenario())
-    assert output.stop_reason == "aborted"
-    assert output.token_ids == []
 
 
 def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTrainedModel) -> None:
@@ -131,12 +129,33 @@ def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTr
     assert output.log_probs == pytest.approx(expected, abs=1e-5)
 
 
-def test_weights_the_model_does_not_have_are_refused_by_name_and_shape(checkpoint: Path) -> None:
-    server = make_server(checkpoint)
+def test_weights_come_in_buckets_and_others_than_the_models_are_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(checkpoint, load_format="dummy")
     with pytest.raises(RuntimeError, match=r"lora_A.*lora\.merge=True"):
         asyncio.run(server.update_weights({"layers.0.lora_A": torch.zeros(1)}))
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight is \(1,\), the model has"):
         asyncio.run(server.update_weights({"model.norm.weight": torch.zeros(1)}))
+
+    buckets: list[list[str]] = []
+
+    async def remote(named_tensors: dict[str, torch.Tensor]) -> None:
+        buckets.append(list(named_tensors))
+        await server.update_weights(named_tensors)
+
+    monkeypatch.setattr(ServerAdapter, "server", SimpleNamespace(update_weights=SimpleNamespace(remote=remote)))
+    config = rollout_config(checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+    adapter = ServerAdapter(config, HFModelConfig(path=str(checkpoint)), device_mesh=None, replica_rank=0)
+    big = torch.zeros(1 << 18)
+    server._weights = {name: big.clone() for name in "abc"} | {"d": torch.zeros(1)}
+    asyncio.run(adapter.update_weights([*((name, big + 1) for name in "abc"), ("d", torch.ones(1))]))
+    assert buckets == [["a"], ["b"], ["c"], ["d"]]
+    assert all(weight.mean() == 1 for weight in server._weights.values())
+    with pytest.raises(ValueError, match="backend=naive"):
+        asyncio.run(adapter.update_weights([], wire_format="delta_flush"))
+    with pytest.raises(NotImplementedError, match=r"lora\.merge=True"):
+        asyncio.run(adapter.update_weights([], peft_config={"r": 8}))
 
 
 def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -198,3 +217,7 @@ def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Pat
         asyncio.run(server.generate(PROMPT, {}, "r", video_data=[object()]))
     with pytest.raises(ValueError, match="logprobs_mode=processed_logprobs"):
         make_server(checkpoint, logprobs_mode="raw_logprobs")
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=1"):
+        HFReplica(0, rollout_config(tensor_model_parallel_size=2), None, gpus_per_node=2)
+    with pytest.raises(ValueError, match="vllm or sglang for reward models"):
+        HFReplica(0, rollout_config(), None, gpus_per_node=1, is_reward_model=True)

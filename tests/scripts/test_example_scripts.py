@@ -103,18 +103,19 @@ def test_the_summary_of_a_real_packed_run_has_every_figure(tmp_path: Path) -> No
     assert summary["time_old_log_prob"] > 0
 
 
-@pytest.mark.parametrize("loggers", ["[console, tensorboard]", "tensorboard"])
-def test_a_run_that_was_told_to_log_elsewhere_ends_well_and_says_why_it_has_no_summary(
-    tmp_path: Path, loggers: str
+@pytest.mark.parametrize(
+    ("loggers", "code", "stream", "said"),
+    [
+        ("[console, tensorboard]", 0, "stdout", "no run summary: trainer.logger="),
+        ("tensorboard", 0, "stdout", "tensorboard"),
+        ("[console, file]", 1, "stderr", "trainer.logger"),
+    ],
+    ids=["one more", "another", "no file"],
+)
+def test_a_run_without_metrics_says_so_in_one_line_and_fails_only_where_it_should_have_some(
+    tmp_path: Path, loggers: str, code: int, stream: str, said: str
 ) -> None:
     done = run_summary(tmp_path, "none.jsonl", loggers)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("no run summary: trainer.logger=")
-    assert "tensorboard" in done.stdout
-
-
-def test_a_missing_metrics_file_is_one_clear_line(tmp_path: Path) -> None:
-    done = run_summary(tmp_path, "none.jsonl")
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "trainer.logger" in done.stderr
+    assert done.returncode == code, done.stderr
+    (line,) = getattr(done, stream).splitlines()
+    assert said in line

@@ -92,7 +92,7 @@ class ServerAdapter(BaseRollout):
         peft_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Send full weights to the server, through Ray's object store."""
+        """Send full weights to the server in buckets, which bound what lies in Ray's object store."""
         if wire_format != "named_tensors":
             raise ValueError(
                 f"rollout 'hf' takes full weights, not {wire_format!r}; set "
@@ -100,7 +100,15 @@ class ServerAdapter(BaseRollout):
             )
         if peft_config is not None:
             raise NotImplementedError("rollout 'hf' has no adapter slots; set actor_rollout_ref.model.lora.merge=True")
-        sent = {name: tensor.detach().cpu() async for name, tensor in ensure_async_iterator(weights)}
-        await self.server.update_weights.remote(sent)
+        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        bucket: dict[str, torch.Tensor] = {}
+        size = 0
+        async for name, tensor in ensure_async_iterator(weights):
+            bucket[name] = tensor.detach().cpu()
+            size += tensor.nbytes
+            if size >= limit:
+                await self.server.update_weights.remote(bucket)
+                bucket, size = {}, 0
+        await self.server.update_weights.remote(bucket)
         if global_steps is not None:
             await self.server.set_global_steps.remote(global_steps)
