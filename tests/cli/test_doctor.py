@@ -242,8 +242,7 @@ def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pyt
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setattr(doctor, "entry_points", lambda **asked: ())
-    (line,) = bad(doctor.installed_lines())
-    assert "pip install <folder of this repository>" in line.fix
+    assert "pip install <folder of this repository>" in bad(doctor.installed_lines())[0].fix
 
 
 def test_environment_variables_that_put_another_engine_in_force_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_response_does_not_depend_on_the_batch_it_was_drawn_in(model: PreTrain
         assert together.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
 
 
-def test_the_end_token_stops_a_row_and_is_part_of_it(model: PreTrainedModel) -> None:
+def test_a_response_ends_with_the_end_token_or_at_its_own_max_tokens(model: PreTrainedModel) -> None:
     free = run(model, requests(ignore_eos=True))
     eos = free[1].token_ids[4]
     for before, after in zip(free, run(model, requests(), eos=eos), strict=True):
@@ -69,15 +70,10 @@ def test_the_end_token_stops_a_row_and_is_part_of_it(model: PreTrainedModel) -> 
         assert after.token_ids == before.token_ids[:length]
         assert not after.aborted
         assert after.log_probs == pytest.approx(before.log_probs[:length], abs=1e-5)
-
-
-def test_every_request_keeps_its_own_max_tokens(model: PreTrainedModel) -> None:
-    batch = [
-        Request(prompt, SamplingParams(max_tokens=1 + index, seed=0, ignore_eos=True))
-        for index, prompt in enumerate(PROMPTS)
+    short = [
+        replace(one, params=replace(one.params, max_tokens=n)) for n, one in enumerate(requests(ignore_eos=True), 1)
     ]
-    completions = run(model, batch)
-    assert [len(completion.token_ids) for completion in completions] == [1, 2, 3, 4]
+    assert [one.token_ids for one in run(model, short)] == [one.token_ids[:n] for n, one in enumerate(free, 1)]
 
 
 def test_an_abort_returns_the_tokens_so_far(model: PreTrainedModel) -> None:

@@ -95,20 +95,25 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
 
 def _full(asked: list[str]) -> Iterator[Section]:
     """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
-    process = fresh_process()
-    error = "" if "error" in process else registration_error()
-    loads = not (process.get("error") or error or process["plugin_error"])
+    process, here = fresh_process(), ""
+    if "error" not in process:
+        try:
+            register()  # in a process that has imported this package before verl, as ``main_ppo`` does
+        except Exception as error:  # whatever it is, the import of this package has only logged it
+            here = f"{type(error).__name__}: {error}"
     taken: list[Check] = []
-    of_overrides: Iterable[Section] = ()
-    if loads:
+    of_overrides: list[Section] = []
+    if not ("error" in process or here or process["plugin_error"]):
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])
-        # Now: a wrong override ends in a single line.
-        of_overrides = overrides.sections(overrides.compose_config(asked)) if asked else ()
+        if asked:
+            config = overrides.compose_config(asked)  # first: a wrong override ends in a single line
+            of_overrides.append(("With these overrides", overrides.run_lines(config)))
+            of_overrides.append(("Longest group", overrides.group_lines(config)))
     yield "Versions", version_lines()
-    yield "verl", process_lines(process, error)
-    if not process.get("error"):
+    yield "verl", process_lines(process, here)
+    if "error" not in process:
         yield "Engines", engine_lines(process)
         yield "Names of verl, transformers and torch that are built on", name_lines()
     yield "Attention kernels", [*kernel_lines(), *taken]
@@ -197,18 +202,6 @@ def fresh_process() -> dict[str, Any]:
         return {"error": lines[-1] if lines else f"the process ended with {result.returncode}"}  # a signal
     found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     return found
-
-
-def registration_error() -> str:
-    """Why this process could not register our engines, empty if it could.
-
-    It imported this package before verl, as ``main_ppo`` does; another plugin is then earlier than in a fresh process.
-    """
-    try:
-        register()
-    except Exception as error:  # whatever it is, the import of this package has only logged it
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def process_lines(process: dict[str, Any], here: str = "") -> list[Check]:

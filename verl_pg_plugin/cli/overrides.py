@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
-from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, Section
+from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.checkpoints import read_hf_config
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.engage import add_sections
@@ -35,12 +34,6 @@ from verl_pg_plugin.planning.forecast import Batch, Forecast, Settings, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 CONFIGS = "verl_pg_plugin.config.hydra"
-
-
-def sections(config: DictConfig) -> Iterator[Section]:
-    """The report's sections about a composed config."""
-    yield "With these overrides", run_lines(config)
-    yield "Longest group", group_lines(config)
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -80,7 +73,12 @@ def run_lines(config: DictConfig) -> list[Check]:
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
         lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
-        lines += [_compiled_line(config, hf_config), _activations_line(_levels(config, hf_config)[0])]
+        levels, _ = _levels(config, hf_config)
+        first_fit = (
+            f"{OPTIONS}.activations=auto: the first that fits of {', '.join(one.value for one in levels.ladder)}"
+        )
+        lines += [_compiled_line(config, hf_config)]
+        lines += [Check(OK, "activations", levels.asked.value if levels.asked else first_fit)]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))
@@ -98,11 +96,6 @@ def _compiled_line(config: DictConfig, hf_config: Any) -> Check:
     compiles, _ = layer_compilation(replace(engine, config={**engine.config, "strategy": "fsdp2"}))
     fix = f"{ACTOR}.strategy=fsdp2" if compiles else f"++{COMPILE_LAYERS}=True, where the reason allows it"
     return Check(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
-
-
-def _activations_line(levels: Levels) -> Check:
-    text = f"{OPTIONS}.activations=auto: the first that fits of {', '.join(level.value for level in levels.ladder)}"
-    return Check(OK, "activations", levels.asked.value if levels.asked else text)
 
 
 def group_lines(config: DictConfig) -> list[Check]:
