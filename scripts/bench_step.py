@@ -35,9 +35,11 @@ if not torch.cuda.is_available():
 from benchmarks.common import environment, write_csv
 from benchmarks.shapes import SHAPES
 from benchmarks.step_inputs import make_checkpoint, make_prompts, word_tokenizer
-from benchmarks.step_metrics import StepRow, read_training_steps, rows_of_run, table_of, with_ratios
+from benchmarks.step_metrics import StepRow, rows_of_run, table_of, with_ratios
 from benchmarks.step_runs import REPOSITORY, ScriptRun, run_to_end
 from rich.console import Console
+
+from verl_pg_plugin.cli.demo import read_steps
 
 EXAMPLES = {
     "rmpad": "run_qwen3_rmpad.sh",
@@ -173,7 +175,7 @@ def main() -> int:
         run.metrics.unlink(missing_ok=True)
         console.print(f"{case} {name}: {args.steps} steps, log in {run.log}")
         outcome = run_to_end(run, args.timeout)
-        steps = read_training_steps(run.metrics)
+        steps = read_steps(run.metrics)
         if outcome == "ok" and len(steps) != args.steps:
             outcome = "ended early"
         if outcome != "ok":

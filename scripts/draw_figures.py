@@ -56,16 +56,21 @@ def new_axes(height: float, panels: int = 1) -> tuple[plt.Figure, list[plt.Axes]
     return figure, list(axes[:, 0])
 
 
-def rows_by_path(name: str, case: str) -> dict[str, dict[str, str]]:
-    """Rows of an update by their path."""
-    return {row["path"]: row for row in rows_of(name, case=case, phase="update")}
+def update_panels(
+    height: float, table: str, cases: dict[str, str], paths: Sequence[str]
+) -> list[tuple[plt.Axes, list[dict[str, str]]]]:
+    """A panel for each case, by its title, with the rows of its updates by each path."""
+    _, panels = new_axes(height, len(cases))
+    found = []
+    for axes, (case, title) in zip(panels, cases.items(), strict=True):
+        axes.set_title(title, loc="left", weight="bold", pad=12)
+        rows = {row["path"]: row for row in rows_of(table, case=case, phase="update")}
+        found.append((axes, [rows[path] for path in paths]))
+    return found
 
 
-def bars(
-    axes: plt.Axes, names: list[str], values: list[float], notes: list[str], colors: list[str], title: str = ""
-) -> None:
+def bars(axes: plt.Axes, names: list[str], values: list[float], notes: list[str], colors: list[str]) -> None:
     """Lying bars, each with its name above it and its note behind it."""
-    axes.set_title(title, loc="left", weight="bold", pad=12)
     for at, (name, value, note, color) in enumerate(zip(names, values, notes, colors, strict=True)):
         axes.barh(at, value, 0.5, color=color)
         axes.text(0, at - 0.3, name, va="bottom")
@@ -140,19 +145,17 @@ def where_it_comes_from() -> plt.Figure:
         "layers compiled": "packed:compile_layers=True",
     }
     cases = {"8192,1024,8,1": "prompt 8192, response 1024, n 8", "4096,1024,1,4": "nothing shared: 4096, 1024, n 1"}
-    figure, panels = new_axes(6.2, len(cases))
-    for axes, (case, title) in zip(panels, cases.items(), strict=True):
-        rows = rows_by_path("actor_4b_flash_attn_2", case)
-        seconds = [float(rows[path]["seconds_median"]) for path in parts.values()]
+    for axes, rows in update_panels(6.2, "actor_4b_flash_attn_2", cases, list(parts.values())):
+        seconds = [float(row["seconds_median"]) for row in rows]
         notes = [f"{seconds[0]:.2f} s", *(f"{value:.2f} s, {seconds[0] / value:.2f}x" for value in seconds[1:])]
-        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 3], title)
+        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 3])
         for at, (before, after) in enumerate(pairwise(seconds), start=1):
             axes.barh(at, before - after, 0.5, after, color="none", edgecolor=STOCK, linestyle=":")
             axes.texts[2 * at + 1].set_x(before)
         axes.texts[-1].set_weight("bold")
         axes.set_xlim(0, 1.3 * seconds[0])
-    panels[-1].set_xlabel(f"seconds of an update: {ABOUT}, one H200")
-    return figure
+    axes.set_xlabel(f"seconds of an update: {ABOUT}, one H200")
+    return axes.figure
 
 
 def reward_over_time() -> plt.Figure:
@@ -180,21 +183,16 @@ def memory() -> plt.Figure:
         "packed, attention kept on the host": "packed:activations=attention_on_host",
     }
     cases = {"8192,1024,8,4": "prompt 8192, response 1024, n 8", "300,300,8,16": "prompt 300, response 300, n 8"}
-    figure, panels = new_axes(5.4, len(cases))
-    for axes, (case, title) in zip(panels, cases.items(), strict=True):
-        rows = rows_by_path("activation_levels_4b", case)
-        chosen = [rows[path] for path in paths.values()]
-        peaks, hosts = ([float(row[key]) for row in chosen] for key in ("peak_gib", "host_gib"))
-        notes = [
-            f"{peak:.1f} GiB, {float(row['seconds_median']):.1f} s" for peak, row in zip(peaks, chosen, strict=True)
-        ]
-        bars(axes, list(paths), peaks, notes, [STOCK, OURS, OURS], title)
+    for axes, rows in update_panels(5.4, "activation_levels_4b", cases, list(paths.values())):
+        peaks, hosts = ([float(row[key]) for row in rows] for key in ("peak_gib", "host_gib"))
+        notes = [f"{peak:.1f} GiB, {float(row['seconds_median']):.1f} s" for peak, row in zip(peaks, rows, strict=True)]
+        bars(axes, list(paths), peaks, notes, [STOCK, OURS, OURS])
         axes.barh(range(3), hosts, 0.5, peaks, color=HOST, hatch="//", edgecolor="white")
         for at, (peak, host) in enumerate(zip(peaks, hosts, strict=True)):
             axes.texts[2 * at + 1].set_x(peak + host)
         axes.set_xlim(0, 40)
-    panels[-1].set_xlabel(f"GiB at the peak of an update, hatched on the host:\n{ABOUT}, one H100")
-    return figure
+    axes.set_xlabel(f"GiB at the peak of an update, hatched on the host:\n{ABOUT}, one H100")
+    return axes.figure
 
 
 def packed_tokens() -> plt.Figure:

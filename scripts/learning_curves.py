@@ -28,12 +28,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 from benchmarks.common import write_csv
-from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import ScriptRun, run_to_end
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_tiny_checkpoint import make_tiny_checkpoint
 from rich.console import Console
+
+from verl_pg_plugin.cli.demo import read_steps
 
 FLAGS = {"rmpad": ("False", "True"), "prefix_grouper": ("True", "False"), "packed": ("True", "True")}
 PROMPTS_PER_STEP = 16
@@ -105,7 +106,7 @@ def curve_of(metrics: Path, mode: str, seed: int) -> list[LearningStep]:
             dedup_ratio=step.get(DEDUP_RATIO),
             **{name: step[key] for name, key in METRICS.items()},
         )
-        for step in read_training_steps(metrics)
+        for step in read_steps(metrics)
     ]
 
 

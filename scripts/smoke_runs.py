@@ -30,13 +30,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-from benchmarks.step_metrics import read_training_steps
 from benchmarks.step_runs import ScriptRun, run_to_end, start
 from data.tiny_training import HEAD_DIM, tiny_environment, tiny_overrides
 from make_arithmetic_data import make_arithmetic_data
 from make_image_task import make_image_data, make_tiny_vision_checkpoint
 from make_tiny_checkpoint import make_tiny_checkpoint
 from rich.console import Console
+
+from verl_pg_plugin.cli.demo import read_steps
 
 STEPS = 2
 TOOL_WARM_UP_STEPS = 200
@@ -99,7 +100,7 @@ def finish(run: SmokeRun, timeout_s: float, first_step: int = 1) -> list[dict[st
     started = run.script_run()
     outcome = run_to_end(started, timeout_s)
     require(outcome == "ok", outcome)
-    steps = read_training_steps(started.metrics)
+    steps = read_steps(started.metrics)
     numbers = [int(step["training/global_step"]) for step in steps]
     require(numbers == list(range(first_step, run.steps + 1)), f"its steps are {numbers}")
     for step in steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -39,16 +39,54 @@ class CaseSamples:
     session: IntArray
     place: IntArray
 
+
+Member: TypeAlias = tuple[Sample, int, int]
+"""A sample of a group, its session and its place in it, sessions counted from 0."""
+
+
+class _Groups:
+    """Prompts of each rank: a case has ``largest_group``, most samples of a prompt, and ``members`` of a group.
+
+    Written ``NAME:`` and the fields.
+    """
+
+    NAME: ClassVar[str]
+    images: PromptImages | None = None
+
     @classmethod
-    def of(cls, rows: Iterable[tuple[Sample, int, int, int]], world_size: int) -> CaseSamples:
-        """From sample, group, session and place of each; as many as the ranks can share, the last are dropped."""
-        rows = list(rows)
+    def parse(cls, text: str) -> Any:
+        """Read what ``str`` writes.
+
+        Raises:
+            argparse.ArgumentTypeError: there are other fields, or one is no positive number.
+        """
+        names, numbers = [field.name for field in fields(cls)], text.removeprefix(f"{cls.NAME}:").split(",")
+        if len(numbers) != len(names) or not all(number.isdigit() and int(number) for number in numbers):
+            raise argparse.ArgumentTypeError(f"{text}: write {cls.NAME}:{','.join(names)} in positive numbers")
+        return cls(*map(int, numbers))
+
+    def __str__(self) -> str:
+        return f"{self.NAME}:{','.join(map(str, astuple(self)))}"  # type: ignore[call-overload]
+
+    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
+        """All ranks' samples; as many as the ranks can share, the last are dropped."""
+        rng = np.random.default_rng(0)
+        rows = [
+            (sample, group, group * self.largest_group + session, place)
+            for group in range(self.groups * world_size)
+            for sample, session, place in self.members(group, vocab_size, rng)
+        ]
         samples, *numbers = zip(*rows[: len(rows) // world_size * world_size], strict=True)
-        return cls(list(samples), *map(np.array, numbers))
+        return CaseSamples(list(samples), *map(np.array, numbers))
+
+
+def alone(samples: Iterable[Sample]) -> list[Member]:
+    """Each a session of its own."""
+    return [(sample, session, 0) for session, sample in enumerate(samples)]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(_Groups):
     """Prompt tokens, response tokens, responses per prompt, prompts per rank, and images in each prompt.
 
     Responses may be ``ln:MEAN`` for log-normal lengths. Responses per prompt may be ``4-16`` for a uniform draw, or
@@ -71,20 +109,13 @@ class Case:
         images = f"+{self.images}" if self.images else ""
         return f"{self.prompt}{images},{self.response},{self.n},{self.groups}"
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        """All ranks' samples, each a session of its own."""
-        rng = np.random.default_rng(0)
-        rows: list[tuple[Sample, int, int, int]] = []
-        for g in range(self.groups * world_size):
-            n = self._responses_of(g, rng)
-            samples = random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)])
-            rows += [(sample, g, len(rows) + number, 0) for number, sample in enumerate(samples)]
-        return CaseSamples.of(rows, world_size)
-
     @property
     def largest_group(self) -> int:
-        """Most responses of a prompt."""
         return max(int(n) for n in re.split("[-/]", self.n))
+
+    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
+        n = self._responses_of(group, rng)
+        return alone(random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)]))
 
     def _responses_of(self, group: int, rng: np.random.Generator) -> int:
         if "-" in self.n:
@@ -100,33 +131,8 @@ class Case:
         return int(self.response)
 
 
-class _Named:
-    """``NAME:`` and the fields, parted by commas."""
-
-    NAME: ClassVar[str]
-    FIELDS: ClassVar[str]
-    images = None
-
-    @classmethod
-    def parse(cls, text: str) -> Any:
-        """Read what ``str`` writes.
-
-        Raises:
-            argparse.ArgumentTypeError: there are other fields, or one is no positive number.
-        """
-        numbers = text.removeprefix(f"{cls.NAME}:").split(",")
-        if len(numbers) != len(cls.FIELDS.split(",")) or not all(
-            number.isdigit() and int(number) for number in numbers
-        ):
-            raise argparse.ArgumentTypeError(f"{text}: write {cls.NAME}:{cls.FIELDS} in positive numbers")
-        return cls(*map(int, numbers))
-
-    def __str__(self) -> str:
-        return f"{self.NAME}:{','.join(map(str, astuple(self)))}"  # type: ignore[call-overload]
-
-
 @dataclass(frozen=True)
-class AgentCase(_Named):
+class AgentCase(_Groups):
     """Sessions with one sample per turn: its prompt is the conversation so far, its response the reply of the turn.
 
     Attributes:
@@ -137,7 +143,6 @@ class AgentCase(_Named):
     """
 
     NAME = "agent"
-    FIELDS = "P,REPLY,TOOL,TURNS,n,groups"
 
     prompt: int
     reply: int
@@ -150,22 +155,19 @@ class AgentCase(_Named):
     def largest_group(self) -> int:
         return self.n * self.turns
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        rng = np.random.default_rng(0)
-        rows = []
-        for group in range(self.groups * world_size):
-            task = rng.integers(vocab_size, size=self.prompt).tolist()
-            for session in range(group * self.n, (group + 1) * self.n):
-                context = task
-                for turn in range(self.turns):
-                    reply = rng.integers(vocab_size, size=self.reply).tolist()
-                    rows.append((Sample(context, reply), group, session, turn))
-                    context = [*context, *reply, *rng.integers(vocab_size, size=self.tool).tolist()]
-        return CaseSamples.of(rows, world_size)
+    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
+        task, members = rng.integers(vocab_size, size=self.prompt).tolist(), []
+        for session in range(self.n):
+            context = task
+            for turn in range(self.turns):
+                reply = rng.integers(vocab_size, size=self.reply).tolist()
+                members.append((Sample(context, reply), session, turn))
+                context = [*context, *reply, *rng.integers(vocab_size, size=self.tool).tolist()]
+        return members
 
 
 @dataclass(frozen=True)
-class TreeCase(_Named):
+class TreeCase(_Groups):
     """A search tree with a sample for every leaf: its response is the path, whose first steps it shares with others.
 
     Attributes:
@@ -176,7 +178,6 @@ class TreeCase(_Named):
     """
 
     NAME = "tree"
-    FIELDS = "P,STEP,BRANCHING,DEPTH,groups"
 
     prompt: int
     step: int
@@ -188,24 +189,20 @@ class TreeCase(_Named):
     def largest_group(self) -> int:
         return self.branching**self.depth
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        rng = np.random.default_rng(0)
-        rows: list[tuple[Sample, int, int, int]] = []
-        for group in range(self.groups * world_size):
-            root = rng.integers(vocab_size, size=self.prompt).tolist()
-            paths: list[list[int]] = [[]]
-            for _ in range(self.depth):
-                paths = [
-                    [*path, *rng.integers(vocab_size, size=self.step).tolist()]
-                    for path in paths
-                    for _ in range(self.branching)
-                ]
-            rows += [(Sample(root, path), group, len(rows) + leaf, 0) for leaf, path in enumerate(paths)]
-        return CaseSamples.of(rows, world_size)
+    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
+        root = rng.integers(vocab_size, size=self.prompt).tolist()
+        paths: list[list[int]] = [[]]
+        for _ in range(self.depth):
+            paths = [
+                [*path, *rng.integers(vocab_size, size=self.step).tolist()]
+                for path in paths
+                for _ in range(self.branching)
+            ]
+        return alone(Sample(root, path) for path in paths)
 
 
 @dataclass(frozen=True)
-class PreambleCase(_Named):
+class PreambleCase(_Groups):
     """Prompts that all begin with the same examples.
 
     Attributes:
@@ -215,7 +212,6 @@ class PreambleCase(_Named):
     """
 
     NAME = "preamble"
-    FIELDS = "EXAMPLES,P,R,n,groups"
 
     preamble: int
     prompt: int
@@ -227,17 +223,10 @@ class PreambleCase(_Named):
     def largest_group(self) -> int:
         return self.n
 
-    def rows(self, vocab_size: int, world_size: int) -> CaseSamples:
-        rng = np.random.default_rng(0)
-        examples = rng.integers(vocab_size, size=self.preamble).tolist()
-        rows: list[tuple[Sample, int, int, int]] = []
-        for group in range(self.groups * world_size):
-            members = random_group(rng, vocab_size, self.prompt, [self.response] * self.n)
-            rows += [
-                (replace(member, prompt=[*examples, *member.prompt]), group, len(rows) + number, 0)
-                for number, member in enumerate(members)
-            ]
-        return CaseSamples.of(rows, world_size)
+    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
+        examples = np.random.default_rng(1).integers(vocab_size, size=self.preamble).tolist()
+        members = random_group(rng, vocab_size, self.prompt, [self.response] * self.n)
+        return alone(replace(member, prompt=[*examples, *member.prompt]) for member in members)
 
 
 NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase, PreambleCase)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,24 +57,6 @@ class StepRow:
     driver: str
     versions: str
     commit: str
-
-
-def read_training_steps(path: Path) -> list[dict[str, float]]:
-    """Metrics of each training step in order, from verl's file logger; a run that died leaves what it had.
-
-    The last line may be cut short, when the process was killed while it wrote.
-    """
-    if not path.is_file():
-        return []
-    steps = []
-    lines = path.read_text().splitlines(keepends=True)
-    for line in lines:
-        if not line.endswith("\n") and line is lines[-1]:
-            break
-        data = json.loads(line)["data"]
-        if TIMING + "step" in data:
-            steps.append(data)
-    return steps
 
 
 def rows_of_run(steps: list[dict[str, float]], about: dict[str, Any]) -> list[StepRow]:

@@ -17,8 +17,10 @@ import psutil
 import pytest
 from bench_step import StepCase, mode, run_of
 from benchmarks.step_inputs import chat_of_length, word_tokenizer
-from benchmarks.step_metrics import PHASES, StepRow, read_training_steps, rows_of_run, with_ratios
+from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
 from benchmarks.step_runs import ScriptRun, run_to_end
+
+from verl_pg_plugin.cli.demo import read_steps
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_step.py"
 ABOUT = (
@@ -31,7 +33,8 @@ def step(seconds: float, peak: float = 10.0) -> dict[str, float]:
     """Metrics of a step in which every phase took ``seconds``."""
     timing = {f"timing_s/{phase}": seconds for phase in PHASES}
     figures = {"perf/throughput": 1000 / seconds, "actor/perf/max_memory_allocated_gb": peak, "perf/mfu/actor": 0.4}
-    return {**timing, **figures, "prompt_length/mean": 64.0, "response_length/mean": 8.0}
+    means = {"prompt_length/mean": 64.0, "response_length/mean": 8.0, "critic/score/mean": 0.5}
+    return {**timing, **figures, **means}
 
 
 def rows(mode: str, *seconds: float, case: str = "64,8,4,4", peak: float = 10.0) -> list[StepRow]:
@@ -60,8 +63,8 @@ def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path
     lines = [json.dumps({"step": index, "data": step(float(index))}) for index in (1, 2)]
     validation = json.dumps({"step": 0, "data": {"val-core/x": 1.0}})
     path.write_text("\n".join([validation, *lines, lines[0][:20]]))
-    assert [data["timing_s/step"] for data in read_training_steps(path)] == [1.0, 2.0]
-    assert read_training_steps(tmp_path / "none.jsonl") == []
+    assert [data["timing_s/step"] for data in read_steps(path)] == [1.0, 2.0]
+    assert read_steps(tmp_path / "none.jsonl") == []
 
 
 @pytest.mark.parametrize("length", [9, 513])
