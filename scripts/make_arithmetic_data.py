@@ -1,6 +1,6 @@
 """Write the arithmetic data set of the example: ``train.parquet`` and ``test.parquet`` in verl's RL format.
 
-    python scripts/make_arithmetic_data.py --output-dir DIR [--test-size 5] [--repeat 32]
+    python scripts/make_arithmetic_data.py --output-dir DIR
 
 Every question is a sum of two numbers behind one preamble, so that a prompt is much longer than its answer and
 a GRPO group shares nearly all of its tokens.
@@ -31,11 +31,8 @@ def make_arithmetic_data(output_dir: Path, *, test_size: int = 5, repeat: int = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--test-size", type=int, default=5)
-    parser.add_argument("--repeat", type=int, default=32)
-    args = vars(parser.parse_args())
     try:
-        train, test = make_arithmetic_data(args.pop("output_dir"), **args)
+        train, test = make_arithmetic_data(parser.parse_args().output_dir)
     except FileExistsError as error:
         parser.exit(1, f"error: {error}\n")
     sys.stdout.write(f"{train}\n{test}\n")

@@ -1,10 +1,10 @@
 """Write a tiny Qwen3-VL checkpoint and images for it to count squares in, for training on a CPU.
 
-    python scripts/make_image_task.py --data DIR --model DIR [--warm-up-steps 60] [--seed 0] [--for-vllm]
+    python scripts/make_image_task.py --data DIR --model DIR [--for-vllm]
 
 Data are ``train.parquet`` and ``test.parquet`` in verl's RL format: an image shows some coloured squares on a white
 ground, and the question is how many. The weights are random, then fitted for some seconds on such images (supervised,
-answer tokens only), so that the reward starts above zero; ``--warm-up-steps 0`` leaves them random.
+answer tokens only), so that the reward starts above zero.
 ``--for-vllm``: heads of 64, which kernels of GPUs take, and transformers' own processor with its part for videos, which
 vLLM asks for and torchvision computes.
 """
@@ -77,13 +77,13 @@ def rl_row(index: int, split: str, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def make_image_data(output_dir: Path, *, seed: int = 0) -> Path:
+def make_image_data(output_dir: Path) -> Path:
     """Write both files to ``output_dir`` and return it.
 
     Raises:
         FileExistsError: ``output_dir`` is not empty.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     with whole_directory(output_dir) as scratch:
         for split, size in (("train", 256), ("test", 32)):
             dataset = datasets.Dataset.from_list([rl_row(index, split, rng) for index in range(size)])
@@ -171,18 +171,16 @@ def _prompt(processor: transformers.Qwen3VLProcessor, question: str) -> str:
     return processor.apply_chat_template([system, user], add_generation_prompt=True, tokenize=False)
 
 
-def make_tiny_vision_checkpoint(
-    output_dir: Path, *, warm_up_steps: int = 60, seed: int = 0, for_vllm: bool = False
-) -> Path:
+def make_tiny_vision_checkpoint(output_dir: Path, *, warm_up_steps: int = 60, for_vllm: bool = False) -> Path:
     """Write model, generation config, tokenizer and processor to ``output_dir`` and return it.
 
     Raises:
         FileExistsError: ``output_dir`` is not empty.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     processor = tiny_processor(for_vllm)
     model = tiny_vision_model(processor.tokenizer, for_vllm)
-    warm_up(model, processor, warm_up_steps, random.Random(seed))
+    warm_up(model, processor, warm_up_steps, random.Random(0))
     with whole_directory(output_dir) as scratch:
         model.save_pretrained(scratch)
         processor.save_pretrained(scratch)
@@ -203,16 +201,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, metavar="DIR")
     parser.add_argument("--model", type=Path, metavar="DIR")
-    parser.add_argument("--warm-up-steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--for-vllm", action="store_true", help="for training on a GPU")
     args = parser.parse_args()
     try:
         if args.data:
-            sys.stdout.write(f"{make_image_data(args.data, seed=args.seed)}\n")
+            sys.stdout.write(f"{make_image_data(args.data)}\n")
         if args.model:
-            options = {"warm_up_steps": args.warm_up_steps, "seed": args.seed, "for_vllm": args.for_vllm}
-            sys.stdout.write(f"{make_tiny_vision_checkpoint(args.model, **options)}\n")
+            sys.stdout.write(f"{make_tiny_vision_checkpoint(args.model, for_vllm=args.for_vllm)}\n")
     except FileExistsError as error:
         parser.exit(1, f"error: {error}\n")
 
