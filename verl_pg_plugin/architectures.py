@@ -95,6 +95,9 @@ else where a sequence begins."""
 if Version(transformers_version).release < (5, 23):
     POSITIONS_KEPT |= {"ministral3"}
 
+MASKS_WITHOUT_POSITIONS = frozenset({"afmoe", "gpt_oss", "opt"})
+"""Types whose masks are made without ``position_ids``, from which eager attention and sdpa learn the same."""
+
 CHECKPOINTS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 """Whether a layer checkpoints inside of its ``forward``, behind the hooks of FSDP, as since transformers 5.23."""
 
@@ -315,12 +318,13 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
     """Why stock verl's rmpad mode (0.9.1) computes a model wrongly, and what to do instead; None if nothing is known.
 
     Recurrent layers are not told where a sequence begins: tiny models are off by 0.30 to 0.35 in a log-prob. verl's
-    forward of multimodal Qwen3.5 tells fla's kernels alone. Unknown beginnings: see ``POSITIONS_KEPT``; a tiny
-    Ministral 3 on an H200 was off by 10%. Capped scores: some builds of flash-attn 2 leave them out. A config without
-    an ``attn_implementation`` takes flash-attn, verl's default.
+    forward of multimodal Qwen3.5 tells fla's kernels alone. ``POSITIONS_KEPT``: a tiny Ministral 3 on an H200 was off
+    by 10%. ``MASKS_WITHOUT_POSITIONS``: gradients of a tiny gpt-oss are off by 40%. Capped scores: some builds of
+    flash-attn 2 leave them out. A config without an ``attn_implementation`` takes flash-attn, verl's default.
     """
     text, kind = hf_config.get_text_config(), hf_config.model_type
-    implementation = (text._attn_implementation or "flash_attention_2") if device_name == "cuda" else ""
+    default = "flash_attention_2" if device_name == "cuda" else "sdpa"
+    implementation = text._attn_implementation or default
     told = kind in MULTIMODAL_MODEL_TYPES and device_name == "cuda" and has_fla()
     why, way_out = "", ""
     if count_layers(text)[GATED_DELTA] and not MIXERS[GATED_DELTA].obstacles(text) and not told:
@@ -331,6 +335,8 @@ def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
     elif text.model_type in POSITIONS_KEPT and "flash" in implementation:
         why = "its attention does not tell flash-attn where a sequence begins, so tokens see sequences in front of them"
         way_out = f"set {OVERRIDE}.attn_implementation=sdpa, or "
+    elif text.model_type in MASKS_WITHOUT_POSITIONS and implementation in ("eager", "sdpa"):
+        why = f"its masks in {implementation} do not tell where a sequence begins, so tokens see those in front of it"
     elif attention_needs(text).softcap and implementation == "flash_attention_2":
         if kernel_obstacle("flash_attn_2", device_name):
             return None

@@ -13,18 +13,19 @@ from transformers.masking_utils import sdpa_mask
 from tests.architectures.outcome import EXACT, outcome_of
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from verl_pg_plugin import architectures
-from verl_pg_plugin.architectures import POSITIONS_KEPT, rmpad_fault
+from verl_pg_plugin.architectures import MASKS_WITHOUT_POSITIONS, POSITIONS_KEPT, rmpad_fault
 
 RECORDING = "recording"
 
 
 @pytest.fixture
-def handed_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each attention layer of a forward with this implementation got positions."""
-    seen: list[bool] = []
+def handed_on() -> Iterator[list[tuple[bool, bool]]]:
+    """Whether each attention layer got positions, and a mask that hides token 4 from token 5, which begins anew."""
+    seen: list[tuple[bool, bool]] = []
 
     def attend(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        seen.append(kwargs.get("position_ids") is not None)
+        hides = attention_mask is not None and not attention_mask[0, 0, 5, 4]
+        seen.append((kwargs.get("position_ids") is not None, hides))
         kwargs.pop("softcap", None)  # which sdpa leaves out, and since transformers 5.22 refuses
         return sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
 
@@ -35,9 +36,9 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         interface._global_mapping.pop(RECORDING)
 
 
-def test_types_whose_attention_keeps_positions_to_itself_are_known(handed_on: list[bool]) -> None:
+def test_types_that_do_not_tell_attention_where_sequences_begin_are_known(handed_on: list[tuple[bool, bool]]) -> None:
     exact = [model_type for model_type in MODEL_TYPES if outcome_of(model_type).status == EXACT]
-    found, seen = set(), set()
+    kept, unmasked, seen = set(), set(), set()
     for model_type in exact:
         if not hasattr(tiny_config(model_type), "vocab_size"):
             continue
@@ -48,9 +49,25 @@ def test_types_whose_attention_keeps_positions_to_itself_are_known(handed_on: li
         model(input_ids=torch.arange(3, 12)[None], position_ids=positions, use_cache=False)
         assert handed_on
         seen.add(text_type := model.config.get_text_config().model_type)
-        if not all(handed_on):
-            found.add(text_type)
-    assert found == POSITIONS_KEPT & seen
+        positions_told, masks_tell = zip(*handed_on, strict=True)
+        if not all(positions_told):
+            kept.add(text_type)
+        if not all(masks_tell):
+            unmasked.add(text_type)
+    assert kept == POSITIONS_KEPT & seen
+    assert unmasked == MASKS_WITHOUT_POSITIONS & seen
+
+
+def test_rmpad_in_eager_mode_is_told_of_where_masks_know_no_sequences() -> None:
+    config = tiny_config("gpt_oss")
+    for implementation, device in ((None, "cpu"), ("sdpa", "cuda"), ("eager", "cuda")):
+        config._attn_implementation = implementation
+        fault = rmpad_fault(config, device)
+        assert fault is not None
+        assert "computes gpt_oss wrongly: its masks" in fault.why
+        assert "use_remove_padding=False" in fault.fix
+    config._attn_implementation = None
+    assert rmpad_fault(config, "cuda") is None
 
 
 @pytest.mark.parametrize("model_type", ["persimmon", "fuyu"])
