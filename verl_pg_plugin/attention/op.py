@@ -6,7 +6,7 @@ written once, and those through prefixes that are read in place are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.cache import CacheAccess, Place
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece, Tree
@@ -38,6 +38,11 @@ class AttentionOptions:
     softcap: float = 0.0
     layer_idx: int = 0
     sinks: Tensor | None = None
+
+    @property
+    def places(self) -> tuple[Place, Place]:
+        """Of keys and values in the cache."""
+        return (self.layer_idx, "k"), (self.layer_idx, "v")
 
 
 def attend(
@@ -67,30 +72,21 @@ def attend(
     if width < k_TGD.shape[-1]:
         v_TGD = F.pad(v_TGD, (0, k_TGD.shape[-1] - width))
     if cache is not None:
-        cache.publish_values((options.layer_idx, "k"), k_TGD)
-        cache.publish_values((options.layer_idx, "v"), v_TGD)
-    return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
+        for place, x in zip(options.places, (k_TGD, v_TGD), strict=True):
+            cache.publish_values(place, x)
+    call = _Call(tree, kernel, options, cache)
+    return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, call)[..., :width]
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        tree: Tree,
-        kernel: Kernel,
-        options: AttentionOptions,
-        cache: CacheAccess | None,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
-            return _forward(q, *_with_cached(k, v, options, cache), sinks, tree.forward, kernel, options)
+            return call.forward(q, k, v, sinks)
 
         out, lse = compute() if Tape.running is None else Tape.running.computed(compute)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.tree, ctx.kernel, ctx.options, ctx.cache = tree, kernel, options, cache
+        ctx.call = call
         return out
 
     @staticmethod
@@ -98,97 +94,87 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dout,) = grads
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        options, cache, kernel = ctx.options, ctx.cache, ctx.kernel
-        keys, values = _with_cached(k, v, options, cache)
-        dq, dk, dv = _backward(dout, q, keys, values, out, lse, ctx.tree.backward, kernel, options, cache is not None)
-        if cache is not None:
-            dk, dv = (cache.settle((options.layer_idx, name), total) for name, total in (("k", dk), ("v", dv)))
-        gradients = (
-            total if total.dtype == x.dtype else _memory(x, kernel).copy_(total)
-            for total, x in ((dq, q), (dk, k), (dv, v))
-        )
+        gradients = ctx.call.backward(dout, q, k, v, out, lse)
         dsinks = None
         if sinks is not None:
             probability_HT = torch.exp(sinks[:, None].to(lse.dtype) - lse)
             dsinks = -(probability_HT * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return (*gradients, dsinks, None, None, None, None)
+        return (*gradients, dsinks, None)
 
 
-def _with_cached(k: Tensor, v: Tensor, options: AttentionOptions, cache: CacheAccess | None) -> tuple[Tensor, Tensor]:
-    """[c cached | T own] keys and values."""
-    if cache is None or not cache.read:
-        return k, v
-    return cache.in_front((options.layer_idx, "k"), k), cache.in_front((options.layer_idx, "v"), v)
+@dataclass(frozen=True)
+class _Call:
+    """A call of the op; for the arguments see ``attend``."""
+
+    tree: Tree
+    kernel: Kernel
+    options: AttentionOptions
+    cache: CacheAccess | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output, and log-sum-exp with the sinks."""
+        k, v = self._with_cached(k, v)
+        found = [self.kernel.forward(q[p.rows], *_at(p, k, v), self._problem(p)) for p in self.tree.forward]
+        outs, lses = zip(*found, strict=True)
+        out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
+        if sinks is not None:
+            with_sink = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+            out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse: Tensor
+    ) -> Iterator[Tensor]:
+        """Gradients of queries, keys and values."""
+        k, v = self._with_cached(own_k, own_v)
+        pieces = self.tree.backward
+        # Float32 where more than two terms are added up, or those of other forwards.
+        wide = self.cache is not None or len(pieces) > 2 or pieces[0].rows != slice(0, len(q))
+        if wide:
+            totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
+        else:
+            totals = [self._memory(x) for x in (q, k, v)]
+        for i, piece in enumerate(pieces):
+            first = i == 0 and not wide
+            places, given = (piece.rows, piece.keys, piece.keys), (q[piece.rows], *_at(piece, k, v))
+            parts = [
+                total if first and isinstance(place, slice) else self._memory(x)
+                for total, place, x in zip(totals, places, given, strict=True)
+            ]
+            rows = dout[piece.rows], *given, out[piece.rows], lse[:, piece.rows].contiguous()
+            self.kernel.backward(*rows, *parts, self._problem(piece))
+            for total, place, part in zip(totals, places, parts, strict=True):
+                if not isinstance(place, slice):
+                    place.sum(part, total, add=not first)
+                elif not first:
+                    total[place] += part
+        if self.cache is not None:
+            totals[1:] = map(self.cache.settle, self.options.places, totals[1:])
+        for total, x in zip(totals, (q, own_k, own_v), strict=True):
+            yield total if total.dtype == x.dtype else self._memory(x).copy_(total)
+
+    def _with_cached(self, *own: Tensor) -> Iterable[Tensor]:
+        """[c cached | T own] keys and values."""
+        if self.cache is None or not self.cache.read:
+            return own
+        return map(self.cache.in_front, self.options.places, own)
+
+    def _problem(self, piece: Piece) -> Varlen:
+        o, window = self.options, self.options.window_size if piece.problem.causal else -1
+        return piece.problem._replace(softmax_scale=o.softmax_scale, window=window, softcap=o.softcap)
+
+    def _memory(self, x: Tensor) -> Tensor:
+        """For a gradient of ``x`` (T, heads, D)."""
+        if not self.kernel.heads_first:
+            return x.new_empty(x.shape)
+        return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
 
 
-def _problem(piece: Piece, options: AttentionOptions) -> Varlen:
-    window = options.window_size if piece.problem.causal else -1
-    return piece.problem._replace(softmax_scale=options.softmax_scale, window=window, softcap=options.softcap)
-
-
-def _at(x: Tensor, piece: Piece) -> Tensor:
-    """Keys or values of a piece."""
-    return x[piece.keys] if isinstance(piece.keys, slice) else x.index_select(0, piece.keys.tokens)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    pieces: list[Piece],
-    kernel: Kernel,
-    options: AttentionOptions,
-) -> tuple[Tensor, Tensor]:
-    found = [kernel.forward(q[p.rows], _at(k, p), _at(v, p), _problem(p, options)) for p in pieces]
-    outs, lses = zip(*found, strict=True)
-    out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
-    if sinks is not None:
-        with_sink = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-        out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
-    return out, lse
-
-
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pieces: list[Piece],
-    kernel: Kernel,
-    options: AttentionOptions,
-    wide: bool,
-) -> list[Tensor]:
-    """Gradients of q, k and v; float32 or wider if asked for, or if there are more than two terms to a sum."""
-    wide = wide or len(pieces) > 2 or pieces[0].rows != slice(0, len(q))
-    if wide:
-        totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
-    else:
-        totals = [_memory(x, kernel) for x in (q, k, v)]
-    for i, piece in enumerate(pieces):
-        first = i == 0 and not wide
-        places, given = (piece.rows, piece.keys, piece.keys), (q[piece.rows], _at(k, piece), _at(v, piece))
-        parts = [
-            total if first and isinstance(place, slice) else _memory(x, kernel)
-            for total, place, x in zip(totals, places, given, strict=True)
-        ]
-        rows = dout[piece.rows], *given, out[piece.rows], lse[:, piece.rows].contiguous()
-        kernel.backward(*rows, *parts, _problem(piece, options))
-        for total, place, part in zip(totals, places, parts, strict=True):
-            if not isinstance(place, slice):
-                place.sum(part, total, add=not first)
-            elif not first:
-                total[place] += part
-    return totals
-
-
-def _memory(x: Tensor, kernel: Kernel) -> Tensor:
-    """For a gradient of ``x`` (T, heads, D)."""
-    if not kernel.heads_first:
-        return x.new_empty(x.shape)
-    return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
+def _at(piece: Piece, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a piece."""
+    if isinstance(piece.keys, slice):
+        return k[piece.keys], v[piece.keys]
+    return k.index_select(0, piece.keys.tokens), v.index_select(0, piece.keys.tokens)
 
 
 class Tape(AbstractContextManager):

@@ -180,27 +180,35 @@ def torch_varlen() -> Passes:
     return forward, backward
 
 
+QUERY_CHUNK = 1024
+"""Queries whose scores are held at once where attention is written out."""
+
+
 def sdpa() -> Passes:
     """Exact on every device and in every dtype. On a CPU torch's flash kernel, elsewhere written out, which is slow."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf, dtype=wide)
-        one = _cpu_forward if _has_flash(q, p) else _written_out_forward
-        for rows, keys in _segments(p):
-            out[rows], lse[:, rows] = one(q[rows], _of_query_heads(k[keys], q), _of_query_heads(v[keys], q), p)
+        flash = _has_flash(q, p)
+        for rows, keys in _segments(p, p.max_seqlen_q if flash else QUERY_CHUNK):
+            given = q[rows], _of_query_heads(k[keys], q), _of_query_heads(v[keys], q), p
+            out[rows], lse[:, rows] = _cpu_forward(*given) if flash else _written_out_forward(*given)
         return out, lse
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        one = _cpu_backward if _has_flash(q, p) else _written_out_backward
-        for rows, keys in _segments(p):
-            keys_of_heads, values_of_heads = _of_query_heads(k[keys], q), _of_query_heads(v[keys], q)
-            found = one(dout[rows], q[rows], keys_of_heads, values_of_heads, out[rows], lse[:, rows], p)
-            for gradient, where, part in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
-                gradient[where] = part.unflatten(1, (gradient.shape[1], -1)).sum(2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
+        flash = _has_flash(q, p)
+        for rows, keys in _segments(p, p.max_seqlen_q if flash else QUERY_CHUNK):
+            of_keys = _of_query_heads(k[keys], q), _of_query_heads(v[keys], q)
+            given = dout[rows], q[rows], *of_keys, out[rows], lse[:, rows], p
+            found = _cpu_backward(*given) if flash else _written_out_backward(*given)
+            for total, where, part in zip(totals, (rows, keys, keys), found, strict=True):
+                total[where] += part.unflatten(1, (total.shape[1], -1)).sum(2)
+        for gradient, total in zip((dq, dk, dv), totals, strict=True):
+            gradient.copy_(total)
 
     return forward, backward
 
@@ -209,12 +217,13 @@ def _has_flash(q: Tensor, p: Varlen) -> bool:
     return q.device.type == "cpu" and not p.softcap
 
 
-def _segments(p: Varlen) -> Iterator[tuple[slice, slice]]:
-    """Rows and keys of those that have both."""
+def _segments(p: Varlen, most: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and keys of those that have both, ``most`` queries at once; of a causal one the keys that these see."""
     bounds = zip(p.cu_seqlens_q.tolist(), p.cu_seqlens_k.tolist(), strict=True)
     for (q0, k0), (q1, k1) in pairwise(bounds):
-        if q1 > q0 and k1 > k0:
-            yield slice(q0, q1), slice(k0, k1)
+        for start in range(q0, q1 if k1 > k0 else q0, most):
+            stop = min(start + most, q1)
+            yield slice(start, stop), slice(k0, k1 - (q1 - stop) * p.causal)
 
 
 def _of_query_heads(x_KGD: Tensor, q_LHD: Tensor) -> Tensor:
@@ -248,47 +257,35 @@ def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return tuple(x[0].transpose(0, 1) for x in found)
 
 
-QUERY_CHUNK = 1024
-"""Queries whose scores are held at once where attention is written out."""
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def _written_out_scores(q: Tensor, k: Tensor, p: Varlen) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
-    """For each chunk of queries its scores (H, Q, K), -inf where hidden, and what capping did to their slope."""
-    mask = _mask(len(q), len(k), p, q) if p.causal else None
-    for start in range(0, len(q), QUERY_CHUNK):
-        chunk = slice(start, min(start + QUERY_CHUNK, len(q)))
-        scores, slope = torch.einsum("qhd,khd->hqk", q[chunk], k) * p.softmax_scale, 1.0
-        if p.softcap:
-            capped = torch.tanh(scores / p.softcap)
-            scores, slope = p.softcap * capped, 1 - capped.square()
-        yield chunk, scores if mask is None else scores + mask[chunk], slope
+def _scores(q: Tensor, k: Tensor, p: Varlen) -> tuple[Tensor, Tensor | float]:
+    """(H, Q, K), -inf where hidden, and what capping did to their slope."""
+    scores, slope = torch.einsum("qhd,khd->hqk", q, k) * p.softmax_scale, 1.0
+    if p.softcap:
+        capped = torch.tanh(scores / p.softcap)
+        scores, slope = p.softcap * capped, 1 - capped.square()
+    return scores + _mask(len(q), len(k), p, q) if p.causal else scores, slope
 
 
 def _written_out_forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_, k_, v_ = (x.to(wide) for x in (q, k, v))
-    out, lse = torch.empty_like(q_), q_.new_empty(q.shape[1], len(q))
-    for chunk, scores, _ in _written_out_scores(q_, k_, p):
-        lse[:, chunk] = scores.logsumexp(-1)
-        out[chunk] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v_)
-    return out.to(q.dtype), lse
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    scores, _ = _scores(wide_q, wide_k, p)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_v).to(q.dtype), scores.logsumexp(-1)
 
 
 def _written_out_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, p: Varlen
 ) -> Gradients:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dout, q, k, v, out = (x.to(wide) for x in (dout, q, k, v, out))
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    delta_HQ = (dout * out).sum(-1).T
-    for chunk, scores, slope in _written_out_scores(q, k, p):
-        weights = (scores - lse[:, chunk, None]).exp()
-        dscores = weights * (torch.einsum("qhd,khd->hqk", dout[chunk], v) - delta_HQ[:, chunk, None])
-        dscores *= slope * p.softmax_scale
-        dq[chunk] = torch.einsum("hqk,khd->qhd", dscores, k)
-        dk += torch.einsum("hqk,qhd->khd", dscores, q[chunk])
-        dv += torch.einsum("hqk,qhd->khd", weights, dout[chunk])
-    return dq, dk, dv
+    dout, q, k, v, out = _wide(dout, q, k, v, out)
+    scores, slope = _scores(q, k, p)
+    weights = (scores - lse[..., None]).exp()
+    dscores = weights * (torch.einsum("qhd,khd->hqk", dout, v) - (dout * out).sum(-1).T[..., None])
+    dscores *= slope * p.softmax_scale
+    dq, dk = torch.einsum("hqk,khd->qhd", dscores, k), torch.einsum("hqk,qhd->khd", dscores, q)
+    return dq, dk, torch.einsum("hqk,qhd->khd", weights, dout)
 
 
 @cache
