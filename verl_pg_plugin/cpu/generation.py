@@ -36,7 +36,7 @@ class SamplingParams:
     top_k: int = -1
     top_p: float = 1.0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -44,20 +44,18 @@ class SamplingParams:
             raise ValueError(f"{self}: set max_tokens >= 1, temperature >= 0 (greedy), 0 < top_p <= 1 (every token)")
 
     @classmethod
-    def from_dict(cls, sent: Mapping[str, Any], *, max_tokens: int) -> SamplingParams:
-        """Read what an agent loop sends, and a seed; ``max_tokens`` stands in where it sends none.
+    def from_dict(cls, sent: Mapping[str, Any]) -> SamplingParams:
+        """Read what an agent loop sends, with a seed and a number of tokens.
 
         Raises:
             ValueError: a parameter that this rollout does not implement, or a value that means nothing.
         """
         # Log-probs come back in any case, and text in none.
         params = {name: value for name, value in sent.items() if name not in ("logprobs", "detokenize")}
-        max_tokens = params.pop("max_tokens", params.pop("max_new_tokens", max_tokens))
-        stop_token_ids = tuple(params.pop("stop_token_ids", None) or ())
         known = {name: params.pop(name) for name in cls.__dataclass_fields__ if name in params}
         if params and params != {"repetition_penalty": 1}:
             raise ValueError(f"rollout 'hf' does not implement the sampling parameters {params}; remove them")
-        return cls(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **known)
+        return cls(**known)
 
 
 @dataclass(frozen=True)

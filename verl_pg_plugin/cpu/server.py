@@ -157,14 +157,14 @@ class HFServer:
         shown = PromptImages.process(self.model_config.processor, images) if images else None
         config = self.config
         sent = {"ignore_eos": config.ignore_eos, **sampling_params}
-        for name in {"max_tokens", "max_new_tokens"} & sent.keys():
-            sent[name] = max(1, min(sent[name], room))
         default = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
+        most = sent.pop("max_tokens", sent.pop("max_new_tokens", default))  # the latter is SGLang's name
+        sent["max_tokens"] = max(1, min(most, room))
         prompt = prompt_ids, shown and shown.digest
         # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
         of_run = (self._seed, self.global_steps, prompt, self._asked[prompt])
         sent["seed"] = derived_seed(*(of_run if sent.get("seed") is None else (sent["seed"], prompt)))
-        params = SamplingParams.from_dict(sent, max_tokens=max(1, min(default, room)))
+        params = SamplingParams.from_dict(sent)
         self._asked[prompt] += 1
         return Request(prompt_ids, params, shown)
 
