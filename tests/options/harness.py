@@ -77,12 +77,13 @@ class Engines:
             self.built[key] = built
         return self.built[key]
 
-    def reference_of(self, case: Case, batch: TensorDict) -> Result:
-        """Every sample of the matrix alone; how they are cut makes no difference to it."""
+    def reference_of(self, case: Case, batch: TensorDict, seed: int = 0) -> Result:
+        """Every sample of the matrix alone, or of others by ``seed``; how they are cut makes no difference to it."""
         told = {name: value for name, value in case.settings("batch").items() if name not in HOW_TO_CUT}
-        key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case)))
+        key = str((told, case.settings("loss"), self.checkpoint.adapter_of(case), seed))
         if key not in self.references:
-            self.references[key] = reference_of(case, self.checkpoint, batch)
+            adapter = self.checkpoint.adapter_of(case)
+            self.references[key] = run_reference(self.checkpoint.model, batch, loss_of(case), adapter=adapter)
         return self.references[key]
 
 
@@ -110,11 +111,6 @@ def loss_of(case: Case) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
         return value, metrics
 
     return loss
-
-
-def reference_of(case: Case, checkpoint: Checkpoint, batch: TensorDict) -> Result:
-    """Every sequence alone, in float32."""
-    return run_reference(checkpoint.model, batch, loss_of(case), adapter=checkpoint.adapter_of(case))
 
 
 def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:

@@ -4,14 +4,24 @@ Every option alone, and every two that meet in the code. Most of a case is the h
 processes share two GPUs.
 """
 
+import json
+import os
+import subprocess
+import sys
 import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from tests.conftest import free_port
 from tests.engine.ranks import on_ranks
 from tests.options.harness import (
     Checkpoint,
@@ -20,7 +30,6 @@ from tests.options.harness import (
     by_case,
     errors_of,
     of_rows,
-    reference_of,
     rows_of,
     run_on_this_rank,
 )
@@ -52,24 +61,26 @@ SIZES = {
 SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 AT_ONCE = 6
+SECONDS = 240
+FEW_THREADS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 
 
-def needs_own_process(case: Case) -> bool:
+def kernels_of_others(case: Case) -> str:
     """Liger, and verl's fused kernels in the stock engine, replace classes of transformers for good."""
     model = case.settings("model")
-    return bool(model.get("use_liger") or model.get("use_fused_kernels"))
+    return "liger" if model.get("use_liger") else "fused" if model.get("use_fused_kernels") else ""
 
 
 ON_ONE_GPU = [option for option in OPTIONS if option.num_ranks == 1]
 (FSDP1,) = case_of("FSDP1").options
 QUICK = [*alone(ON_ONE_GPU), *(pair for pair in pairs(ON_ONE_GPU) if FSDP1 in pair.options)]
 """Every option under FSDP2, and under FSDP1."""
-SLOW = [pair for pair in pairs(ON_ONE_GPU) if FSDP1 not in pair.options and not needs_own_process(pair)]
+SLOW = [pair for pair in pairs(ON_ONE_GPU) if FSDP1 not in pair.options and not kernels_of_others(pair)]
 UP_TO_TWO = [option for option in OPTIONS if option.num_ranks <= 2 and not option.compiles]
 ON_TWO_GPUS = [
     case
     for case in [*alone(UP_TO_TWO), *(pair for pair in pairs(UP_TO_TWO) if pair.num_ranks == 2)]
-    if not needs_own_process(case)
+    if not kernels_of_others(case)
 ]
 
 
@@ -83,25 +94,32 @@ def samples_of(seed: int) -> list[Sample]:
     return [sample for at, shape in enumerate(shapes) for sample in group(*shape, 10 * seed + at)]
 
 
-def assert_as_close_as_stock(case: Case, engines: Engines) -> None:
-    """Every error of packed mode on this rank is at most 1.1 times that of stock rmpad with the same options."""
+def compare(case: Case, engines: Engines) -> Iterator[None]:
+    """Every error of packed mode on this rank is at most 1.1 times that of stock rmpad with the same options.
+
+    In three steps, float32, packed mode and stock verl: a later one may replace what an earlier one needs.
+    """
     case = Case((SMOOTH, *case.options))
     fused = case.settings("model").get("use_fused_kernels", False)
     # verl's fused forwards read the head's weight outside the head, where FSDP2 has not gathered it.
     stock_case = Case((*case.options, FSDP1)) if fused else case
     batches = [batch_of(case, samples_of(seed), SCALE) for seed in range(NUM_BATCHES)]
-    # The stock engine comes last: it may replace what the others need.
-    references = [reference_of(case, engines.checkpoint, batch) for batch in batches]
+    whole = [engines.reference_of(case, batch, seed) for seed, batch in enumerate(batches)]
+    yield
     packed = engines.of(case, model=FLASH)
-    references = [
-        of_rows(whole, rows_of(case, packed, batch)) for whole, batch in zip(references, batches, strict=True)
-    ]
+    references = [of_rows(*pair) for pair in zip(whole, [rows_of(case, packed, b) for b in batches], strict=True)]
     results = [run_on_this_rank(case, packed, batch) for batch in batches]
+    yield
     stock = engines.of(stock_case, packed=False, model=FLASH, engine_cls=FSDPEngineWithLMHead)
     for batch in batches:
         tu.assign_non_tensor(batch, use_fused_kernels=fused)
     baselines = [run_on_this_rank(case, stock, batch) for batch in batches]
     assert_no_worse(pooled(list(map(errors, results, references))), pooled(list(map(errors, baselines, references))))
+
+
+def assert_as_close_as_stock(case: Case, engines: Engines) -> None:
+    for _ in compare(case, engines):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +132,7 @@ def engines(checkpoint: Checkpoint) -> Engines:
     return make_engines(checkpoint)
 
 
-@pytest.mark.parametrize("case", [case for case in QUICK if not needs_own_process(case)], ids=str)
+@pytest.mark.parametrize("case", [case for case in QUICK if not kernels_of_others(case)], ids=str)
 def test_option_is_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
     assert_as_close_as_stock(case, engines)
 
@@ -125,15 +143,67 @@ def test_two_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines:
     assert_as_close_as_stock(case, engines)
 
 
-def run_in_own_process(rank: int, checkpoint: Checkpoint, case: Case) -> None:
-    assert_as_close_as_stock(case, make_engines(checkpoint))
+def errors_step_by_step(cases: list[Case], engines: Engines) -> Iterator[tuple[str, str]]:
+    """Each case with what is wrong with it, empty where nothing is; all take one step before any takes the next."""
+    steps = {case: compare(case, engines) for case in cases}
+    while steps:
+        for case, step in list(steps.items()):
+            error = ""
+            try:
+                next(step)
+                continue
+            except StopIteration:
+                pass
+            except Exception:
+                error = traceback.format_exc()
+            del steps[case]
+            yield str(case), error
 
 
-@pytest.mark.parametrize("case", [case for case in QUICK if needs_own_process(case)], ids=str)
-def test_kernels_of_others_are_as_close_to_float32_as_under_stock_rmpad(case: Case, checkpoint: Checkpoint) -> None:
-    if case.settings("model").get("use_liger"):
+def run_in_own_process(kernels: str, model: str, adapter: str, found: str) -> None:
+    """Write a line of JSON into the file ``found`` for each case of some kernels, as soon as it has ended."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    # In this order engines of one back end follow each other: that of the last one built is in force.
+    cases = sorted((case for case in QUICK if kernels_of_others(case) == kernels), key=str)
+    for ended in errors_step_by_step(cases, make_engines(Checkpoint(model, adapter))):
+        with Path(found).open("a") as file:
+            file.write(f"{json.dumps(ended)}\n")
+
+
+@pytest.fixture(scope="module")
+def errors_of_others(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+    """By case, of some kernels; the cases of the same ones share a process."""
+
+    @cache
+    def run(kernels: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp(kernels)
+        (found := folder / "found").touch()
+        given = kernels, checkpoint.model, checkpoint.adapter, str(found)
+        code = f"from tests.options.test_gpu import run_in_own_process; run_in_own_process(*{given})"
+        child: dict[str, Any] = {"cwd": Path(__file__).parents[2], "env": os.environ | FEW_THREADS}
+        with (folder / "log").open("w") as log:
+            try:
+                process = subprocess.run([sys.executable, "-c", code], stdout=log, stderr=log, timeout=SECONDS, **child)
+                ended = f"its process ended with code {process.returncode}"
+            except subprocess.TimeoutExpired:
+                ended = f"its process did not end in {SECONDS} s"
+        missing = f"{ended}: {(folder / 'log').read_text()[-4000:]}"
+        errors = {str(case): missing for case in QUICK if kernels_of_others(case) == kernels}
+        return errors | dict(map(json.loads, found.read_text().splitlines()))
+
+    return run
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("case", [case for case in QUICK if kernels_of_others(case)], ids=str)
+def test_kernels_of_others_are_as_close_to_float32_as_under_stock_rmpad(
+    case: Case, errors_of_others: Callable[[str], dict]
+) -> None:
+    if (kernels := kernels_of_others(case)) == "liger":
         pytest.importorskip("liger_kernel")
-    on_ranks(1, run_in_own_process, checkpoint, case, device="cuda")
+    error = errors_of_others(kernels)[str(case)]
+    assert not error, error
 
 
 def test_fp16_with_a_scaled_loss(checkpoint: Checkpoint) -> None:
