@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,14 @@ def test_sessions_with_one_row_per_turn_train_as_tries(tmp_path: Path) -> None:
         assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.3
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
         assert step["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_tools_kill_and_resume_adapters_and_critic_run_two_steps_each(tmp_path: Path) -> None:
+    runs = ["tools", "lora", "critic"]
+    command = [sys.executable, "scripts/smoke_runs.py", "--runs", *runs, "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    results = [line.split() for line in done.stdout.splitlines() if " ok " in line]
+    assert [(line[0], line[3]) for line in results] == [(run, "ok") for run in runs]

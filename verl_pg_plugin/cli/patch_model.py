@@ -1,4 +1,4 @@
-"""``patch-model``: put ``modeling_qwen3.py`` into a Qwen3 checkpoint, and take it out again."""
+"""``patch-model``: put ``modeling_qwen3.py`` into a Qwen3 checkpoint."""
 
 import argparse
 import json
@@ -26,18 +26,21 @@ def add_parser(subparsers: Any) -> None:
         description=f"Copies {MODELING_FILE} into a Qwen3 checkpoint and sets auto_map in its config.json.",
     )
     parser.add_argument("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR")
-    parser.add_argument("--undo", action="store_true", help="restore the folder as it was before")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Patch or restore, and say what was done."""
-    done = undo(args.checkpoint_dir) if args.undo else patch(args.checkpoint_dir)
-    sys.stdout.write(f"{args.checkpoint_dir}: {done}\n")
+    """Patch, and say what was done and how it is undone."""
+    folder: Path = args.checkpoint_dir
+    patch(folder)
+    sys.stdout.write(
+        f"{folder}: patched; load it with trust_remote_code=True. To undo it, remove {MODELING_FILE} and rename "
+        f"{BACKUP_FILE} to config.json\n"
+    )
 
 
-def patch(folder: Path) -> str:
-    """Copy the modeling file and set ``auto_map``, or bring a patched folder up to date; returns what was done.
+def patch(folder: Path) -> None:
+    """Copy the modeling file and set ``auto_map``, or bring a patched folder up to date.
 
     Raises:
         CommandError: not a Qwen3 checkpoint, or it already brings code of its own; nothing is changed.
@@ -61,29 +64,8 @@ def patch(folder: Path) -> str:
     shutil.copyfile(SHIPPED_FILE, modeling)
     if not is_mapped:
         new_config = folder / "config.json.new"
-        new_config.write_text(_patched(config))
+        new_config.write_text(json.dumps({**config, "auto_map": {**auto_map, **AUTO_MAP}}, indent=2) + "\n")
         new_config.replace(config_path)
-    return f"patched; load it with trust_remote_code=True (undo with --undo, {BACKUP_FILE} holds the old config)"
-
-
-def undo(folder: Path) -> str:
-    """Restore the folder byte for byte; returns what was done.
-
-    Raises:
-        CommandError: the folder is not patched, or its config was edited since; nothing is changed.
-        OSError: a file could not be written.
-    """
-    config_path, backup = folder / "config.json", folder / BACKUP_FILE
-    if not backup.exists():
-        raise CommandError(f"{folder} was not patched by patch-model: there is no {BACKUP_FILE}")
-    if config_path.read_text() != _patched(_read_config(backup)):
-        raise CommandError(
-            f"{config_path} was edited after patch-model, undoing would lose that; "
-            f"remove auto_map and {MODELING_FILE} by hand, then {BACKUP_FILE}"
-        )
-    backup.replace(config_path)
-    (folder / MODELING_FILE).unlink(missing_ok=True)
-    return "restored"
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -98,8 +80,3 @@ def _read_config(path: Path) -> dict[str, Any]:
             "other architectures need no patch in packed mode (model.use_remove_padding=True)"
         )
     return config
-
-
-def _patched(config: dict[str, Any]) -> str:
-    auto_map = {**(config.get("auto_map") or {}), **AUTO_MAP}
-    return json.dumps({**config, "auto_map": auto_map}, indent=2) + "\n"
