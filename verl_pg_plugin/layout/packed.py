@@ -49,6 +49,9 @@ class Chunk:
     num_read_next: int = 0
 
 
+NO_CHUNK = Chunk(num_sequences=0)
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """Index maps of a packed forward over B sequences; numpy integers, host memory.
@@ -181,16 +184,9 @@ def build_chunk_layout(
     own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
     apart = np.where(np.arange(len(own_class)) < chunk.num_sequences, 0, 1 + own_class)
     layout = _build(tokens, offsets, prompt_lengths, apart, inside, chunk, first_label)
-    published, num_cached = max(chunk.num_read_next - chunk.num_kept, 0), chunk.num_cached
-    if len(layout.publish) != published or (layout.publish < num_cached).any() or layout.num_tokens <= num_cached:
-        raise ValueError(
-            f"{chunk} is no chunk of these {layout.num_tokens} tokens: its sequences must be neighbours in sorted "
-            "order and compute at least one token"
-        )
-    prefill = None
-    if not forward_only and num_cached > chunk.num_kept:
-        prefill = _prefill(tokens, offsets, chunk.num_kept, num_cached, first_label)
-    return replace(_drop_cached(layout, num_cached), prefill=prefill)
+    if forward_only or chunk.num_cached <= chunk.num_kept:
+        return layout
+    return replace(layout, prefill=_prefill(tokens, offsets, chunk.num_kept, chunk.num_cached, first_label))
 
 
 def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> PackedLayout:
@@ -206,7 +202,7 @@ def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_l
     """Tokens ``start .. stop`` of the first sequence; those before them are cached."""
     path = tokens[offsets[0] : offsets[0] + stop + 1]  # and the label of its last token
     chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)
-    layout = _drop_cached(_build(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk), start)
+    layout = _build(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk)
     heads = np.arange(max(first_label - start, 0), stop - start)
     return replace(
         layout,
@@ -219,43 +215,16 @@ def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_l
     )
 
 
-def _drop_cached(layout: PackedLayout, c: int) -> PackedLayout:
-    """Without the queries of the first c tokens, which are positions 0 .. c-1 of one path."""
-    cu_seqlens_q = np.maximum(layout.cu_seqlens_q - c, 0)
-    num_queries, num_keys = np.diff(cu_seqlens_q), np.diff(layout.cu_seqlens_k)
-    alive = num_queries > 0
-    number = np.where(alive, np.cumsum(alive) - 1, -1)
-    parent = layout.segment_parent[alive]
-    own = layout.head_index >= c
-    return replace(
-        layout,
-        input_ids=layout.input_ids[c:],
-        token_index=layout.token_index[c:],
-        position_ids=layout.position_ids[c:],
-        labels=layout.labels[c:],
-        segment_parent=np.where(parent >= 0, number[parent], -1),
-        segment_start=(num_keys - num_queries)[alive],
-        cu_seqlens_q=np.append(0, np.cumsum(num_queries[alive])),
-        cu_seqlens_k=np.append(0, np.cumsum(num_keys[alive])),
-        kv_index=layout.kv_index[np.repeat(alive, num_keys)],
-        head_index=layout.head_index[own] - c,
-        head_sequence=layout.head_sequence[own],
-        num_cached=c,
-        cached_heads=layout.head_index[~own],
-        publish=layout.publish - c,
-    )
-
-
 def _build(
     tokens: IntArray,
     offsets: IntArray,
     prompt_lengths: IntArray,
     classes: IntArray | None = None,
     inside: IntArray | None = None,
-    chunk: Chunk | None = None,
+    chunk: Chunk = NO_CHUNK,
     first_label: int = 0,
 ) -> PackedLayout:
-    """The layout of all tokens, cached ones included."""
+    """The layout of all tokens, of which the first c are the cached ones: their queries drop out."""
     lengths = np.diff(offsets)
     if (prompt_lengths < 1).any():
         raise ValueError(f"sequence {int(np.argmax(prompt_lengths < 1))} has an empty prompt")
@@ -266,7 +235,13 @@ def _build(
     first_token = _exclusive_cumsum(order.num_new)
     num_tokens = int(order.num_new.sum())
     paths = _paths(order, first_token)
-    segment_tail, segment_start, segment_parent, last_tail = _segments(order)
+    publish = paths[chunk.num_sequences - 1][chunk.num_kept : chunk.num_read_next].astype(np.int64)
+    c, num_published = chunk.num_cached, max(chunk.num_read_next - chunk.num_kept, 0)
+    if len(publish) != num_published or (publish < c).any() or num_tokens <= c:
+        raise ValueError(
+            f"{chunk} is no chunk of these {num_tokens} tokens: its sequences must be neighbours in sorted order and "
+            "compute at least one token"
+        )
 
     # Tokens of a tail are consecutive tokens of its sequence, so slices copy them and no index is built.
     tail_start = (offsets[order.sequences] + order.num_shared).tolist()
@@ -275,10 +250,13 @@ def _build(
     labels = [tokens[tail.start + 1 : tail.stop + 1] for tail in tails]
     place = np.arange(num_tokens) - np.repeat(first_token - order.num_shared, order.num_new)
 
-    segment_first = first_token[segment_tail] + segment_start - order.num_shared[segment_tail]
-    cu_seqlens_q = np.append(segment_first, num_tokens)
-    segment_end = segment_start + np.diff(cu_seqlens_q)
-    kv_index = [paths[tail][:end] for tail, end in zip(last_tail.tolist(), segment_end.tolist(), strict=True)]
+    tail, start, parent, last_tail = _segments(order)
+    bounds = np.append(first_token[tail] + start - order.num_shared[tail], num_tokens)
+    num_queries = np.diff(np.maximum(bounds - c, 0))
+    alive = num_queries > 0
+    parent = np.where((parent >= 0) & alive[parent], (np.cumsum(alive) - 1)[parent], -1)[alive]
+    num_queries, num_keys = num_queries[alive], (start + np.diff(bounds))[alive]
+    kv_index = [paths[tail][:end] for tail, end in zip(last_tail[alive].tolist(), num_keys.tolist(), strict=True)]
 
     prompts = prompt_lengths[order.sequences]
     response_tokens = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
@@ -288,31 +266,30 @@ def _build(
     response_index += np.arange(len(response_tokens))
     needs_head = np.zeros(num_tokens, dtype=bool)
     needs_head[response_tokens] = True
-    publish = _empty()
-    if chunk is not None and chunk.num_read_next:
-        publish = paths[chunk.num_sequences - 1][chunk.num_kept : chunk.num_read_next].astype(np.int64)
-        needs_head[publish[max(first_label - chunk.num_kept, 0) :]] = True
-    head_index = np.flatnonzero(needs_head)
+    needs_head[publish[max(first_label - chunk.num_kept, 0) :]] = True
     head_of_token = np.cumsum(needs_head, dtype=np.int32) - 1
+    head_index = c + np.flatnonzero(needs_head[c:])
 
     return PackedLayout(
-        input_ids=np.concatenate([tokens[tail] for tail in tails]),
-        token_index=place + np.repeat(offsets[order.sequences], order.num_new),
-        position_ids=place,
-        labels=np.concatenate(labels),
-        segment_parent=segment_parent,
-        segment_start=segment_start,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=np.concatenate([[0], np.cumsum(segment_end)]),
+        input_ids=np.concatenate([tokens[tail] for tail in tails])[c:],
+        token_index=(place + np.repeat(offsets[order.sequences], order.num_new))[c:],
+        position_ids=place[c:],
+        labels=np.concatenate(labels)[c:],
+        segment_parent=parent,
+        segment_start=num_keys - num_queries,
+        cu_seqlens_q=np.append(0, np.cumsum(num_queries)),
+        cu_seqlens_k=np.append(0, np.cumsum(num_keys)),
         kv_index=np.concatenate(kv_index),
-        head_index=head_index,
+        head_index=head_index - c,
         response_index=response_index,
         response_head=head_of_token[response_tokens],
         head_sequence=order.sequences[np.searchsorted(first_token, head_index, side="right") - 1],
         num_sequences=len(lengths),
         num_logical_tokens=int(lengths.sum()),
-        publish=publish,
-        publish_start=0 if chunk is None else chunk.num_kept,
+        num_cached=c,
+        cached_heads=np.flatnonzero(needs_head[:c]),
+        publish=publish - c,
+        publish_start=chunk.num_kept,
     )
 
 
