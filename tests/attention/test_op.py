@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.layout.chains import lay_out
-from tests.layout.tries import Batch, Key, batch_of, batches, row_keys, sequence_rows
+from tests.layout.chains import lay_out, part_keys
+from tests.layout.tries import Batch, Key, batch_of, batches, sequence_rows
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
@@ -70,7 +70,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
     """In training order, with at most so many sequences each: pending gradients reach the chunk that owns the token."""
     cut(monkeypatch, cuts)
     whole = batch.layout()
-    row_of = {key: row for row, key in enumerate(row_keys(whole))}
+    row_of = {key: row for row, (_, key) in enumerate(part_keys(batch, 0))}
     tensors = random_tensors(whole.num_tokens, 4, 2, 4, seed=0, dtype=torch.float64, sinks=sinks)
     expected = dense_outcome(tensors, whole, batch.sequences, window)  # its scale is that of four numbers
     found = [torch.full_like(x, torch.nan) for x in (expected.out, expected.dq, expected.dk, expected.dv)]

@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> list[list[MicroBatch]]
 class LaidOut:
     """A micro-batch, its layout and the keys of the tokens that its ``kv_index`` may name."""
 
-    part: MicroBatch
+    part: MicroBatch | None
     batch: Batch
     layout: PackedLayout
     keys: list[tuple[int, Key]]

@@ -70,16 +70,20 @@ def test_a_query_sees_its_ancestors_in_order_and_a_segment_follows_its_parent_un
 ) -> None:
     for group in data.draw(plans(batch)):
         for p in lay_out(batch, group, forward_only=False):
-            layout, seen = p.layout, readable(p.layout)
-            assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
-            assert (np.diff(layout.cu_seqlens_q) > 0).all()
-            for segment, parent in enumerate(layout.segment_parent.tolist()):
-                before = seen[int(layout.cu_seqlens_q[segment])][:-1]
-                assert layout.segment_start[segment] == len(before)
-                if parent >= 0:
-                    assert before[-1] - layout.num_cached == layout.cu_seqlens_q[parent + 1] - 1
-                else:
-                    assert not before or before[-1] < layout.num_cached
+            check_attends(p)
+
+
+def check_attends(p: LaidOut) -> None:
+    layout, seen = p.layout, readable(p.layout)
+    assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
+    assert (np.diff(layout.cu_seqlens_q) > 0).all()
+    for segment, parent in enumerate(layout.segment_parent.tolist()):
+        before = seen[int(layout.cu_seqlens_q[segment])][:-1]
+        assert layout.segment_start[segment] == len(before)
+        if parent >= 0:
+            assert before[-1] - layout.num_cached == layout.cu_seqlens_q[parent + 1] - 1
+        else:
+            assert not before or before[-1] < layout.num_cached
 
 
 def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_reads() -> None:

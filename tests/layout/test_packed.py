@@ -1,65 +1,39 @@
 """Packed layouts over random trees: nothing is lost, nothing is computed twice, nothing leaks; a few written out."""
 
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tries import Batch, batch_of, batches, response_places, row_keys, row_paths, segment_paths
+from tests.layout.chains import LaidOut, part_keys
+from tests.layout.test_chunks import check_attends, check_reads, check_tokens
+from tests.layout.tries import Batch, batch_of, batches
 from verl_pg_plugin.layout import build_packed_layout
 
 PROMPT = (10, 11, 12, 13)
 
 
 @given(batches(with_classes=True))
-def test_every_distinct_token_is_computed_exactly_once(batch: Batch) -> None:
-    layout, keys = batch.layout(), batch.rows()
-    assert Counter(row_keys(layout)) == Counter(key for _, key in keys)
-    assert layout.position_ids.tolist() == [len(key) - 2 for key in row_keys(layout)]
-    assert layout.num_tokens == len(keys)
+def test_every_token_is_computed_once_and_segments_end_only_where_sequences_part(batch: Batch) -> None:
+    """Sequences of different temperature never share a token."""
+    layout, whole = batch.layout(), LaidOut(None, batch, batch.layout(), part_keys(batch, 0))
+    keys = batch.rows()
+    assert len(whole.keys) == len(keys)
+    assert set(whole.keys) == keys
+    check_tokens(layout, whole.keys)
+    check_attends(whole)
+    check_reads(whole, [])
     assert layout.num_logical_tokens == sum(map(len, batch.sequences))
-    assert (layout.segment_start == 0).sum() == len({(c, key) for c, key in keys if len(key) == 2})
     assert layout.shares_tokens == (len(keys) < sum(len(sequence) - 1 for sequence in batch.sequences))
     assert not layout.is_chunk
-
-
-@given(batches(with_classes=True))
-def test_a_segment_attends_to_its_own_path_and_ends_only_where_sequences_part(batch: Batch) -> None:
-    layout = batch.layout()
-    num_own, paths = np.diff(layout.cu_seqlens_q), segment_paths(layout)
-    assert [layout.kv_index[a:b].tolist() for a, b in pairwise(layout.cu_seqlens_k.tolist())] == paths
-    assert (layout.cu_seqlens_q[0], layout.cu_seqlens_q[-1]) == (0, layout.num_tokens)
-    assert (num_own > 0).all()
-    assert (layout.segment_parent < np.arange(len(num_own))).all()
-    assert layout.segment_start.tolist() == [len(path) - own for path, own in zip(paths, num_own.tolist(), strict=True)]
     children = Counter(layout.segment_parent.tolist())
-    assert (layout.segment_start == 0).sum() == children.pop(-1)
+    roots = len({(c, key) for c, key in keys if len(key) == 2})
+    assert (layout.segment_start == 0).sum() == children.pop(-1) == roots
     assert all(count > 1 for count in children.values())
-    read_twice = max(Counter(layout.kv_index.tolist()).values()) > 1
-    assert layout.num_gathered_kv == (len(layout.kv_index) if read_twice else 0)
-
-
-@given(batches(with_classes=True))
-def test_each_response_token_is_read_where_its_own_sequence_predicts_it(batch: Batch) -> None:
-    """Sequences of different temperature never share a token."""
-    layout = batch.layout()
-    keys, paths, heads = row_keys(layout), row_paths(layout), layout.head_index.tolist()
     assert (np.diff(layout.head_index) > 0).all()
-    assert set(layout.response_head.tolist()) == set(range(len(heads))), "the head runs nowhere else"
-    expected = response_places(batch)
-    assert len(layout.response_index) == len(expected)
-    class_of: dict[int, int] = {}
-    for place, head in zip(layout.response_index.tolist(), layout.response_head.tolist(), strict=True):
-        sequence, key = expected.pop(place)
-        assert keys[heads[head]] == key
-        by = int(layout.head_sequence[head])
-        assert (batch.class_of(by), batch.sequences[by][: len(key)]) == (batch.class_of(sequence), key)
-        for visible in paths[heads[head]]:
-            assert class_of.setdefault(visible, batch.class_of(sequence)) == batch.class_of(sequence)
-    assert not expected
+    assert set(layout.response_head.tolist()) == set(range(len(layout.head_index))), "the head runs nowhere else"
 
 
 @given(batches(), st.data())

@@ -101,32 +101,6 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, max_tail: int = 6, with_cla
     return Batch(tuple(sequences), prompt_lengths, classes)
 
 
-def segment_paths(layout: PackedLayout) -> list[list[int]]:
-    """Rows of every segment's ancestors, then its own, by walking ``segment_parent``."""
-    paths: list[list[int]] = []
-    for s, parent in enumerate(layout.segment_parent.tolist()):
-        own = range(int(layout.cu_seqlens_q[s]), int(layout.cu_seqlens_q[s + 1]))
-        paths.append([*(paths[parent] if parent >= 0 else []), *own])
-    return paths
-
-
-def row_paths(layout: PackedLayout) -> list[list[int]]:
-    """For every row, the rows it may attend to in order of position, itself last."""
-    paths: list[list[int]] = []
-    for s, path in enumerate(segment_paths(layout)):
-        num_own = int(layout.cu_seqlens_q[s + 1] - layout.cu_seqlens_q[s])
-        paths.extend(path[: len(path) - num_own + i + 1] for i in range(num_own))
-    return paths
-
-
-def row_keys(layout: PackedLayout) -> list[Key]:
-    """Key of every row: tokens along its path, then its label."""
-    return [
-        (*layout.input_ids[path].tolist(), int(label))
-        for path, label in zip(row_paths(layout), layout.labels, strict=True)
-    ]
-
-
 def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
     """Rows of one sequence, found by walking the trie token by token; for layouts without classes."""
     previous = np.arange(layout.num_tokens) - 1
