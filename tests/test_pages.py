@@ -158,3 +158,14 @@ def test_pages_of_the_api_name_public_things_that_are_there() -> None:
         for name in names:
             assert not any(part.startswith("_") for part in name.split("."))
             assert (inspect.getdoc(pkgutil.resolve_name(name)) or "").strip(), f"{name} has no docstring"
+
+
+def test_every_image_is_drawn_by_the_script_and_every_image_and_table_has_a_reader():
+    script = (ROOT / "scripts" / "draw_figures.py").read_text()
+    images = sorted((ROOT / "docs" / "images").iterdir())
+    assert [path.name for path in images if f"\ndef {path.stem}() ->" not in script] == []
+    folders = [ROOT / "docs", ROOT / "benchmarks", ROOT / "scripts"]
+    readers = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".py")]
+    text = "\n".join(path.read_text() for path in readers)
+    tables = sorted((ROOT / "docs" / "data").iterdir())
+    assert [path.name for path in (*images, *tables) if not re.search(rf"\b{path.stem}\b", text)] == []
