@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -66,7 +67,8 @@ def run_to_end(run: ScriptRun, timeout_s: float) -> str:
         process = start(run, log)
         try:
             while process.poll() is None and time.monotonic() - started < timeout_s:
-                tree.update({child.pid: child for child in _descendants(process.pid)})
+                with suppress(psutil.NoSuchProcess):
+                    tree.update({child.pid: child for child in psutil.Process(process.pid).children(recursive=True)})
                 time.sleep(POLL_S)
         finally:
             timed_out = process.poll() is None
@@ -75,13 +77,6 @@ def run_to_end(run: ScriptRun, timeout_s: float) -> str:
     if timed_out:
         return f"timed out after {timeout_s:.0f} s"
     return "ok" if exit_code == 0 else f"exit code {exit_code}"
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _end(root: list[psutil.Process], tree: list[psutil.Process]) -> None:
@@ -93,15 +88,10 @@ def _end(root: list[psutil.Process], tree: list[psutil.Process]) -> None:
     # A run that ended well stops its own children; give them the time.
     _, left = psutil.wait_procs(tree if not root else [], timeout=TERMINATION_S)
     for process in [*root, *tree] if root else left:
-        _signal(process, kill=False)
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
     _, left = psutil.wait_procs([*root, *tree], timeout=TERMINATION_S)
     for process in left:
-        _signal(process, kill=True)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(left, timeout=TERMINATION_S)
-
-
-def _signal(process: psutil.Process, kill: bool) -> None:
-    try:
-        process.kill() if kill else process.terminate()
-    except psutil.NoSuchProcess:
-        return
