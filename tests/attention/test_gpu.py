@@ -96,6 +96,26 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
         assert ours.max() <= 2 * theirs.max(), f"{name}: {ours.max():.3g} against {theirs.max():.3g} at worst"
 
 
+def check(
+    name: str,
+    batch: Batch,
+    heads: tuple[int, int] = (16, 4),
+    head_dim: int = 128,
+    window: int = -1,
+    softcap: float = 0.0,
+    heads_first: bool = False,
+    yardstick: str | None = None,
+) -> Outcome:
+    """Hold packed attention against ``replicated_outcome`` of the same kernel, or of the yardstick."""
+    layout, kernel = batch.layout(), select_kernel(name, "cuda")
+    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
+    exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, window, softcap)
+    packed = packed_outcome(tensors, layout, window, replace(kernel, heads_first=heads_first), softcap)
+    alone = select_kernel(yardstick or name, "cuda")
+    assert_as_close(packed, replicated_outcome(tensors, layout, batch, window, alone, softcap), exact)
+    return packed
+
+
 @pytest.mark.parametrize("window", [-1, 64, 800], ids=["full", "window in response", "window across fork"])
 @pytest.mark.parametrize(
     ("name", "head_dim", "heads"),
@@ -105,11 +125,7 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
 def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
     name: str, head_dim: int, heads: tuple[int, int], window: int
 ) -> None:
-    layout, kernel = BATCH.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
-    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences, window)
-    packed = packed_outcome(tensors, layout, window, kernel)
-    assert_as_close(packed, replicated_outcome(tensors, layout, BATCH, window, kernel), exact)
+    check(name, BATCH, heads, head_dim, window)
 
 
 CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
@@ -117,17 +133,27 @@ CUTS = {"as told": (4, 3), "in place": (0.5, 0.0), "gathered": (0.5, 1e9)}
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("heads_first", [False, True], ids=["as they are", "heads first"])
-@pytest.mark.parametrize(("name", "head_dim", "heads"), [gpu_case(name, *SHAPES[0]) for name in NAMES])
+@every_kernel
 def test_gradients_are_as_exact_as_the_kernel_on_every_sequence_alone_however_problems_are_cut(
-    name: str, head_dim: int, heads: tuple[int, int], heads_first: bool, cuts: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, heads_first: bool, cuts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut(monkeypatch, cuts, shortest=tree.SHORTEST_IN_PLACE)
-    layout, kernel = SHORT.layout(), select_kernel(name, "cuda")
-    tensors = random_tensors(layout.num_tokens, *heads, head_dim, seed=0, dtype=torch.bfloat16, device="cuda")
-    exact = dense_outcome(tensors.to(torch.float32), layout, SHORT.sequences)
-    packed = packed_outcome(tensors, layout, kernel=replace(kernel, heads_first=heads_first))
-    assert_as_close(packed, replicated_outcome(tensors, layout, SHORT, -1, kernel), exact)
+    packed = check(name, SHORT, heads_first=heads_first)
     assert all(x.transpose(0, 1).is_contiguous() == heads_first for x in (packed.dq, packed.dk, packed.dv))
+
+
+@gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")
+@pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
+def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
+    check(name, BATCH, yardstick="flash_attn_2")
+
+
+@gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
+@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
+def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
+    if fault := softcap_fault(load_passes(name), 128, "cuda"):
+        pytest.skip(f"{name} {fault}")
+    check(name, batch, softcap=1.5)
 
 
 @every_kernel
@@ -164,28 +190,6 @@ def test_gradients_are_the_same_to_the_bit_where_that_is_asked_for(name: str, mo
     finally:
         torch.use_deterministic_algorithms(False)
     assert_equal(first, second, tolerance=0.0)
-
-
-@gpu_kernels("flash_attn_4", "flash_attn_3", "torch_varlen")
-@pytest.mark.skipif(bool(kernel_obstacle("flash_attn_2", "cuda")), reason="flash-attn 2 is the yardstick")
-def test_every_kernel_is_as_exact_as_flash_attn_2(name: str) -> None:
-    layout = BATCH.layout()
-    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=3, dtype=torch.bfloat16, device="cuda")
-    exact = dense_outcome(tensors.to(torch.float32), layout, BATCH.sequences)
-    stock = replicated_outcome(tensors, layout, BATCH, -1, select_kernel("flash_attn_2", "cuda"))
-    assert_as_close(packed_outcome(tensors, layout, kernel=select_kernel(name, "cuda")), stock, exact)
-
-
-@gpu_kernels("flash_attn_4", "flash_attn_3", "flash_attn_2")
-@pytest.mark.parametrize("batch", [SHORT, BATCH], ids=["without copies of trunks", "all copied"])
-def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone(name: str, batch: Batch) -> None:
-    if fault := softcap_fault(load_passes(name), 128, "cuda"):
-        pytest.skip(f"{name} {fault}")
-    layout, kernel, softcap = batch.layout(), select_kernel(name, "cuda"), 1.5
-    tensors = random_tensors(layout.num_tokens, 16, 4, 128, seed=0, dtype=torch.bfloat16, device="cuda")
-    exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, softcap=softcap)
-    packed = packed_outcome(tensors, layout, kernel=kernel, softcap=softcap)
-    assert_as_close(packed, replicated_outcome(tensors, layout, batch, -1, kernel, softcap), exact)
 
 
 def test_sdpa_on_a_gpu_is_exact_when_asked_for() -> None:
