@@ -57,8 +57,7 @@ class CachedTokens:
         """
         before, after = CachedTokens(self.start, at), CachedTokens(at, self.stop)
         num_before = at - self.start
-        token_bytes = sum(x.nbytes for x in self._tensors) // (self.stop - self.start)
-        copy = 2 * num_before * token_bytes <= self.num_bytes
+        copy = 2 * num_before * sum(x[0].nbytes for x in self._tensors) <= self.num_bytes
         parts = (self.values, before.values, after.values), (self.pending, before.pending, after.pending)
         for tensors, first, last in parts:
             for place, x in tensors.items():

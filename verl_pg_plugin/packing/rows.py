@@ -67,8 +67,9 @@ def pack_grpo_data(
     bs, seq = ids.shape
     if len(advantage) != bs:
         raise ValueError(f"advantages must hold one number for each of the {bs} samples, got {len(advantage)}")
-    start, has_prompt = _first_set(prompt_mask)
-    from_end, has_response = _first_set(response_mask[:, ::-1])
+    is_prompt, is_response = prompt_mask != 0, response_mask != 0
+    has_prompt, has_response = is_prompt.any(axis=1), is_response.any(axis=1)
+    start, from_end = is_prompt.argmax(axis=1), is_response[:, ::-1].argmax(axis=1)
     for name, is_dropped in (("prompts_mask", ~has_prompt), ("responses_mask", has_prompt & ~has_response)):
         if is_dropped.any():
             logger.warning("dropping samples %s: their %s is all zero", np.flatnonzero(is_dropped).tolist(), name)
@@ -226,10 +227,3 @@ def _matrix(name: str, values: ArrayLike) -> np.ndarray:
     if matrix.ndim != 2 or matrix.shape[1] == 0:
         raise ValueError(f"{name} must have shape (bs, seq) with seq >= 1, got {matrix.shape}")
     return matrix
-
-
-def _first_set(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Position of each row's first non-zero (0 where there is none), and whether there is one."""
-    is_set = mask != 0
-    first = is_set.argmax(axis=1)
-    return first, is_set[np.arange(len(is_set)), first]
