@@ -55,13 +55,8 @@ def add_parser(subparsers: Any) -> None:
     add("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
     add("--gpus", type=_positive, default=8, help="that share the weights, gradients and AdamW's state (8)")
     add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
-    add("--compile-layers", choices=("auto", "True", "False"), default="auto", help="prefix_grouper.compile_layers")
-    add(
-        "--activations",
-        choices=("auto", *(level.value for level in Level)),
-        default="auto",
-        help="prefix_grouper.activations",
-    )
+    levels = ("auto", *(level.value for level in Level))
+    add("--activations", choices=levels, default="auto", help="prefix_grouper.activations")
     add("--host-gib", type=float, default=100.0, help="memory of the host for each GPU, for levels on the host (100)")
     add("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
     add("--no-carry", action="store_true", help="prefix_grouper.carry=never")
@@ -136,9 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
     module = text_skeleton(config)
     flops = ModelFlops.of(module)
-    compiled, why = args.compile_layers == "True", f"--compile-layers {args.compile_layers}"
-    if args.compile_layers == "auto":
-        compiled, why = compiled_by_auto(config.model_type, "cuda")
+    compiled, why = compiled_by_auto(config.model_type, "cuda")
     weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_a_gpu()
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:

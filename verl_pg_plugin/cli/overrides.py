@@ -18,7 +18,6 @@ from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_k
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.checkpoints import read_hf_config
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
-from verl_pg_plugin.config.engage import add_sections
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.options import added
@@ -33,24 +32,16 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import Batch, Forecast, Settings, forecast, plan
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-CONFIGS = "verl_pg_plugin.config.hydra"
-
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """The config that an entry point would run with these overrides: ours, or verl's where they are written for it.
-
-    verl's own config has no section ``prefix_grouper``, so there an option can be added with a ``+``; ``++`` does so
-    there and overrides in ours, which comes to the same. An option that there is not is added, for the checks to name.
+    """The config that an entry point would run with these overrides; verl's own comes to the same as ours.
 
     Raises:
         CommandError: an override that Hydra cannot parse or apply, or an interpolation that leads nowhere.
     """
-    stock = any(override.startswith(f"+{OPTIONS}.") for override in overrides)
     try:
-        with initialize_config_module("verl.trainer.config" if stock else CONFIGS, version_base=None):
-            config = compose("ppo_trainer" if stock else "pg_ppo_trainer", overrides=[*map(added, overrides)])
-        if stock:
-            add_sections(config)
+        with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
+            config = compose("pg_ppo_trainer", overrides=[*map(added, overrides)])
         OmegaConf.resolve(config.copy())
     except (HydraException, OmegaConfBaseException) as error:
         override = getattr(error, "override", None)  # of one that cannot be parsed
@@ -74,11 +65,9 @@ def run_lines(config: DictConfig) -> list[Check]:
         lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
         levels, _ = _levels(config, hf_config)
-        first_fit = (
-            f"{OPTIONS}.activations=auto: the first that fits of {', '.join(one.value for one in levels.ladder)}"
-        )
-        lines += [_compiled_line(config, hf_config)]
-        lines += [Check(OK, "activations", levels.asked.value if levels.asked else first_fit)]
+        names = ", ".join(level.value for level in levels.ladder)
+        text = names if levels.asked else f"{OPTIONS}.activations=auto: the first that fits of {names}"
+        lines += [_compiled_line(config, hf_config), Check(OK, "activations", text)]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))

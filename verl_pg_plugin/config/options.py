@@ -109,8 +109,8 @@ _TAKEN: dict[str, _Taken] = {
 
 
 def added(override: str) -> str:
-    """An override of an option with ``++``: of one that there is not Hydra would say that a ``+`` appends it."""
-    return f"++{override}" if override.startswith(f"{OPTIONS}.") else override
+    """An override of an option with ``++``: Hydra asks for a ``+`` or for none by whether there is such an option."""
+    return re.sub(rf"^\+*(?={OPTIONS}\.)", "++", override)
 
 
 def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
