@@ -121,8 +121,8 @@ def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Level
     """Of a group, and of others of one short sequence each."""
     batch = Batch.of_lengths([prompt, *[8] * others], [[response] * n, *[[8]] * others])
     limits = MicroBatchLimits(budget)
-    whole = levels.within_stock(tokens_of_stock(batch.lengths, limits))
-    return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, whole=whole)))
+    levels = levels.within_stock(tokens_of_stock(batch.lengths, limits))
+    return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, levels=levels)))
 
 
 NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))

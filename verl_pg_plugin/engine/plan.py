@@ -134,10 +134,10 @@ def plan_mini_batch(
             cut_micro_batches,
             order,
             limits,
-            weights and weights.times(levels.shortage),
+            weights,
             forward_only=forward_only,
             micro_batch_cost=micro_batch_cost,
-            whole=levels,
+            levels=levels,
         )
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
         ranks.append(_told(draft, flops, sequences, levels))

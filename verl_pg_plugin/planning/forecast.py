@@ -199,14 +199,11 @@ def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]
         ValueError: the budget does not hold the longest sequence.
     """
     order, limits = build_prefix_order(batch.tokens, batch.offsets), MicroBatchLimits(settings.budget)
-    levels = _levels(batch, settings)
-    log_prob, update = (
-        cache_weights(levels, forward_only) if settings.carry else None for forward_only in (True, False)
-    )
-    return (
-        cut_micro_batches(order, limits, log_prob, forward_only=True),
-        cut_micro_batches(order, limits, update and update.times(levels.shortage), whole=levels),
-    )
+    levels, plans = _levels(batch, settings), []
+    for forward_only in (True, False):
+        weights = cache_weights(levels, forward_only) if settings.carry else None
+        plans.append(cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=levels))
+    return tuple(plans)
 
 
 def _levels(batch: Batch, settings: Settings) -> Levels:

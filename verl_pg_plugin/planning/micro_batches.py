@@ -92,7 +92,7 @@ def cut_micro_batches(
     *,
     forward_only: bool = False,
     micro_batch_cost: float = MICRO_BATCH_COST,
-    whole: Levels | None = None,
+    levels: Levels = Levels(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
     """Partition the sequences of a mini-batch.
 
@@ -103,7 +103,8 @@ def cut_micro_batches(
         at_least: number of micro-batches that another rank needs.
         forward_only: there is no backward, so nothing is prefilled.
         micro_batch_cost: in tokens of an update.
-        whole: groups above ``max_tokens`` that stay one micro-batch all the same.
+        levels: which groups above ``max_tokens`` stay one micro-batch all the same, and how much less memory than stock
+            verl's there is.
 
     Returns:
         Chunks of a split group in forward order, or one ordinary micro-batch, in every inner list; none is empty. Split
@@ -121,7 +122,8 @@ def cut_micro_batches(
             f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
             "and log_prob_max_token_len_per_gpu"
         )
-    planner = _Planner(order, limits, weights, whole, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
+    weights = weights and weights.times(levels.shortage)
+    planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
 
@@ -167,11 +169,11 @@ class _Planner:
         order: PrefixOrder,
         limits: MicroBatchLimits,
         weights: CacheWeights | None,
-        whole: Levels | None,
+        levels: Levels,
         prefill_cost: float,
         micro_batch_cost: float,
     ) -> None:
-        self.order, self.whole = order, whole
+        self.order, self.levels = order, levels
         self.max_tokens = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
         self.max_sequences = limits.max_sequences or math.inf
         self.carries, self.weights = weights is not None, weights or CacheWeights()
@@ -212,10 +214,11 @@ class _Planner:
     def stays_whole(self, group: _Span) -> bool:
         if self.fits(group):
             return True
-        if self.whole is None or group.size > self.max_sequences:
+        if group.size > self.max_sequences:
             return False
-        longest = self.order.num_tokens[group.first : group.stop].max()
-        return self.whole.keeps_whole(self.tokens(group), min(self.shared[group.first + 1 : group.stop]), int(longest))
+        shared = min(self.shared[group.first + 1 : group.stop])
+        longest = int(self.order.num_tokens[group.first : group.stop].max())
+        return self.levels.keeps_whole(self.tokens(group), shared, longest)
 
     def cut(self, at_least: int) -> list[list[_Part]]:
         """Split groups as lists of parts, in forward order, and lists of one part; at least so many parts."""
