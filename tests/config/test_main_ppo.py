@@ -30,7 +30,11 @@ ACTOR = "actor_rollout_ref.actor"
         ),
         (main_ppo, (f"{ACTOR}.loss_agg_mode=no-such-mode",), ["no-such-mode"]),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
-        (verls_main_ppo, (f"{ACTOR}.qat.enable=True", "trainer.use_v1=False"), [f"fix: {ACTOR}.qat.enable=False"]),
+        (
+            verls_main_ppo,
+            (f"{ACTOR}.fsdp_config.qat.enable=True", "trainer.use_v1=False"),
+            [f"fix: {ACTOR}.fsdp_config.qat.enable=False"],
+        ),
     ],
     ids=["ours", "ours, as verl objects", "verl's, unknown class", "verl's V0"],
 )

@@ -50,6 +50,7 @@ WORKING: dict[str, str] = {
     "micro_batch_size_unused_under_dynamic_bsz": f"{DYNAMIC} {ACTOR}.ppo_micro_batch_size_per_gpu=0",
     "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
     "a_flag_of_another_engine": f"{ACTOR}.megatron.context_parallel_size=2",
+    "a_flag_that_verls_engine_does_not_read": f"{ACTOR}.qat.enable=True",
     "eager_attention_is_replaced": f"{MODEL}.override_config.attn_implementation=eager",
     "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
     "mtp_of_the_reference_policy_alone": f"{REF}.use_kl_loss=True",
@@ -172,7 +173,12 @@ REFUSED: list[tuple[str, str, str, str]] = [
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", f"{ACTOR}.fsdp_config._target_", "", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", f"{REF}.fsdp_config.use_prefix_grouper", "must follow", "=True"),
     (f"{ACTOR}.strategy=megatron {REF}.strategy=fsdp", f"{ACTOR}.strategy", "verl's FSDP engine", "model_engine=dp"),
-    (f"{ACTOR}.qat.enable=True", f"{ACTOR}.qat.enable", "quantization-aware training", "=False"),
+    (
+        f"{ACTOR}.fsdp_config.qat.enable=True",
+        f"{ACTOR}.fsdp_config.qat.enable",
+        "quantization-aware training",
+        "=False",
+    ),
     (f"{ACTOR}.loss_agg_mode=mean", "", "Invalid loss_agg_mode: mean", "change what it names"),
     (f"{ACTOR}.fsdp_config.no_such_field=1", "", "no_such_field", ""),
 ]
@@ -197,7 +203,7 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
 
 def test_all_errors_are_listed_at_once_and_warnings_are_logged(config_of, caplog) -> None:
     with pytest.raises(ConfigError, match="3 problems in the configuration") as raised:
-        check(config_of(f"{ACTOR}.qat.enable=True {MODEL}.mtp.enable=True prefix_grouper.console=full"))
+        check(config_of(f"{ACTOR}.fsdp_config.qat.enable=True {MODEL}.mtp.enable=True prefix_grouper.console=full"))
     assert "1. " in str(raised.value)
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
     check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager"))

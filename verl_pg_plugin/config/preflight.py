@@ -97,8 +97,6 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         found += _torn_groups(config)
     if shares and OmegaConf.select(config, f"{MODEL}.use_fused_kernels"):
         found += _reads_logits(config)
-    if shares and OmegaConf.select(config, f"{ACTOR}.qat.enable"):
-        found.append(rules.no_quantization(f"{ACTOR}.qat.enable"))
     checkpoints: dict[str, list[Issue]] = {}
     for role in roles_of(config):
         engine = engine_of(config, role, read_hf_config(config, CRITIC_MODEL if role == CRITIC else MODEL))

@@ -105,10 +105,10 @@ def multi_token_prediction(engine: Engine) -> Issue | None:
 
 
 def quantization_aware_training(engine: Engine) -> Issue | None:
-    return no_quantization(f"{engine.section}.qat.enable") if engine.get("qat.enable") else None
-
-
-def no_quantization(key: str) -> Issue:
+    """verl reads it from the engine's section alone; ``actor.qat`` does nothing under FSDP."""
+    if not engine.get("qat.enable"):
+        return None
+    key = f"{engine.section}.qat.enable"
     return Issue(f"{key}=True", "quantization-aware training is not verified with shared prefixes", f"{key}=False")
 
 

@@ -280,30 +280,26 @@ class _Planner:
         shared, weights, first = self.shared, self.weights, rest.first
         before = self.before[first] - shared[first] + rest.cached
         common = rest.cached  # what all sequences of the chunk share of the cached tokens
-        ends: list[tuple[int, int, int]] = []  # stop, cached tokens of the next, own tokens
-        alone: list[tuple[int, int, int]] = []  # the same where the next has none
+        ends: list[tuple[bool, int, int, int]] = []  # whether to end here, stop, cached tokens of the next, own tokens
         for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = weights.cached * rest.cached + (own if alone else weights.recomputing * own)
-            if taken > budget and alone:
+            taken = weights.cached * rest.cached + (own if ends else weights.recomputing * own)
+            if taken > budget and ends:
                 break
             if stop == rest.stop:
                 return stop, 0
-            alone.append((stop, 0, own))
             prefix = shared[stop]
-            published = prefix - common if prefix > common else 0
-            if prefix <= self.worth:
-                ends.append((stop, 0, own))
-            elif (
-                self.new[stop]
-                and taken + weights.published * published <= budget
+            reads = (
+                prefix > self.worth
+                and self.new[stop] > 0
+                and taken + weights.published * max(prefix - common, 0) <= budget
                 and weights.recomputing * self.new[stop] + weights.cached * prefix <= budget  # the next has room
-            ):
-                ends.append((stop, prefix, own))
-            common = prefix - published
-        ends = ends or alone
-        enough = (1 - slack) * ends[-1][2]
-        stop, read_next, _ = min((e for e in ends if e[2] >= enough), key=lambda e: (shared[e[0]], -e[0]))
+            )
+            ends.append((reads or prefix <= self.worth, stop, prefix if reads else 0, own))
+            common = min(common, prefix)
+        ends = [end for end in ends if end[0]] or ends
+        enough = (1 - slack) * ends[-1][-1]
+        _, stop, read_next, _ = min((e for e in ends if e[-1] >= enough), key=lambda e: (shared[e[1]], -e[1]))
         return stop, read_next
 
     def fill(self, chains: list[list[_Span]], at_least: int) -> list[list[_Part]]:
