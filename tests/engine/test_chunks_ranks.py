@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying, carrying_engine, trie
@@ -35,7 +36,18 @@ RUNS = [(strategy, split) for strategy, splits in STRATEGIES.items() for split i
 
 
 def used(split: str) -> list[int]:
-    return sorted(row for rows in SPLITS[split] for row in rows)
+    first, second = SPLITS[split]
+    return sorted([*first, *second])
+
+
+def batch_of(split: str, tokens: int = 56) -> TensorDict:
+    """Of both ranks."""
+    return make_batch([SAMPLES[i] for i in used(split)], max_token_len_per_gpu=tokens)
+
+
+def part(split: str, rank: int) -> list[int]:
+    """Which of its sequences a rank has."""
+    return [used(split).index(i) for i in SPLITS[split][rank]]
 
 
 def run_splits(rank: int, path: str) -> dict[tuple[str, str], Result]:
@@ -44,11 +56,9 @@ def run_splits(rank: int, path: str) -> dict[tuple[str, str], Result]:
     engines = {strategy: carrying_engine(path, strategy=strategy) for strategy in STRATEGIES}
     results = {}
     for strategy, split in RUNS:
-        engine, rows = engines[strategy], SPLITS[split]
-        batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
-        local = tu.index_select_tensor_dict(batch, [used(split).index(row) for row in rows[rank]])
-        with carrying(engine):
-            results[strategy, split] = run_engine(engine, local, actor_loss())
+        with carrying(engines[strategy]):
+            local = tu.index_select_tensor_dict(batch_of(split), part(split, rank))
+            results[strategy, split] = run_engine(engines[strategy], local)
     return results
 
 
@@ -61,18 +71,15 @@ def results(qwen3: str) -> list[dict[tuple[str, str], Result]]:
 def test_ranks_with_unequal_numbers_of_oversized_groups_are_exact(
     qwen3: str, results: list[dict[tuple[str, str], Result]], strategy: str, split: str
 ) -> None:
-    batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=56)
-    expected = run_reference(qwen3, batch, actor_loss())
-    for rank, rows in enumerate(SPLITS[split]):
-        mine = [used(split).index(row) for row in rows]
-        outputs = {name: [values[i] for i in mine] for name, values in expected.outputs.items()}
-        assert_same(results[rank][strategy, split], Result(outputs, expected.gradients))
+    expected = run_reference(qwen3, batch_of(split), actor_loss())
+    for rank, found in enumerate(results):
+        assert_same(found[strategy, split], expected.of_rank(part(split, rank)))
 
 
 def run_ulysses(rank: int, path: str) -> Any:
     engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2})
     with carrying(engine):
-        return run_engine(engine, make_batch(MIXED, max_token_len_per_gpu=BUDGET // 2), actor_loss())
+        return run_engine(engine, make_batch(MIXED, max_token_len_per_gpu=BUDGET // 2))
 
 
 def test_ulysses_ranks_carry_the_keys_of_their_heads(qwen3: str) -> None:
@@ -84,17 +91,14 @@ def test_ulysses_ranks_carry_the_keys_of_their_heads(qwen3: str) -> None:
 def run_hybrid(rank: int, path: str, split: str) -> tuple[list[int], Result]:
     """Two data-parallel ranks of two sequence-parallel ones each, weights sharded over two and replicated twice."""
     engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "fsdp_size": 2})
-    mine = [used(split).index(row) for row in SPLITS[split][engine.get_data_parallel_rank()]]
-    batch = make_batch([SAMPLES[row] for row in used(split)], max_token_len_per_gpu=28)
+    mine = part(split, engine.get_data_parallel_rank())
     with carrying(engine):
-        return mine, run_engine(engine, tu.index_select_tensor_dict(batch, mine), actor_loss())
+        return mine, run_engine(engine, tu.index_select_tensor_dict(batch_of(split, 28), mine))
 
 
 @pytest.mark.slow
 def test_sequence_and_data_parallel_ranks_carry_together(qwen3: str) -> None:
     split = "two against one"
-    batch = make_batch([SAMPLES[row] for row in used(split)])
-    expected = run_reference(qwen3, batch, actor_loss())
+    expected = run_reference(qwen3, batch_of(split), actor_loss())
     for mine, result in on_ranks(4, run_hybrid, qwen3, split):
-        outputs = {name: [values[i] for i in mine] for name, values in expected.outputs.items()}
-        assert_same(result, Result(outputs, expected.gradients))
+        assert_same(result, expected.of_rank(mine))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.carried_cases import carrying, carrying_engine
-from tests.support import actor_loss, check_exact, group, make_engine, run_engine
+from tests.support import actor_loss, check_exact, group, make_engine, run_engine, update
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import (
     LayerCompilerError,
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 BUDGET = 40
 """Of which the first group of each batch takes more."""
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
+WHOLE = make_batch(RAGGED[0])
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +63,6 @@ def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(
     assert not counters["recompiles"]
 
 
-def run_update(engine: Any, loss: Any) -> None:
-    with engine.train_mode():
-        engine.forward_backward_batch(make_batch(RAGGED[0]), loss)
-        engine.optimizer_zero_grad()
-
-
 class Products(TorchDispatchMode):
     """Counts products by the size of their weight, those of compiled graphs too, as a forward computes them.
 
@@ -90,35 +85,21 @@ class Products(TorchDispatchMode):
 
 def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(compiled: Any) -> None:
     with Products() as products:
-        run_update(compiled, actor_loss())
+        update(compiled, WHOLE)
     hidden, intermediate, layers = 32, 48, 2
     assert products.calls[hidden, intermediate] == 2 * 2 * layers, "the other two matrices of each MLP, both times"
     assert products.calls[intermediate, hidden] == layers
 
 
 @pytest.fixture
-def compile_with(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Layers go through another compiler than Inductor, which takes seconds."""
+def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
+    """An engine whose layers go through another compiler than Inductor, which takes seconds."""
 
-    def use(backend: Any) -> None:
+    def build(backend: Any) -> Any:
         monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend=backend))
+        return make_engine(qwen3, packed=True, engine={"compile_layers": True})
 
-    return use
-
-
-def test_recomputed_layers_run_the_graphs_of_their_forward(qwen3: str, compile_with) -> None:
-    """Else the backward compiles, and the checkpoint meets tensors and operators that the forward never had."""
-    compile_with("eager")
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
-    compiled_by_the_loss = []
-
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        compiled_by_the_loss.append(counters["stats"]["unique_graphs"])
-        return actor_loss()(*args, **kwargs)
-
-    run_update(engine, loss)
-    assert compiled_by_the_loss == [counters["stats"]["unique_graphs"]]
-    assert compiled_by_the_loss[0] > 0
+    return build
 
 
 def fail(graph: Any, inputs: Any) -> Any:
@@ -133,12 +114,10 @@ def run(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-def test_a_compiler_that_fails_is_named_with_the_way_around(qwen3: str, compile_with) -> None:
+def test_a_compiler_that_fails_is_named_with_the_way_around(compile_with) -> None:
     way_around = r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"
-    compile_with(fail)
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
     with pytest.raises(LayerCompilerError, match=way_around):
-        run_update(engine, actor_loss())
+        update(compile_with(fail), WHOLE)
     compile_with(aot_autograd(fw_compiler=run, bw_compiler=fail_as_inductor_does))
     with pytest.raises(LayerCompilerError, match=way_around), compiling():
         compile_forward(lambda x: x.sin().cos())(torch.ones(3, requires_grad=True)).sum().backward()
@@ -152,10 +131,8 @@ def test_a_layer_that_is_recomputed_in_other_dtypes_than_it_ran_in_is_named_with
         checkpoint(lambda x: x.to(next(dtypes)) ** 2, x, use_reentrant=False).sum().backward()
 
 
-def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(qwen3: str, compile_with) -> None:
+def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(compile_with) -> None:
     """Whose override would not help."""
-    compile_with("eager")
-    plain = actor_loss()
 
     @torch.compile(fullgraph=True, backend="eager")
     def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -163,21 +140,18 @@ def test_a_loss_that_torch_cannot_compile_is_not_said_to_be_a_layer(qwen3: str, 
         return 2 * x
 
     def loss(*args: Any, **kwargs: Any) -> Any:
-        value, metrics = plain(*args, **kwargs)
+        value, metrics = actor_loss()(*args, **kwargs)
         return doubled(value), metrics
 
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
     with pytest.raises(Unsupported):
-        run_update(engine, loss)
+        update(compile_with("eager"), WHOLE, loss)
 
 
-def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(qwen3: str, compile_with, monkeypatch) -> None:
+def test_a_layer_that_torch_would_no_longer_compile_stops_the_run(compile_with, monkeypatch) -> None:
     """torch itself would go on without compiling, for the rest of the training, after a line in the log."""
-    compile_with("eager")
     monkeypatch.setitem(compiled_layers.DYNAMO_SETTINGS, "recompile_limit", 1)
-    engine = make_engine(qwen3, packed=True, engine={"compile_layers": True})
     with pytest.raises(LayerCompilerError, match=r"has made 1 graphs.*prefix_grouper\.compile_layers=False"):
-        run_engine(engine, make_batch(RAGGED[0]), actor_loss())
+        run_engine(compile_with("eager"), WHOLE)
 
 
 def settings() -> dict[str, Any]:
@@ -187,9 +161,13 @@ def settings() -> dict[str, Any]:
     }
 
 
-def test_settings_hold_where_layers_are_compiled_in_every_thread_and_not_in_a_loss(qwen3: str, compile_with) -> None:
-    """A GPU's backward has a thread of its own; a compiled loss may have a number that changes in every step."""
+def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> None:
+    """Else the backward compiles, and the checkpoint meets tensors and operators that the forward never had.
+
+    A GPU's backward has a thread of its own; a compiled loss may have a number that changes in every step.
+    """
     ours, torchs, found = compiled_layers.DYNAMO_SETTINGS | compiled_layers.AUTOGRAD_SETTINGS, settings(), []
+    compiled_by_the_loss = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         found.append(settings())
@@ -197,15 +175,15 @@ def test_settings_hold_where_layers_are_compiled_in_every_thread_and_not_in_a_lo
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         assert settings() == torchs
+        compiled_by_the_loss.append(len(found))
         return actor_loss()(*args, **kwargs)
 
-    compile_with(backend)
-    run_update(make_engine(qwen3, packed=True, engine={"compile_layers": True}), loss)
+    update(compile_with(backend), WHOLE, loss)
+    assert compiled_by_the_loss == [len(found)] != [0]
     thread = Thread(target=compile_forward(torch.sin), args=(torch.ones(3),))
-    before = len(found)
     thread.start()
     thread.join()
-    assert len(found) == before + 1 > 1
+    assert len(found) == compiled_by_the_loss[0] + 1
     assert all(seen == ours for seen in found)
     assert settings() == torchs != ours
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,9 @@ from tests.support import (
     assert_same,
     check_exact,
     clone,
-    full_gradients,
     group,
     make_engine,
-    save_tiny_model,
+    update,
 )
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -68,21 +66,12 @@ def top_k_batch(samples: list[Sample], only: bool = True, **settings: Any) -> Te
     return with_teacher(make_batch(samples, **settings), K)
 
 
-def update(engine: Any, batch: TensorDict, loss: Callable) -> tuple[Result, dict]:
-    """Gradients, loss and metrics of one update."""
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(clone(batch), loss)
-        return Result({}, full_gradients(engine.module), sum(output["loss"])), output["metrics"]
-
-
-def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> tuple[Result, dict]:
+def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> Result:
     """Every sequence alone through the stock model, and verl's loss on its logits and then on all of them at once."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    temperatures = torch.as_tensor(batch["temperature"]).reshape(-1).expand(len(batch)).tolist()
     rows: dict[str, list[torch.Tensor]] = {}
-    for i, (ids, temperature) in enumerate(zip(batch["input_ids"].unbind(), temperatures, strict=True)):
-        logits = model(input_ids=ids[None], use_cache=False).logits / temperature
+    for i, ids in enumerate(batch["input_ids"].unbind()):
+        logits = model(input_ids=ids[None], use_cache=False).logits / batch["temperature"]
         found = loss(student_logits=logits, data=tu.index_select_tensor_dict(batch, [i]))
         found["log_probs"] = logits.log_softmax(-1).gather(-1, ids.roll(-1)[None, :, None]).squeeze(-1)
         for name, values in found.items():
@@ -92,7 +81,7 @@ def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> tuple[Result, d
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
     value, metrics = loss(model_output=outputs, data=data)
     value.backward()
-    return Result({}, {name: p.grad for name, p in model.named_parameters()}, value.item()), metrics
+    return Result({}, {name: p.grad for name, p in model.named_parameters()}, value.item(), metrics)
 
 
 @pytest.mark.parametrize("task_rewards", [True, False], ids=["task rewards", "alone"])
@@ -114,18 +103,18 @@ def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
     loss, only = loss_of("forward_kl_topk", policy_gradient, task_rewards), not policy_gradient and not task_rewards
     engine = make_engine(qwen3, packed=True, engine={"logits_chunk_size": chunk})
     batch = top_k_batch([*MIXED, *BEGINNINGS], only, temperature=0.7, max_token_len_per_gpu=tokens)
-    expected, expected_metrics = top_k_alone(qwen3, batch, loss)
-    found, metrics = update(engine, batch, loss)
+    found, expected = update(engine, batch, loss), top_k_alone(qwen3, batch, loss)
     assert_same(found, expected)
     if tokens > 100:
         for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
-            assert metrics[f"distillation/{name}"][0] == pytest.approx(expected_metrics[f"distillation/{name}"])
+            name = f"distillation/{name}"
+            assert found.metrics[name][0] == pytest.approx(expected.metrics[name])
 
 
 def test_another_teacher_gives_another_loss_so_the_tests_above_show_something(packed: Any) -> None:
     batch, loss = top_k_batch(MIXED), loss_of("forward_kl_topk", False, False)
     other = with_teacher(clone(batch), K, seed=6)
-    assert abs(update(packed, batch, loss)[0].loss - update(packed, other, loss)[0].loss) > 1e-3
+    assert abs(update(packed, batch, loss).loss - update(packed, other, loss).loss) > 1e-3
 
 
 OPTIONS: dict[str, dict] = {
@@ -142,14 +131,12 @@ def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> N
     batch, loss = top_k_batch(REACHING, max_token_len_per_gpu=44), loss_of("forward_kl_topk", False, False)
     engine = carrying_engine(qwen3, **OPTIONS[option])
     with carrying(engine):
-        found, _ = update(engine, batch, loss)
-    assert_same(found, top_k_alone(qwen3, batch, loss)[0])
+        assert_same(update(engine, batch, loss), top_k_alone(qwen3, batch, loss))
 
 
 def test_top_k_in_padded_groups(qwen3: str) -> None:
     batch, loss = top_k_batch(MIXED, **PADDED), loss_of("forward_kl_topk", False, False)
-    found, _ = update(engine_of(qwen3, "padded groups"), batch, loss)
-    assert_same(found, top_k_alone(qwen3, batch, loss)[0])
+    assert_same(update(engine_of(qwen3, "padded groups"), batch, loss), top_k_alone(qwen3, batch, loss))
 
 
 def update_under_ulysses(rank: int, path: str) -> list[Result]:
@@ -157,7 +144,7 @@ def update_under_ulysses(rank: int, path: str) -> list[Result]:
     results = []
     for samples, only, tokens in ULYSSES:
         batch = top_k_batch(samples, only, max_token_len_per_gpu=tokens)
-        results.append(update(engine, batch, loss_of("forward_kl_topk", not only, False))[0])
+        results.append(update(engine, batch, loss_of("forward_kl_topk", not only, False)))
     return results
 
 
@@ -168,13 +155,12 @@ def test_top_k_under_ulysses(qwen3: str) -> None:
     for results in on_ranks(2, update_under_ulysses, qwen3):
         for (samples, only, _), found in zip(ULYSSES, results, strict=True):
             batch, loss = top_k_batch(samples, only), loss_of("forward_kl_topk", not only, False)
-            expected = top_k_alone(qwen3, batch, loss)[0]
-            assert_same(found, Result({}, expected.gradients))
+            assert_same(found, top_k_alone(qwen3, batch, loss).of_rank([]))
 
 
-def test_fused_kernels_are_refused_with_top_k_by_name(tmp_path: Path) -> None:
+def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
     fused = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-    engine = make_engine(save_tiny_model(tmp_path), packed=True, model=fused)
+    engine = make_engine(qwen3, packed=True, model=fused)
     batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
     loss = loss_of("k1", True, False)
     update(engine, batch, loss)

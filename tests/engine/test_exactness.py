@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import actor_loss, check_exact, clone, group, make_engine, save_tiny_model
+from tests.support import check_exact, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -131,62 +131,64 @@ def test_more_than_4096_tokens(tmp_path: Path, mode: str) -> None:
 def test_log_probs_change_by_no_bit_where_those_of_a_sibling_do(engines: dict[str, Any], mode: str) -> None:
     samples = group(12, [6, 6, 6], 8)
     changed = [samples[0], Sample(samples[1].prompt, [t ^ 1 for t in samples[1].response]), samples[2]]
-    with engines[mode].eval_mode():
-        before, after = (
-            engines[mode].infer_batch(make_batch(some, **MODES[mode]))["model_output"]["log_probs"].unbind()
-            for some in (samples, changed)
-        )
+    before, after = (
+        infer(engines[mode], make_batch(some, **MODES[mode]))["model_output"]["log_probs"].unbind()
+        for some in (samples, changed)
+    )
     assert [torch.equal(*rows) for rows in zip(before, after, strict=True)] == [True, False, True]
 
 
 def test_positions_that_nobody_reads_hold_zero(packed: Any) -> None:
     """The last token predicts nothing; verl rolls the next sequence's first token onto it."""
-    with packed.eval_mode():
-        rows = packed.infer_batch(make_batch(MIXED))["model_output"]["log_probs"].unbind()
-    for row, sample in zip(rows, MIXED, strict=True):
+    log_probs = infer(packed, make_batch(MIXED))["model_output"]["log_probs"]
+    for row, sample in zip(log_probs.unbind(), MIXED, strict=True):
         assert row.shape == (len(sample.prompt) + len(sample.response),)
         assert not row[: len(sample.prompt) - 1].any()
         assert row[-1] == 0
 
 
-def test_metrics_count_tokens_that_were_computed(packed: Any, qwen3: str) -> None:
-    batch = make_batch(MIXED, max_token_len_per_gpu=45)
-    logical = sum(len(s.prompt) + len(s.response) for s in MIXED)
-    physical = (19 + 5 + 9 + 1 + 7) + (2 + 5 + 3) + (33 + 4 - 1)
-    metrics = metrics_of(packed, batch)
-    assert metrics["prefix_grouper/logical_tokens"] == [logical]
-    assert metrics["prefix_grouper/physical_tokens"] == [physical]
-    assert metrics["prefix_grouper/dedup_ratio"] == [logical / physical]
-    assert metrics["prefix_grouper/groups_per_micro_batch"] == [3 / 3]
-    assert metrics["prefix_grouper/attention_backend/sdpa"] == [1.0]
-    padding = metrics_of(
-        make_engine(qwen3, packed=True, engine={"pad_to_length": True, "pad_to_length_bucket": 60}), batch
-    )
-    (padded,) = padding["prefix_grouper/physical_tokens"]
-    assert padded % 60 == 0
-    assert padding["prefix_grouper/padding_tokens"] == [padded - physical]
-    assert padded > physical
+COMPUTED = (19 + 5 + 9 + 1 + 7, 2 + 5 + 3, 33 + 4 - 1)
+"""Tokens of the groups of ``MIXED``."""
+LOGICAL, CUT = sum(len(s.prompt) + len(s.response) for s in MIXED), {"max_token_len_per_gpu": 45}
+COUNTED: dict[str, tuple[str, list[Sample], dict, dict[str, float]]] = {
+    "groups": (
+        "packed",
+        MIXED,
+        CUT,
+        {
+            "logical_tokens": LOGICAL,
+            "physical_tokens": sum(COMPUTED),
+            "dedup_ratio": LOGICAL / sum(COMPUTED),
+            "groups_per_micro_batch": 1,
+            "attention_backend/sdpa": 1,
+        },
+    ),
+    "padding": ("padding", MIXED, CUT, {"physical_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)}),
+    "turns that only continue one another share": (
+        "packed",
+        CASES["turns_that_only_continue_one_another"],
+        {},
+        {"rmpad_micro_batches": 0, "physical_tokens": 4 * 8 + 3 + 2 - 1},
+    ),
+    "lines of padded groups": (
+        "padded groups",
+        MIXED,
+        PADDED,
+        {"physical_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
+    ),
+}
 
 
-def metrics_of(engine: Any, batch: Any) -> dict[str, list[float]]:
-    with engine.train_mode():
-        return engine.forward_backward_batch(clone(batch), actor_loss())["metrics"]
-
-
-def test_turns_that_only_continue_one_another_count_as_shared(packed: Any) -> None:
-    metrics = metrics_of(packed, make_batch(CASES["turns_that_only_continue_one_another"]))
-    assert metrics["prefix_grouper/rmpad_micro_batches"] == [0.0]
-    assert metrics["prefix_grouper/physical_tokens"] == [4 * 8 + 3 + 2 - 1]
-
-
-def test_metrics_count_padding_of_groups_as_work(engines: dict[str, Any]) -> None:
-    metrics = metrics_of(engines["padded groups"], make_batch(MIXED, **PADDED))
-    longest_line = 19 + 5 + 9 + 1 + 7
-    assert metrics["prefix_grouper/physical_tokens"] == [3 * longest_line]
-    assert metrics["prefix_grouper/groups_per_micro_batch"] == [3]
+@pytest.mark.parametrize("case", COUNTED)
+def test_metrics_count_tokens_that_were_computed(engines: dict[str, Any], qwen3: str, case: str) -> None:
+    mode, samples, settings, expected = COUNTED[case]
+    padding = {"pad_to_length": True, "pad_to_length_bucket": 60}
+    engine = make_engine(qwen3, packed=True, engine=padding) if mode == "padding" else engines[mode]
+    metrics = update(engine, make_batch(samples, **settings)).metrics
+    assert {name: metrics[f"prefix_grouper/{name}"] for name in expected} == {n: [x] for n, x in expected.items()}
 
 
 def test_dynamic_micro_batches_of_padded_groups_are_refused_with_both_ways_out(engines: dict[str, Any]) -> None:
     batch = make_batch(MIXED, use_remove_padding=False, max_token_len_per_gpu=100)
     with pytest.raises(BatchError, match=r"use_remove_padding=True.*use_dynamic_bsz=False"):
-        metrics_of(engines["padded groups"], batch)
+        infer(engines["padded groups"], batch)

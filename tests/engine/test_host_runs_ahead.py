@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.carried_cases import CASES, carrying_engine
-from tests.support import actor_loss, clone, group, make_engine
+from tests.support import group, make_engine, run_engine
 from verl_pg_plugin.attention import passes
 from verl_pg_plugin.engine import batch
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
@@ -81,14 +80,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return watching
 
 
-def run(engine: Any, data: TensorDict) -> None:
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        engine.forward_backward_batch(clone(data), actor_loss())
-    with engine.eval_mode():
-        engine.infer_batch(clone(data))
-
-
 def of_ours(waits: Waits) -> set[str]:
     """But for the kernel of CPUs, which no GPU runs, and for what reads the batch on the host."""
     return {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
@@ -99,9 +90,9 @@ def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits
     """Without options, of split groups."""
     if options is None:
         samples, budget = CASES["one_group_of_8"]
-        run(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
+        run_engine(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
     else:
-        run(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
+        run_engine(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
     assert not of_ours(waits)
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
     assert any("verl/workers/utils" in name for name in waits.files)

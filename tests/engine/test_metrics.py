@@ -1,12 +1,17 @@
-"""What a mini-batch reports about itself is what its tokens cost."""
+"""A mini-batch reports what its tokens cost, and means of its loss over all tokens, however it is cut."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric, reduce_metrics
 
+from tests.engine.ranks import on_ranks
+from tests.support import group, make_engine, update
 from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
@@ -14,6 +19,9 @@ from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities.text import Content
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.synthetic import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
 # Twice two responses of one token to a prompt of three; two of the prompts begin alike.
@@ -82,3 +90,41 @@ def test_verified_samples_of_all_ranks_and_their_largest_error() -> None:
     assert told["prefix_grouper/verified_rows"] == [6.0]
     assert told["prefix_grouper/verify_max_error"] == [3e-6]
     assert "prefix_grouper/verify_max_error" not in metrics(GROUPS, MiniBatchCosts(), verified=[])
+
+
+# Few long responses, and many short ones: fair cuts of sequences are unfair cuts of tokens.
+SAMPLES = [*group(6, [40, 38], 1), *group(9, [2, 3, 1, 2], 2)]
+LOGGED = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_loss")
+
+
+def loss_metrics(engine: Any, sequences: list[int] | None = None, **cut: Any) -> dict[str, Any]:
+    batch = make_batch(SAMPLES, **cut)
+    # An old policy that differs from the new one by far in long responses alone.
+    old = [values - 0.3 * (len(values) > 9) for values in batch["old_log_probs"].unbind()]
+    batch["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
+    if sequences is not None:
+        batch = tu.index_select_tensor_dict(batch, torch.tensor(sequences))
+    return update(engine, batch).metrics
+
+
+def on_rank(rank: int, path: str) -> dict[str, Any]:
+    sequences = [[0, 1, 2], [3, 4, 5]][rank]
+    return loss_metrics(make_engine(path, packed=True), sequences, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"max_token_len_per_gpu": 60}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}], ids=str
+)
+def test_kl_and_clip_fraction_do_not_depend_on_how_a_mini_batch_is_cut(packed: Any, cut: dict[str, Any]) -> None:
+    """The mean over micro-batches that verl takes would count a short response as much as a long one."""
+    whole, in_parts = (reduce_metrics(loss_metrics(packed, **made)) for made in ({"max_token_len_per_gpu": 1000}, cut))
+    assert abs(whole["actor/ppo_kl"]) > 0.01
+    for name in LOGGED:
+        assert in_parts[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_rank_of_few_tokens_counts_as_little(packed: Any, qwen3: str) -> None:
+    """As verl's worker puts the metrics of ranks together."""
+    whole, ranks = reduce_metrics(loss_metrics(packed)), on_ranks(2, on_rank, qwen3)
+    for name in LOGGED[:3]:
+        assert Metric.aggregate_dp([rank[name] for rank in ranks]) == pytest.approx(whole[name], rel=1e-4, abs=1e-6)

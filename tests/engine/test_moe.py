@@ -20,28 +20,22 @@ MODELS: dict[str, dict] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Two ways to write experts; tests/architectures has every type."""
-FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+VARIANTS: dict[str, dict] = {
+    **{name: {"override_config": {"_experts_implementation": name}} for name in IMPLEMENTATIONS},
+    "router logits": {"override_config": {"output_router_logits": True}},
+    "fused kernels": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}},
+}
 
 
-@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model_type", MODELS)
-def test_every_implementation_of_experts_is_exact(tmp_path: Path, model_type: str, experts: str) -> None:
-    path = save_tiny_model(tmp_path, model_type, **MODELS[model_type])
-    override = {"attn_implementation": "sdpa", "_experts_implementation": experts}
-    engine = make_engine(path, packed=True, model={"override_config": override})
-    assert engine.module.config._experts_implementation == experts
-    samples = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2)]
-    check_exact(engine, path, make_batch(samples, max_token_len_per_gpu=40))
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_fused_kernels_take_the_place_of_the_head_and_router_logits_change_nothing(
-    tmp_path: Path, model_type: str
-) -> None:
+def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, variant: str) -> None:
     """verl's FSDP engine reads logits alone: the load-balancing loss of the model's output goes nowhere."""
     path = save_tiny_model(tmp_path, model_type, **MODELS[model_type])
-    override = {"attn_implementation": "sdpa", "output_router_logits": True}
-    for model in (FUSED, {"override_config": override}):
-        engine = make_engine(path, packed=True, model=model)
-        assert bool(engine.log_prob_head and engine.log_prob_head.fused) == (model is FUSED)
-        check_exact(engine, path, make_batch(group(14, [5, 3, 8, 2], 1)))
+    engine = make_engine(path, packed=True, model=VARIANTS[variant])
+    if variant in IMPLEMENTATIONS:
+        assert engine.module.config._experts_implementation == variant
+    assert bool(engine.log_prob_head and engine.log_prob_head.fused) == (variant == "fused kernels")
+    samples = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2)]
+    check_exact(engine, path, make_batch(samples, max_token_len_per_gpu=40))

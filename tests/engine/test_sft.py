@@ -13,10 +13,12 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
 
 from tests.engine.ranks import on_ranks
-from tests.support import VOCAB, Result, assert_same, full_gradients, make_engine
+from tests.support import VOCAB, Result, assert_same, make_engine, update
 from verl_pg_plugin.engine.batch import read_sequences
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+LOSS = partial(sft_loss, config=None)
 
 Row = tuple[list[int], list[int]]
 """Tokens, and which of them the loss counts."""
@@ -72,32 +74,27 @@ def alone(path: str, samples: list[Row]) -> Result:
     return Result({}, {name: p.grad for name, p in model.named_parameters()}, loss.item())
 
 
-def update(engine: Any, batch: TensorDict) -> tuple[Result, dict]:
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(batch, partial(sft_loss, config=None))
-        return Result({}, full_gradients(engine.module), sum(output["loss"])), output["metrics"]
-
-
 @pytest.mark.parametrize("tokens", [1 << 30, 70, 60])
 def test_loss_and_gradients_are_those_of_the_sequences_alone(
-    qwen3: str, tokens: int, caplog: pytest.LogCaptureFixture
+    packed: Any, qwen3: str, tokens: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="verl_pg_plugin"):
-        found, metrics = update(make_engine(qwen3, packed=True), sft_batch(rows(), tokens))
+        found = update(packed, sft_batch(rows(), tokens), LOSS)
     assert_same(found, alone(qwen3, rows()))
     assert float(caplog.messages[-1].removeprefix("shared prefixes: dedup ratio ")) > 1.5
-    assert not [name for name in metrics if "prefix_grouper" in name], "loggers of verl's SFT trainer take no lists"
+    assert not [name for name in found.metrics if "prefix_grouper" in name], (
+        "loggers of verl's SFT trainer take no lists"
+    )
 
 
 def update_under_ulysses(rank: int, path: str) -> Result:
     engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
-    return update(engine, sft_batch(rows(), 40))[0]
+    return update(engine, sft_batch(rows(), 40), LOSS)
 
 
 def test_under_ulysses(qwen3: str) -> None:
     for result in on_ranks(2, update_under_ulysses, qwen3):
-        assert_same(Result({}, result.gradients), Result({}, alone(qwen3, rows()).gradients))
+        assert_same(result, alone(qwen3, rows()).of_rank([]))
 
 
 def test_the_prompt_is_what_lies_in_front_of_the_first_token_that_counts() -> None:

@@ -22,6 +22,7 @@ from tests.support import (
     make_engine,
     run_engine,
     run_reference,
+    update,
 )
 from verl_pg_plugin.attention import kernels, passes
 from verl_pg_plugin.attention.kernels import KERNELS
@@ -50,7 +51,7 @@ def run_splits(rank: int, path: str) -> dict[tuple[str, str], tuple[Result, int]
         for cut, settings in CUTS.items():
             batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **settings), rows[rank])
             plan = engine.plan(clone(batch), forward_only=False)
-            results[split, cut] = run_engine(engine, batch, actor_loss()), len(plan.micro_batches)
+            results[split, cut] = run_engine(engine, batch), len(plan.micro_batches)
     return results
 
 
@@ -64,8 +65,7 @@ def ranks(qwen3: str) -> list[dict[tuple[str, str], tuple[Result, int]]]:
 def test_gradients_of_two_ranks_equal_the_rows_alone(ranks: list, qwen3: str, split: str, cut: str) -> None:
     reference = run_reference(qwen3, make_batch(SAMPLES), actor_loss())
     for mine, results in zip(SPLITS[split], ranks, strict=True):
-        outputs = {name: [values[row] for row in mine] for name, values in reference.outputs.items()}
-        assert_same(results[split, cut][0], Result(outputs, reference.gradients))
+        assert_same(results[split, cut][0], reference.of_rank(mine))
     first, second = (results[split, cut][1] for results in ranks)
     assert first == second > 1, "micro-batches"
 
@@ -80,12 +80,10 @@ def fail_on_rank_one(rank: int, path: str) -> list[str]:
     wrong = [bad, make_batch(SAMPLES).exclude("responses"), long]
     for batch in (*(wrong if rank == 1 else [good] * 3), few):
         try:
-            with engine.train_mode():
-                engine.forward_backward_batch(clone(batch), actor_loss())
+            update(engine, batch)
         except (ValueError, RuntimeError) as error:
             messages.append(str(error))
-    with engine.train_mode():
-        engine.forward_backward_batch(clone(good), actor_loss())
+    update(engine, good)
     return messages
 
 

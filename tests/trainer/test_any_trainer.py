@@ -10,7 +10,6 @@ from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from tests.trainer.test_v0 import Stock, make_batch, ranks
-from tests.trainer.test_v1 import Batch, StockTrainer
 from verl_pg_plugin.trainer import keep_groups
 
 
@@ -37,14 +36,6 @@ class OwnFitV0(Stock):
         self.actor_rollout_wg.updated.append(batch)
 
 
-class OwnBalanceV1(StockTrainer):
-    """Drops the last sequence pair and orders by key, as a trainer does that fixes its number of steps."""
-
-    def _balance_batch(self, batch: Batch, metrics: dict, *args: Any, **kwargs: Any) -> Batch:
-        metrics["own/balanced"] = 1
-        return Batch(sorted(batch.keys[:-2], reverse=True), [tag["response_len"] for tag in batch.tags[:-2]])
-
-
 def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_config: Callable[..., DictConfig]) -> None:
     trainer = keep_groups(OwnBalanceV0)(make_config())
     metrics: dict[str, Any] = {}
@@ -54,15 +45,6 @@ def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_con
     assert sorted(balanced.batch["row"].tolist()) == list(range(8))
     for rank in ranks(balanced):
         assert all(len(set(part)) == 1 for part in (rank[:2], rank[2:]))
-
-
-def test_a_v1_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_config: Callable[..., DictConfig]) -> None:
-    trainer = keep_groups(OwnBalanceV1)(make_config())
-    metrics: dict[str, Any] = {}
-    keys = ["a_0_0", "b_0_0", "a_1_0", "b_1_0", "x_0_0", "x_1_0"]
-    balanced = trainer._balance_batch(Batch(keys, [5] * 6), metrics)
-    assert metrics["own/balanced"] == 1
-    assert sorted(map(sorted, balanced.ranks())) == [["a_0_0", "a_1_0"], ["b_0_0", "b_1_0"]]
 
 
 def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(

@@ -54,12 +54,11 @@ class Recorded:
     metrics: dict[str, Any]
     model: Any
 
-    @property
+    @cached_property
     def mini_batches(self) -> list[list[Row]]:
-        starts = range(0, len(self.rows), ROWS_OF_A_MINI_BATCH)
-        return [self.rows[start : start + ROWS_OF_A_MINI_BATCH] for start in starts]
+        return [self.rows[i : i + ROWS_OF_A_MINI_BATCH] for i in range(0, len(self.rows), ROWS_OF_A_MINI_BATCH)]
 
-    @property
+    @cached_property
     def real(self) -> list[Row]:
         return sorted((row for row in self.rows if not row.filler), key=lambda row: row.place)
 
@@ -68,6 +67,17 @@ class Recorded:
         tokens = torch.tensor([[*row.prompt, *row.response]])
         logits = self.model(input_ids=tokens).logits[0, len(row.prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(-1, tokens[0, len(row.prompt) :, None])[:, 0]
+
+    def mean_norm(self, advantages: list[torch.Tensor]) -> float:
+        """Of the gradients of all mini-batches, every row computed alone."""
+        norms, of_row = [], iter(advantages)
+        for rows in self.mini_batches:
+            self.model.zero_grad()
+            tokens = sum(int(row.mask.sum()) for row in rows)
+            for row in rows:
+                (-(next(of_row) * row.mask * self.log_probs(row)).sum() / tokens).backward()
+            norms.append(torch.nn.utils.get_total_norm([weight.grad for weight in self.model.parameters()]))
+        return float(torch.stack(norms).mean())
 
 
 @pytest.fixture(scope="module")
@@ -135,25 +145,10 @@ def test_old_log_probs_are_those_of_every_row_alone(recorded: Recorded) -> None:
             torch.testing.assert_close(row.old_log_probs, recorded.log_probs(row), rtol=1e-5, atol=1e-5)
 
 
-def mean_norm(recorded: Recorded, advantages: list[torch.Tensor]) -> float:
-    """Of the gradients of all mini-batches, every row computed alone."""
-    norms = []
-    of_row = iter(advantages)
-    for rows in recorded.mini_batches:
-        recorded.model.zero_grad()
-        tokens = sum(int(row.mask.sum()) for row in rows)
-        for row in rows:
-            loss = -(next(of_row) * row.mask * recorded.log_probs(row)).sum() / tokens
-            loss.backward()
-        gradients = [weight.grad for weight in recorded.model.parameters()]
-        norms.append(torch.nn.utils.get_total_norm(gradients))
-    return float(torch.stack(norms).mean())
-
-
 def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(recorded: Recorded) -> None:
     """At a ratio of 1, and where the reference policy is the policy, the gradient is that of advantage x log-prob."""
-    expected = mean_norm(recorded, [row.advantages for row in recorded.rows])
-    without_groups = mean_norm(recorded, [torch.full_like(row.advantages, row.reward) for row in recorded.rows])
+    expected = recorded.mean_norm([row.advantages for row in recorded.rows])
+    without_groups = recorded.mean_norm([torch.full_like(row.advantages, row.reward) for row in recorded.rows])
     assert expected > 0
     assert without_groups != pytest.approx(expected, rel=1e-2), "rewards would train something else"
     assert recorded.metrics["actor/grad_norm"] == pytest.approx(expected, rel=1e-4)

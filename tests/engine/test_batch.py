@@ -1,0 +1,257 @@
+"""A batch is read and sent to the device whole, and one that cannot be computed stops with its cause and its fix."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+
+from tests.support import actor_loss, full_gradients, group, update
+from verl_pg_plugin.engine import batch as batches
+from verl_pg_plugin.engine.batch import SequenceSelector, on_device, read_sequences
+from verl_pg_plugin.modalities import BatchError
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+SAMPLES = group(5, [3, 2, 4], 1)
+
+
+def jagged(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def with_temperature(values: list[float]) -> torch.Tensor:
+    return make_batch(SAMPLES, temperature=1.0).set("temperature", torch.tensor(values).expand(3))
+
+
+def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
+    """A row's log-prob depends on it: the nearest two numbers are as far apart as any."""
+    next_to_it = torch.nextafter(torch.tensor(0.7), torch.tensor(1.0)).item()
+    sequences = read_sequences(with_temperature([0.7, next_to_it, 0.7]))
+    assert sequences.classes is not None
+    assert sequences.classes.tolist() == [0, 1, 0]
+    assert sequences.select([1, 2]).classes.tolist() == [1, 0]
+    layout = sequences.lay_out(packed=True)
+    assert layout.num_tokens == 2 * 4 + sum(len(sample.response) for sample in SAMPLES)
+    assert (layout.segment_start == 0).sum() == 2
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_temperature_of_one_element_is_everybodys(shape: tuple[int, ...]) -> None:
+    batch = make_batch(SAMPLES, temperature=torch.full(shape, 0.7))
+    assert isinstance(batch["temperature"], torch.Tensor)
+    sequences = read_sequences(batch)
+    assert sequences.classes is None
+    assert sequences.order().num_shared.tolist() == [0, 4, 4]
+
+
+def test_legacy_left_padded_batch_without_position_ids() -> None:
+    """verl's left_right_2_no_padding leaves padded prompts and responses beside the attention mask."""
+    ids = [[*s.prompt, *s.response] for s in SAMPLES]
+    padding = [[0] * (4 - len(s.response)) for s in SAMPLES]
+    fields = {
+        "input_ids": jagged(map(torch.tensor, ids)),
+        "prompts": torch.tensor([[0, 0, *s.prompt] for s in SAMPLES]),
+        "responses": torch.tensor([[*s.response, *zeros] for s, zeros in zip(SAMPLES, padding, strict=True)]),
+        "attention_mask": torch.tensor(
+            [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
+        ),
+    }
+    sequences = read_sequences(TensorDict(fields, batch_size=len(SAMPLES)))
+    assert sequences.prompt_lengths.tolist() == [5] * len(SAMPLES)
+    assert np.array_equal(sequences.content.tokens, np.concatenate(ids))
+
+
+def emptied(batch: TensorDict) -> TensorDict:
+    none = torch.zeros(1, dtype=torch.int64)
+    fields = {
+        name: torch.nested.nested_tensor_from_jagged(batch[name].values()[:0], none)
+        for name in ("prompts", "responses", "input_ids", "position_ids", "loss_mask")
+    }
+    empty = TensorDict(fields, batch_size=[0])
+    tu.assign_non_tensor(empty, use_dynamic_bsz=True, max_token_len_per_gpu=64, global_batch_size=1)
+    return empty
+
+
+def jagged_like(field: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, field.offsets())
+
+
+Change = Callable[[torch.Tensor], torch.Tensor] | None
+FIELDS: dict[str, tuple[str, Change, str]] = {
+    "no_prompts": ("prompts", None, r"no prompts.*use_prefix_grouper=False"),
+    "no_responses": ("responses", None, "no responses"),
+    "float_ids": (
+        "input_ids",
+        lambda field: jagged_like(field, field.values().float()),
+        r"must be integers, got torch.float32; use torch.int64",
+    ),
+    "padded_ids": ("input_ids", lambda field: field.to_padded_tensor(0), "left_right_2_no_padding"),
+    "negative_token": ("input_ids", lambda field: jagged_like(field, -field.values() - 1), "token ids must lie in"),
+    "mrope_positions": (
+        "position_ids",
+        lambda field: jagged(row.expand(3, -1).T for row in field.unbind()),
+        "do not count 0, 1, 2",
+    ),
+    "shifted_positions": (
+        "position_ids",
+        lambda field: jagged_like(field, field.values() + 1),
+        "do not count 0, 1, 2",
+    ),
+    "dense_positions": (
+        "position_ids",
+        lambda field: field.to_padded_tensor(0),
+        "position_ids must be jagged like input_ids.*left_right_2_no_padding",
+    ),
+    "short_response": (
+        "responses",
+        lambda field: jagged(row[1:] for row in field.unbind()),
+        r"sequence 0: input_ids has 8 tokens, prompts and responses together 7",
+    ),
+    "long_response": (
+        "responses",
+        lambda field: jagged(torch.cat([row, row[:1]]) for row in field.unbind()),
+        r"sequence 0: input_ids has 8 tokens, prompts and responses together 9",
+    ),
+}
+"""A field, what is wrong with it (``None``: it is not there), and the message."""
+
+
+def with_field(name: str, change: Change) -> TensorDict:
+    batch = make_batch(SAMPLES)
+    return batch.exclude(name) if change is None else batch.set(name, change(batch[name]))
+
+
+BATCHES: dict[str, tuple[TensorDict, str]] = {
+    **{case: (with_field(name, change), message) for case, (name, change, message) in FIELDS.items()},
+    "no_sequences": (emptied(make_batch(SAMPLES)), "empty on this rank"),
+    "no_response_token": (make_batch([*SAMPLES, Sample([1, 2], [])]), "sequence 3 has an empty response"),
+    "no_prompt_token": (make_batch([*SAMPLES, Sample([], [3, 4])]), "sequence 3 has an empty prompt"),
+    "above_the_budget": (
+        make_batch(SAMPLES, max_token_len_per_gpu=7),
+        r"needs 8 tokens.*ppo_max_token_len_per_gpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_error_names_the_cause_and_leaves_nothing_behind(packed: Any, case: str) -> None:
+    batch, message = BATCHES[case]
+    packed.optimizer_zero_grad()
+    with packed.train_mode(), pytest.raises(ValueError, match=message):
+        packed.forward_backward_batch(batch, actor_loss())
+    assert not any("prefix_grouper" in name for name in batch.keys()), "verl would cut it our way"  # noqa: SIM118
+    assert all(p.grad is None for p in packed.module.parameters())
+
+
+def narrowed(field: torch.Tensor) -> torch.Tensor:
+    """The same rows, with a value between every two that belongs to none."""
+    wide = [torch.cat([row, row[:1]]) for row in field.unbind()]
+    lengths = torch.tensor([len(row) - 1 for row in wide])
+    offsets = torch.tensor([0, *(len(row) for row in wide)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(wide), offsets=offsets, lengths=lengths)
+
+
+def test_fields_with_gaps_between_their_rows_are_read_as_stock_verl_reads_them(packed: Any) -> None:
+    batch = make_batch(SAMPLES)
+    expected = update(packed, batch).gradients
+    for name in ("input_ids", "position_ids", "responses", "old_log_probs", "advantages", "loss_mask"):
+        batch[name] = narrowed(batch[name])
+    assert batch["input_ids"].lengths() is not None
+    with packed.train_mode():
+        packed.optimizer_zero_grad()
+        packed.forward_backward_batch(batch, actor_loss())
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in full_gradients(packed.module).items())
+
+
+def test_multimodal_rows_are_refused_and_empty_ones_are_not() -> None:
+    batch = make_batch(SAMPLES)
+    tu.assign_non_tensor_stack(batch, "multi_modal_inputs", [{}, {}, {}])
+    assert len(read_sequences(batch).prompt_lengths) == 3
+    tu.assign_non_tensor_stack(batch, "multi_modal_inputs", [{}, {"pixel_values": torch.ones(1)}, {}])
+    with pytest.raises(BatchError, match="multi_modal_inputs"):
+        read_sequences(batch)
+
+
+def micro_batch() -> TensorDict:
+    """With a plain field, positions of several dimensions, and two fields that are one ragged shape."""
+    batch = make_batch([*group(9, [4, 7, 2], 1), *group(5, [3], 2)])
+    batch["weight"] = torch.arange(4.0)
+    rows = SequenceSelector(batch).select([2, 0, 3])
+    lengths = rows["input_ids"].offsets().diff().tolist()
+    rows["position_ids"] = tu.nested_tensor_from_tensor_list(
+        [torch.arange(4 * n).view(4, n) for n in lengths], ragged_idx=2
+    )
+    rows["twice"] = rows["advantages"] * 2
+    tu.assign_non_tensor(rows, uid=np.array(["a", "b", "c"], dtype=object))
+    return rows
+
+
+def assert_same_fields(found: TensorDict, expected: TensorDict) -> None:
+    assert set(found.keys()) == set(expected.keys())
+    for name, field in expected.items():
+        if not isinstance(field, torch.Tensor):
+            continue
+        rows = (found[name].unbind(), field.unbind()) if field.is_nested else ([found[name]], [field])
+        assert all(torch.equal(row.cpu(), alone) for row, alone in zip(*rows, strict=True)), name
+
+
+def test_verl_finds_nothing_left_to_move_and_no_field_is_lost() -> None:
+    before = micro_batch()
+    moved = on_device(before, torch.device(get_device_id()))
+    assert moved.to(get_device_id()) is moved
+    assert_same_fields(moved, before)
+    assert tu.get(moved, "uid").tolist() == ["a", "b", "c"]
+    assert tu.get_non_tensor_data(moved, "temperature", default=None) == 1.0
+    # torch would refuse to multiply a mask with what it masks, were their ragged shapes two.
+    assert torch.equal((moved["twice"] - moved["advantages"]).values(), moved["advantages"].values())
+    # Else the first thing that pads a field, verl's loss, would compute these on the device and wait.
+    assert (int(moved["responses"]._maybe_min_seqlen), int(moved["responses"]._maybe_max_seqlen)) == (2, 4)
+
+
+def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copy = tensor.clone()
+        sent.append(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(batches, "send", send)
+    before = micro_batch().exclude("position_ids")  # these go as in verl
+    moved = on_device(before, torch.device("cpu"))
+    assert_same_fields(moved, before)
+    parts = [
+        part
+        for field in moved.values()
+        if isinstance(field, torch.Tensor)
+        for part in ((field.values(), field.offsets()) if field.is_nested else (field,))
+    ]
+    assert len(parts) == 2 * 9 + 1, "nine jagged fields and a plain one"
+    assert all(part.data_ptr() in sent for part in parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_host_goes_on_while_the_gpu_is_at_work() -> None:
+    device, before = torch.device("cuda", torch.cuda.current_device()), micro_batch()
+    expected = on_device(before, device)  # the first one allocates
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        start = time.perf_counter()
+        moved = on_device(before, device)
+        seconds = time.perf_counter() - start
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seconds < 0.2
+    assert moved.to(torch.cuda.current_device()) is moved
+    assert_same_fields(moved, before)
+    assert_same_fields(expected, before)
