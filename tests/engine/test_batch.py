@@ -14,7 +14,7 @@ from verl.utils.device import get_device_id
 from tests.support import actor_loss, full_gradients, group, update
 from verl_pg_plugin.engine import batch as batches
 from verl_pg_plugin.engine.batch import SequenceSelector, on_device, read_sequences
-from verl_pg_plugin.modalities import BatchError
+from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
