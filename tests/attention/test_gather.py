@@ -1,7 +1,6 @@
 """Gradients of shared rows are sums over a group: exact, and rounded once."""
 
-from collections.abc import Callable
-
+import pytest
 import torch
 
 from tests.layout.tries import batch_of
@@ -10,27 +9,12 @@ from verl_pg_plugin.layout import PackedLayout
 
 LAYOUT = batch_of(((1, 2, 3), (4, 5)), ((1, 2, 3), (6,)), ((1, 2, 3), (4, 7)), ((8,), (9,))).layout()
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
 
 def gather_of(layout: PackedLayout, device: str) -> Gather:
     return Gather(torch.from_numpy(layout.kv_index).to(torch.int32).to(device), layout.num_tokens)
-
-
-class BigGroup:
-    """Gradient of the keys of a group of 64, and its sums over the copies of each row, rounded once to bf16.
-
-    The gradient is in multiples of 1/128 below 2: bf16 holds each and float32 any sum of them, in whatever order.
-    """
-
-    def __init__(self, device: str) -> None:
-        layout = batch_of(*[((1, 2), (10 + i,)) for i in range(64)]).layout()
-        rows = torch.from_numpy(layout.kv_index).long()
-        grad = torch.randint(-255, 256, (len(rows), 2, 100), generator=torch.Generator().manual_seed(0)).float() / 128
-        exact = torch.zeros(layout.num_tokens, 2, 100).index_add_(0, rows, grad).to(torch.bfloat16)
-        self.index, self.grad, self.exact = gather_of(layout, device), grad.to(device, torch.bfloat16), exact.to(device)
-
-    def gradient(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x = torch.zeros_like(self.exact, requires_grad=True)
-        return torch.autograd.grad(gather(x), x, self.grad)[0]
 
 
 def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
@@ -40,8 +24,35 @@ def test_gathered_rows_and_their_gradient_are_those_of_indexing() -> None:
     assert torch.autograd.gradcheck(lambda t: gather_tokens(t, index), (x,))
 
 
-def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_at_every_addition() -> None:
-    group = BigGroup("cpu")
-    assert torch.equal(group.gradient(lambda x: gather_tokens(x, group.index)), group.exact)
-    # On a CPU index_select is as exact as this; test_gpu.py asks it on a GPU.
-    assert not torch.equal(group.gradient(lambda x: x[group.index.tokens]), group.exact)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_indexing_rounds_at_every_addition(device: str) -> None:
+    """Of multiples of 1/128 below 2: bf16 holds each and float32 any sum of them, in whatever order."""
+    layout = batch_of(*[((1, 2), (10 + i,)) for i in range(64)]).layout()
+    gather, generator = gather_of(layout, device), torch.Generator().manual_seed(0)
+    grad = torch.randint(-255, 256, (len(layout.kv_index), 2, 100), generator=generator).to(device) / 128
+    exact = torch.zeros(layout.num_tokens, 2, 100, device=device).index_add_(0, gather.tokens, grad).bfloat16()
+    x = torch.zeros_like(exact, requires_grad=True)
+    # On a CPU index_select is as exact as this.
+    indexed = x[gather.tokens] if device == "cpu" else x.index_select(0, gather.tokens)
+    ours, stock = (torch.autograd.grad(copies, x, grad.bfloat16())[0] for copies in (gather_tokens(x, gather), indexed))
+    assert torch.equal(ours, exact)
+    assert not torch.equal(stock, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_copies_are_added_up_however_they_lie_and_alike_in_every_run(device: str) -> None:
+    gather, on_cpu = gather_of(LAYOUT, device), gather_of(LAYOUT, "cpu")
+    grad = torch.randn(len(gather.tokens), 3, 24, generator=torch.Generator().manual_seed(0)).to(device)
+    expected = torch.zeros(LAYOUT.num_tokens, 3, 24).index_add_(0, on_cpu.tokens, grad.cpu())
+    for given in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1)):
+        total = torch.empty(3, LAYOUT.num_tokens, 24, device=device).transpose(0, 1)
+        again = torch.empty_like(total)
+        gather.sum(given, total)
+        gather.sum(given, again)
+        torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(again, total)
+        gather.sum(given, again, add=True)
+        torch.testing.assert_close(again, 2 * total, rtol=1e-6, atol=1e-6)
+    x = torch.zeros(LAYOUT.num_tokens, 24, device=device, requires_grad=True)
+    (found,) = torch.autograd.grad(gather_tokens(x, gather), x, grad[:, 0].T.contiguous().T)
+    assert torch.equal(found, total[:, 0])

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from tests.attention.dense import Outcome, Tensors, assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.attention.test_gather import BigGroup, gather_of
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention import tree
-from verl_pg_plugin.attention.gather import gather_tokens
 from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
 from verl_pg_plugin.attention.passes import Varlen, softcap_fault
@@ -224,29 +222,3 @@ def test_float32_queries_under_autocast_run_in_bf16_and_keep_their_gradients(nam
         actual = packed_outcome(wide, layout, kernel=kernel)
     assert torch.equal(actual.out, expected.out)
     torch.testing.assert_close(actual.dv.to(torch.bfloat16), expected.dv, rtol=0.02, atol=0.02)
-
-
-def test_the_bf16_gradient_of_a_big_group_is_rounded_once_where_index_select_rounds_at_every_addition() -> None:
-    group = BigGroup("cuda")
-    assert torch.equal(group.gradient(lambda x: gather_tokens(x, group.index)), group.exact)
-    assert not torch.equal(group.gradient(lambda x: x.index_select(0, group.index.tokens)), group.exact)
-
-
-def test_gradients_of_copies_are_added_up_however_they_lie_and_alike_in_every_run() -> None:
-    layout = SHORT.layout()
-    gather, on_cpu = gather_of(layout, "cuda"), gather_of(layout, "cpu")
-    grad = torch.randn(len(gather.tokens), 3, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    expected = torch.empty(layout.num_tokens, 3, 24)
-    on_cpu.sum(grad.cpu(), expected)
-    for given in (grad, grad.transpose(0, 1).contiguous().transpose(0, 1)):
-        total = torch.empty(3, layout.num_tokens, 24, device="cuda").transpose(0, 1)
-        again = torch.empty_like(total)
-        gather.sum(given, total)
-        gather.sum(given, again)
-        torch.testing.assert_close(total.cpu(), expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(again, total)
-        gather.sum(given, again, add=True)
-        torch.testing.assert_close(again, 2 * total, rtol=1e-6, atol=1e-6)
-    x = torch.zeros(layout.num_tokens, 24, device="cuda", requires_grad=True)
-    (found,) = torch.autograd.grad(gather_tokens(x, gather), x, grad[:, 0].T.contiguous().T)
-    assert torch.equal(found, total[:, 0])

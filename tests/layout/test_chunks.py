@@ -39,7 +39,7 @@ def check_tokens(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> None:
 
 
 @given(st.data(), ANY_BATCH, st.booleans())
-def test_every_token_is_computed_by_one_chunk_of_its_split_group(
+def test_every_token_is_computed_by_one_chunk_of_its_split_group_and_sees_its_ancestors(
     data: st.DataObject, batch: Batch, forward_only: bool
 ) -> None:
     for group in data.draw(plans(batch)):
@@ -50,6 +50,7 @@ def test_every_token_is_computed_by_one_chunk_of_its_split_group(
             assert p.layout.num_tokens == p.part.num_tokens
             assert p.layout.num_logical_tokens == sum(map(len, p.batch.sequences))
             check_tokens(p.layout, p.own_keys)
+            check_attends(p)
         if all(len(part.sequences) == num_of_group(part) for part in group):
             assert sum((p.layout.segment_start == 0).sum() for p in parts) == 1
 
@@ -64,16 +65,8 @@ def filler_keys(batch: Batch, group: list) -> list[tuple[int, Key]]:
     return [key for part in group if part.chunk for key in batch.take(part.sequences[num_of_group(part) :]).rows()]
 
 
-@given(st.data(), ANY_BATCH)
-def test_a_query_sees_its_ancestors_in_order_and_a_segment_follows_its_parent_unless_that_is_cached(
-    data: st.DataObject, batch: Batch
-) -> None:
-    for group in data.draw(plans(batch)):
-        for p in lay_out(batch, group, forward_only=False):
-            check_attends(p)
-
-
 def check_attends(p: LaidOut) -> None:
+    """A query sees its ancestors in order, and a segment follows its parent unless that is cached."""
     layout, seen = p.layout, readable(p.layout)
     assert [[p.keys[row] for row in rows] for rows in seen] == [ancestors(key) for key in p.own_keys]
     assert (np.diff(layout.cu_seqlens_q) > 0).all()
