@@ -37,6 +37,7 @@ ONE_WORD_FOR_ONE_THING = {  # what must not be written: what to write
     r"\btowers?\b|\bpictures?\b": "vision encoder, image",
     r"\bpacked rows?\b|\bphysical rows?\b": "packed token",
     r"\b[248]B shape\b|\bshape of Qwen": "config",
+    r"\bdoors?\b|\bseams?\b": "entry points, extension points",
 }
 
 
