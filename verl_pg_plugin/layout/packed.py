@@ -142,8 +142,10 @@ def build_packed_layout(
     prompt_lengths: IntArray,
     classes: IntArray | None = None,
     inside: IntArray | None = None,
+    chunk: Chunk = NO_CHUNK,
+    first_label: int = 0,
 ) -> PackedLayout:
-    """Lay out sequences so that each shared token exists once.
+    """Lay out sequences so that each shared token exists once, without the queries of tokens that are cached.
 
     Args:
         tokens: (N,) ids of prompt + response of every sequence, one after the other; any integer dtype.
@@ -151,11 +153,71 @@ def build_packed_layout(
         prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
         classes: (B,) optional; sequences of different class never share a token.
         inside: (N,) optional, of images, see ``build_prefix_order``.
+        chunk, first_label: see ``build_chunk_layout``.
 
     Raises:
-        ValueError: an empty prompt or response, or token ids outside of 0 .. 2**32 - 1.
+        ValueError: an empty prompt or response, token ids outside of 0 .. 2**32 - 1, or the numbers describe no chunk.
     """
-    return _build(tokens, offsets, prompt_lengths, classes, inside)
+    lengths = np.diff(offsets)
+    for part, is_empty in (("prompt", prompt_lengths < 1), ("response", prompt_lengths >= lengths)):
+        if is_empty.any():
+            raise ValueError(f"sequence {int(np.argmax(is_empty))} has an empty {part}")
+
+    order = build_prefix_order(tokens, offsets, classes, inside)
+    first_token = _exclusive_cumsum(order.num_new)
+    num_tokens = int(order.num_new.sum())
+    paths = _paths(order, first_token)
+    publish = paths[chunk.num_sequences - 1][chunk.num_kept : chunk.num_read_next].astype(np.int64)
+    c, num_published = chunk.num_cached, max(chunk.num_read_next - chunk.num_kept, 0)
+    if len(publish) != num_published or (publish < c).any() or num_tokens <= c:
+        raise ValueError(
+            f"{chunk} is no chunk of these {num_tokens} tokens: its sequences must be neighbours in sorted order and "
+            "compute at least one token"
+        )
+
+    position = np.arange(num_tokens) - np.repeat(first_token - order.num_shared, order.num_new)
+    token_index = (position + np.repeat(offsets[order.sequences], order.num_new))[c:]
+    tail, start, parent, last_tail = _segments(order)
+    bounds = np.append(first_token[tail] + start - order.num_shared[tail], num_tokens)
+    num_queries = np.diff(np.maximum(bounds - c, 0))
+    alive = num_queries > 0
+    parent = np.where((parent >= 0) & alive[parent], (np.cumsum(alive) - 1)[parent], -1)[alive]
+    num_queries, num_keys = num_queries[alive], (start + np.diff(bounds))[alive]
+    kv_index = [paths[tail][:end] for tail, end in zip(last_tail[alive].tolist(), num_keys.tolist(), strict=True)]
+
+    prompts = prompt_lengths[order.sequences]
+    response_tokens = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
+    num_responses = order.num_tokens - prompts + 1
+    response_start = offsets[order.sequences] + prompts - 1
+    response_index = np.repeat(response_start - _exclusive_cumsum(num_responses), num_responses)
+    response_index += np.arange(len(response_tokens))
+    needs_head = np.zeros(num_tokens, dtype=bool)
+    needs_head[response_tokens] = True
+    needs_head[publish[max(first_label - chunk.num_kept, 0) :]] = True
+    head_of_token = np.cumsum(needs_head, dtype=np.int32) - 1
+    head_index = c + np.flatnonzero(needs_head[c:])
+
+    return PackedLayout(
+        input_ids=tokens[token_index],
+        token_index=token_index,
+        position_ids=position[c:],
+        labels=tokens[token_index + 1],
+        segment_parent=parent,
+        segment_start=num_keys - num_queries,
+        cu_seqlens_q=np.append(0, np.cumsum(num_queries)),
+        cu_seqlens_k=np.append(0, np.cumsum(num_keys)),
+        kv_index=np.concatenate(kv_index),
+        head_index=head_index - c,
+        response_index=response_index,
+        response_head=head_of_token[response_tokens],
+        head_sequence=order.sequences[np.searchsorted(first_token, head_index, side="right") - 1],
+        num_sequences=len(lengths),
+        num_logical_tokens=int(lengths.sum()),
+        num_cached=c,
+        cached_heads=np.flatnonzero(needs_head[:c]),
+        publish=publish - c,
+        publish_start=chunk.num_kept,
+    )
 
 
 def build_chunk_layout(
@@ -179,11 +241,11 @@ def build_chunk_layout(
         forward_only: the cache is filled by earlier chunks and nothing is prefilled.
 
     Raises:
-        ValueError: as ``build_packed_layout``, or the numbers describe no chunk.
+        ValueError: as ``build_packed_layout``.
     """
     own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
     apart = np.where(np.arange(len(own_class)) < chunk.num_sequences, 0, 1 + own_class)
-    layout = _build(tokens, offsets, prompt_lengths, apart, inside, chunk, first_label)
+    layout = build_packed_layout(tokens, offsets, prompt_lengths, apart, inside, chunk, first_label)
     if forward_only or chunk.num_cached <= chunk.num_kept:
         return layout
     return replace(layout, prefill=_prefill(tokens, offsets, chunk.num_kept, chunk.num_cached, first_label))
@@ -202,7 +264,7 @@ def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_l
     """Tokens ``start .. stop`` of the first sequence; those before them are cached."""
     path = tokens[offsets[0] : offsets[0] + stop + 1]  # and the label of its last token
     chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)
-    layout = _build(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk)
+    layout = build_packed_layout(path, np.array([0, stop + 1]), np.array([1]), chunk=chunk)
     heads = np.arange(max(first_label - start, 0), stop - start)
     return replace(
         layout,
@@ -212,84 +274,6 @@ def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_l
         response_head=_empty(),
         cached_heads=_empty(),
         num_logical_tokens=int(offsets[1] - offsets[0]),
-    )
-
-
-def _build(
-    tokens: IntArray,
-    offsets: IntArray,
-    prompt_lengths: IntArray,
-    classes: IntArray | None = None,
-    inside: IntArray | None = None,
-    chunk: Chunk = NO_CHUNK,
-    first_label: int = 0,
-) -> PackedLayout:
-    """The layout of all tokens, of which the first c are the cached ones: their queries drop out."""
-    lengths = np.diff(offsets)
-    if (prompt_lengths < 1).any():
-        raise ValueError(f"sequence {int(np.argmax(prompt_lengths < 1))} has an empty prompt")
-    if (prompt_lengths >= lengths).any():
-        raise ValueError(f"sequence {int(np.argmax(prompt_lengths >= lengths))} has an empty response")
-
-    order = build_prefix_order(tokens, offsets, classes, inside)
-    first_token = _exclusive_cumsum(order.num_new)
-    num_tokens = int(order.num_new.sum())
-    paths = _paths(order, first_token)
-    publish = paths[chunk.num_sequences - 1][chunk.num_kept : chunk.num_read_next].astype(np.int64)
-    c, num_published = chunk.num_cached, max(chunk.num_read_next - chunk.num_kept, 0)
-    if len(publish) != num_published or (publish < c).any() or num_tokens <= c:
-        raise ValueError(
-            f"{chunk} is no chunk of these {num_tokens} tokens: its sequences must be neighbours in sorted order and "
-            "compute at least one token"
-        )
-
-    # Tokens of a tail are consecutive tokens of its sequence, so slices copy them and no index is built.
-    tail_start = (offsets[order.sequences] + order.num_shared).tolist()
-    tail_stop = (offsets[order.sequences] + order.num_tokens).tolist()
-    tails = [slice(start, stop) for start, stop in zip(tail_start, tail_stop, strict=True)]
-    labels = [tokens[tail.start + 1 : tail.stop + 1] for tail in tails]
-    place = np.arange(num_tokens) - np.repeat(first_token - order.num_shared, order.num_new)
-
-    tail, start, parent, last_tail = _segments(order)
-    bounds = np.append(first_token[tail] + start - order.num_shared[tail], num_tokens)
-    num_queries = np.diff(np.maximum(bounds - c, 0))
-    alive = num_queries > 0
-    parent = np.where((parent >= 0) & alive[parent], (np.cumsum(alive) - 1)[parent], -1)[alive]
-    num_queries, num_keys = num_queries[alive], (start + np.diff(bounds))[alive]
-    kv_index = [paths[tail][:end] for tail, end in zip(last_tail[alive].tolist(), num_keys.tolist(), strict=True)]
-
-    prompts = prompt_lengths[order.sequences]
-    response_tokens = np.concatenate([path[p - 1 :] for path, p in zip(paths, prompts.tolist(), strict=True)])
-    num_responses = order.num_tokens - prompts + 1
-    response_start = offsets[order.sequences] + prompts - 1
-    response_index = np.repeat(response_start - _exclusive_cumsum(num_responses), num_responses)
-    response_index += np.arange(len(response_tokens))
-    needs_head = np.zeros(num_tokens, dtype=bool)
-    needs_head[response_tokens] = True
-    needs_head[publish[max(first_label - chunk.num_kept, 0) :]] = True
-    head_of_token = np.cumsum(needs_head, dtype=np.int32) - 1
-    head_index = c + np.flatnonzero(needs_head[c:])
-
-    return PackedLayout(
-        input_ids=np.concatenate([tokens[tail] for tail in tails])[c:],
-        token_index=(place + np.repeat(offsets[order.sequences], order.num_new))[c:],
-        position_ids=place[c:],
-        labels=np.concatenate(labels)[c:],
-        segment_parent=parent,
-        segment_start=num_keys - num_queries,
-        cu_seqlens_q=np.append(0, np.cumsum(num_queries)),
-        cu_seqlens_k=np.append(0, np.cumsum(num_keys)),
-        kv_index=np.concatenate(kv_index),
-        head_index=head_index - c,
-        response_index=response_index,
-        response_head=head_of_token[response_tokens],
-        head_sequence=order.sequences[np.searchsorted(first_token, head_index, side="right") - 1],
-        num_sequences=len(lengths),
-        num_logical_tokens=int(lengths.sum()),
-        num_cached=c,
-        cached_heads=np.flatnonzero(needs_head[:c]),
-        publish=publish - c,
-        publish_start=chunk.num_kept,
     )
 
 
