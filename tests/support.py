@@ -1,4 +1,4 @@
-"""Tiny real models, verl batches, verl engines and the per-row float32 reference that everything is held against."""
+"""Tiny real models, verl batches, verl engines, and every sequence alone in float32: the reference of all tests."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -136,7 +136,7 @@ class Result:
 
 
 def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tensor]:
-    """The values that verl reads: those of the rows in front of each response token."""
+    """The values that verl reads: those in front of each response token."""
     lengths = batch["responses"].offsets().diff().tolist()
     return [row.detach()[-length - 1 : -1] for row, length in zip(values.unbind(), lengths, strict=True)]
 
@@ -220,7 +220,7 @@ def run_reference(
 ) -> Result:
     """Every sequence alone, unpadded, through the stock transformers model; the loss over all of them at once.
 
-    ``adapter`` is the path of a LoRA adapter; ``cut`` the rows of each micro-batch, for losses that depend on them.
+    ``adapter`` is the path of a LoRA adapter; ``cut`` the sequences of each micro-batch, on which some losses depend.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         model_path, dtype=dtype, attn_implementation="eager", **model_options
@@ -264,7 +264,9 @@ def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> No
         for row, (got, want) in enumerate(zip(rows, expected.outputs[name], strict=True)):
             error = (got.double() - want.double()).abs()
             bound = tolerance * want.double().abs().clamp(min=1.0)
-            assert (error <= bound).all(), f"{name}, row {row}: off by {error.max():.3g} at token {int(error.argmax())}"
+            assert (error <= bound).all(), (
+                f"{name}, sequence {row}: off by {error.max():.3g} at token {int(error.argmax())}"
+            )
     if actual.loss is not None and expected.loss is not None:
         assert abs(actual.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss)), "the loss"
     assert actual.gradients.keys() == expected.gradients.keys()

@@ -15,7 +15,7 @@ from verl_pg_plugin.config import Mode
 REPOSITORY = Path(__file__).parent.parent
 # What a process that dies of an exception or a signal leaves in the log of a run.
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
-PICTURES = "run_qwen3_vl_pg.sh"
+IMAGES = "run_qwen3_vl_pg.sh"
 MADE: dict[str, Path] = {}
 """Checkpoints and data of the arithmetic task: they take as long as a step to make, and later runs read them."""
 
@@ -29,7 +29,7 @@ def train(
     variables = {"WORK_DIR": str(folder), "TOTAL_STEPS": "2", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
     folder.mkdir(exist_ok=True)
     for name, made in MADE.items():
-        if script != PICTURES and not (folder / name).exists():
+        if script != IMAGES and not (folder / name).exists():
             (folder / name).symlink_to(made)
     result = subprocess.run(
         ["bash", f"examples/{script}", *overrides],
@@ -40,7 +40,7 @@ def train(
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     (folder / "console.log").write_text(result.stdout + result.stderr)
-    if script != PICTURES:
+    if script != IMAGES:
         MADE.update({made.name: made.resolve() for made in (*folder.glob("model-*"), *folder.glob("data"))})
     (summary,) = (line for line in result.stdout.splitlines() if line.startswith("run summary: "))
     assert result.stdout.splitlines()[-1] == summary
@@ -97,7 +97,7 @@ VERLS_ENTRY_POINT = ("trainer.v1.trainer_mode=colocate_async", "+prefix_grouper.
         ((), {"script": "run_qwen3_prefix_grouper.sh"}, Mode.PADDED_GROUPS, 4),
         ((), {"script": "run_qwen3_ppo_pg.sh"}, Mode.PACKED, 8),
         (VERLS_ENTRY_POINT, {"ENTRY_POINT": "verl.trainer.main_ppo", "NGPUS_PER_NODE": "2"}, Mode.PACKED, 8),
-        ((), {"script": PICTURES, "ROLLOUT_N": "4"}, Mode.PACKED, 4),
+        ((), {"script": IMAGES, "ROLLOUT_N": "4"}, Mode.PACKED, 4),
     ],
     ids=["mixture of experts", "hybrid", "padded groups", "critic", "verl's entry point, asynchronous", "images"],
 )
@@ -107,7 +107,7 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
     summary, steps = train(tmp_path, *overrides, **environment)
     assert summary["mode"] == mode.value
     # A rollout leaves placeholders of images out, which the engine's softmax counts.
-    with_images = environment.get("script") == PICTURES
+    with_images = environment.get("script") == IMAGES
     for step in steps:
         for role in {"actor", "critic"} if "critic/grad_norm" in step else {"actor"}:
             assert step[f"{role}/prefix_grouper/dedup_ratio"] > least
@@ -121,13 +121,13 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
 
 
 @pytest.mark.slow
-def test_sessions_with_one_row_per_turn_train_as_tries(tmp_path: Path) -> None:
-    """Every micro-batch is held against rows computed alone."""
+def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path) -> None:
+    """Every micro-batch is held against its sequences alone."""
     verify = "prefix_grouper.verify=every_1"
     summary, steps = train(tmp_path, verify, script="run_qwen3_agent_pg.sh", NGPUS_PER_NODE="2", TOTAL_STEPS="3")
     assert summary["mode"] == Mode.PACKED.value
     for step in steps:
-        assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several rows"
+        assert step["num_turns/max"] > step["num_turns/min"] == 2, "some sessions need several sequences"
         assert step["actor/prefix_grouper/dedup_ratio"] > 4
         assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
         assert step["actor/prefix_grouper/verified_rows"] > 0

@@ -31,7 +31,7 @@ def run(model: PreTrainedModel, batch: list[Request], eos: int = EOS, **options:
 def reference_log_probs(
     model: PreTrainedModel, prompt: tuple[int, ...], response: list[int], temperature: float = 1.0
 ) -> list[float]:
-    """The row alone, unpadded, without a cache."""
+    """The sequence alone, unpadded, without a cache."""
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
@@ -42,7 +42,7 @@ def assert_log_probs(model: PreTrainedModel, batch: list[Request], temperature: 
         assert completion.log_probs == pytest.approx(expected, abs=1e-5)
 
 
-def test_log_probs_are_those_of_a_forward_pass_of_each_row_alone(model: PreTrainedModel) -> None:
+def test_log_probs_are_those_of_a_forward_pass_of_each_sequence_alone(model: PreTrainedModel) -> None:
     assert_log_probs(model, requests(temperature=0.5, ignore_eos=True), temperature=0.5)
 
 

@@ -122,10 +122,10 @@ def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTr
         return await ask(server)
 
     output = asyncio.run(scenario())
-    row = torch.tensor([PROMPT + output.token_ids])
+    sequence = torch.tensor([PROMPT + output.token_ids])
     with torch.no_grad():
-        log_probs_RV = model(row).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    expected = log_probs_RV.gather(1, row[:, len(PROMPT) :].T)[:, 0].tolist()
+        log_probs_RV = model(sequence).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    expected = log_probs_RV.gather(1, sequence[:, len(PROMPT) :].T)[:, 0].tolist()
     assert output.log_probs == pytest.approx(expected, abs=1e-5)
 
 

@@ -80,20 +80,16 @@ def warm_up(
     """
     optimizer, rng = torch.optim.AdamW(model.parameters(), lr=1e-3), random.Random(seed)
     for step in range(steps):
-        rows, labels = [], []
+        sequences, labels = [], []
         for question, answer in rng.choices(PROBLEMS, k=32):
             messages = chat(question, length)[1 if step < 0.75 * steps else 0 :]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            row: list[int] = []
-            label: list[int] = []
-            texts = reply(question, answer) if reply else [(answer + END, True)]
-            for text, fitted in [(prompt, False), *texts]:
-                ids = tokenizer(text, add_special_tokens=False).input_ids
-                row += ids
-                label += ids if fitted else [-100] * len(ids)
-            rows.append(torch.tensor(row))
-            labels.append(torch.tensor(label))
+            texts = [(prompt, False), *(reply(question, answer) if reply else [(answer + END, True)])]
+            ids = [torch.tensor(tokenizer(text, add_special_tokens=False).input_ids) for text, _ in texts]
+            sequences.append(torch.cat(ids))
+            fitted = zip(ids, texts, strict=True)
+            labels.append(torch.cat([part if fit else torch.full_like(part, -100) for part, (_, fit) in fitted]))
         # Right padding needs no mask: a causal model's answers never see it, and its labels are ignored.
-        model(input_ids=pad_sequence(rows, True), labels=pad_sequence(labels, True, -100)).loss.backward()
+        model(input_ids=pad_sequence(sequences, True), labels=pad_sequence(labels, True, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
