@@ -30,9 +30,16 @@ from tests.support import (
 )
 from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
 from verl_pg_plugin.planning.micro_batches import CacheWeights
-from verl_pg_plugin.synthetic import make_batch
+from verl_pg_plugin.synthetic import Sample, make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
+
+
+BY_SEQUENCES = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+
+
+def by_tokens(budget: int) -> dict[str, int]:
+    return {"max_token_len_per_gpu": budget}
 
 
 @pytest.fixture(scope="module")
@@ -60,29 +67,33 @@ def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: 
         assert_same(update(engine, batch, return_model_output=True), expected)
 
 
-BY_SEQUENCES = {
-    "groups above a number of sequences": (MIXED, 3),
-    "a chunk that begins with a duplicate": (DUPLICATES, 2),
+ALWAYS_REDUCED = {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
+WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3}
+WAYS: dict[str, tuple[str, dict, dict, list[Sample], dict]] = {
+    "groups above a number of sequences": ("qwen3", {}, {}, MIXED, BY_SEQUENCES | {"micro_batch_size_per_gpu": 3}),
+    "a chunk that begins with a duplicate": ("qwen3", {}, {}, DUPLICATES, BY_SEQUENCES),
+    "cached tokens in the budget": ("qwen3", {}, {"weights": CacheWeights(1.0, 0.5)}, MIXED, by_tokens(64)),
+    "every micro-batch reduced": ("qwen3", {}, {"engine": ALWAYS_REDUCED}, MIXED, by_tokens(56)),
+    "windows": ("qwen3", WINDOW, {}, MIXED, by_tokens(56)),
+    "experts": ("qwen3_moe", EXPERTS["qwen3_moe"], {}, ONE_GROUP, by_tokens(36)),
 }
+"""A model and its sizes, the engine, samples and how they are cut."""
 
 
-@pytest.mark.parametrize("case", BY_SEQUENCES)
-def test_micro_batches_bounded_by_sequences_carry_too(qwen3: str, engine: Any, case: str) -> None:
-    samples, size = BY_SEQUENCES[case]
+@pytest.mark.parametrize("way", WAYS)
+def test_split_groups_are_exact(tmp_path: Path, way: str) -> None:
+    """Other options meet split groups in tests/options/test_matrix.py, compiled layers in test_compiled_layers.py."""
+    model_type, sizes, options, samples, cut = WAYS[way]
+    path = save_tiny_model(tmp_path, model_type, **sizes)
+    engine = carrying_engine(path, **options)
     with carrying(engine):
-        check_exact(engine, qwen3, make_batch(samples, use_dynamic_bsz=False, micro_batch_size_per_gpu=size))
-
-
-def test_cached_tokens_count_in_the_budget_and_stay_exact(qwen3: str) -> None:
-    engine = carrying_engine(qwen3, CacheWeights(1.0, 0.5))
-    with carrying(engine):
-        check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=64))
+        check_exact(engine, path, make_batch(samples, **cut))
 
 
 @pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
 def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, carries: bool) -> None:
     engine = carrying_engine(qwen3, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
-    batch = make_batch(ONE_GROUP, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    batch = make_batch(ONE_GROUP, **BY_SEQUENCES | {"micro_batch_size_per_gpu": 1})
     assert bool(split_groups(engine, batch, forward_only=False)) == carries
 
 
@@ -115,30 +126,6 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
     batch = batch_of("a_trie_of_three_levels")
     with pytest.raises(AssertionError, match="gradient of"):
         assert_same(update(engine, batch), run_reference(qwen3, batch, actor_loss()))
-
-
-def test_split_groups_stay_exact_where_every_micro_batch_is_reduced(qwen3: str) -> None:
-    """Other options meet split groups in tests/options/test_matrix.py, compiled layers in test_compiled_layers.py."""
-    options = {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
-    engine = carrying_engine(qwen3, engine=options)
-    with carrying(engine):
-        check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=56))
-
-
-WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3}
-MODELS = {
-    "windows": ("qwen3", WINDOW, MIXED, 56),
-    "experts": ("qwen3_moe", EXPERTS["qwen3_moe"], ONE_GROUP, 36),
-}
-
-
-@pytest.mark.parametrize("layers", MODELS)
-def test_layers_read_cached_tokens_as_their_own(tmp_path: Path, layers: str) -> None:
-    model_type, sizes, samples, budget = MODELS[layers]
-    path = save_tiny_model(tmp_path, model_type, **sizes)
-    engine = carrying_engine(path)
-    with carrying(engine):
-        check_exact(engine, path, make_batch(samples, max_token_len_per_gpu=budget))
 
 
 def test_values_of_cached_tokens_reach_the_critic(tmp_path: Path) -> None:
