@@ -80,11 +80,18 @@ def test_every_token_and_gradient_equals_the_sequence_alone(
     check_exact(engines[mode], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **MODES[mode]))
 
 
+MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
+    **{f"windows of {name} shorter than the prompt": (name, WINDOW, MIXED) for name in ("mistral", "qwen2", "qwen3")},
+    "more than 4096 tokens": ("qwen3", ONE_HEAD, group(4200, [6, 9], 4)),
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
-def test_windows_shorter_than_the_prompt(mode: str, model_type: str, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, model_type, **WINDOW)
-    check_exact(engine_of(path, mode), path, make_batch(MIXED, **MODES[mode]))
+@pytest.mark.parametrize("model", MODELS)
+def test_windows_and_long_sequences(mode: str, model: str, tmp_path: Path) -> None:
+    model_type, sizes, samples = MODELS[model]
+    path = save_tiny_model(tmp_path, model_type, **sizes)
+    check_exact(engine_of(path, mode), path, make_batch(samples, **MODES[mode]))
 
 
 @pytest.mark.parametrize(
@@ -108,23 +115,18 @@ def test_temperature_of_each_sample_within_one_padded_group(engines: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("options", "samples"),
+    "options",
     [
-        ({"engine": {"logits_chunk_size": 3}}, MIXED),
-        ({"engine": {"logits_chunk_size": 3}}, MIXED[:4]),
-        ({"engine": {"entropy_checkpointing": True}}, MIXED),
-        ({"model": {"enable_gradient_checkpointing": False}, "engine": {"reshard_after_forward": False}}, MIXED),
+        {"engine": {"entropy_checkpointing": True}},
+        {"model": {"enable_gradient_checkpointing": False}, "engine": {"reshard_after_forward": False}},
     ],
-    ids=["chunks_of_several_groups", "chunks_of_one_group", "entropy_checkpointing", "no_checkpointing, no_reshard"],
+    ids=str,
 )
-def test_options_keep_the_numbers_of_padded_groups(qwen3: str, options: dict, samples: list[Sample]) -> None:
-    check_exact(engine_of(qwen3, "padded groups", **options), qwen3, make_batch(samples, **PADDED))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_more_than_4096_tokens(tmp_path: Path, mode: str) -> None:
-    path = save_tiny_model(tmp_path, **ONE_HEAD)
-    check_exact(engine_of(path, mode), path, make_batch(group(4200, [6, 9], 4), **MODES[mode]))
+def test_options_keep_the_numbers_of_padded_groups(qwen3: str, options: dict) -> None:
+    """Which never compute the head in chunks."""
+    engine = engine_of(qwen3, "padded groups", **options)
+    assert engine.log_prob_head is None
+    check_exact(engine, qwen3, make_batch(MIXED, **PADDED))
 
 
 @pytest.mark.parametrize("mode", MODES)
