@@ -23,8 +23,9 @@ def stock_config(runnable_overrides: list[str]):
     return composed
 
 
-def test_one_flag_brings_the_engines_the_options_and_the_trainer(stock_config) -> None:
-    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64")
+@pytest.mark.parametrize("use_v1", [True, False])
+def test_one_flag_brings_the_engines_the_options_and_the_trainer(use_v1: bool, stock_config) -> None:
+    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64", f"trainer.use_v1={use_v1}")
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
@@ -33,18 +34,16 @@ def test_one_flag_brings_the_engines_the_options_and_the_trainer(stock_config) -
         assert section.use_prefix_grouper is True
         assert section.prefix_grouper.logits_chunk_size == 64
         assert section.prefix_grouper.carry == "auto"
-    assert config.trainer.v1.trainer_mode == "pg_sync"
-    assert config.trainer.v1.pg_sync == config.trainer.v1.sync
+    if use_v1:
+        assert config.trainer.v1.trainer_mode == "pg_sync"
+        assert config.trainer.v1.pg_sync == config.trainer.v1.sync
+    else:
+        assert config.trainer.v1.trainer_mode == "sync", "V0 looks nothing up by name"
     with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
         config.trainer.no_such_key = 1
-
-
-def test_one_flag_brings_engines_and_options_under_the_v0_trainer_too(stock_config) -> None:
-    config = stock_config(*FLAG, "trainer.use_v1=False")
+    once = OmegaConf.to_yaml(config)
     engage(config)
-    for engine in ENGINES:
-        assert OmegaConf.select(config, engine)._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
-    assert config.trainer.v1.trainer_mode == "sync", "V0 looks nothing up by name"
+    assert OmegaConf.to_yaml(config) == once, "engaging twice changes something"
 
 
 def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(
@@ -57,14 +56,6 @@ def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(
     engage(config)
     assert config.trainer.v1.trainer_mode == "pg_theirs"
     assert config.trainer.v1.pg_theirs.steps == 4
-
-
-def test_engaging_twice_changes_nothing(stock_config) -> None:
-    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64")
-    engage(config)
-    once = OmegaConf.to_yaml(config)
-    engage(config)
-    assert OmegaConf.to_yaml(config) == once
 
 
 @pytest.mark.parametrize("flags", [(), ("actor_rollout_ref.model.use_remove_padding=False",)], ids=["rmpad", "padded"])

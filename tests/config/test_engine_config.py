@@ -33,14 +33,10 @@ def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
         assert (engine_config.strategy, engine_config.forward_only) == (strategy, role == REF)
 
 
-def test_the_default_run_is_stock_rmpad():
+def test_every_other_setting_is_verls_own():
     config = compose_config("actor_rollout_ref.rollout.name=hf")
     assert mode_of(config) is Mode.RMPAD
-    assert not config.critic.fsdp.use_prefix_grouper
-
-
-def test_every_other_setting_is_verls_own():
-    ours = OmegaConf.to_container(compose_config("actor_rollout_ref.rollout.name=hf"), resolve=True)
+    ours = OmegaConf.to_container(config, resolve=True)
     stock = OmegaConf.to_container(compose_stock("actor_rollout_ref.rollout.name=hf"), resolve=True)
     options = ours.pop("prefix_grouper")
     assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"

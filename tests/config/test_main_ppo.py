@@ -85,11 +85,6 @@ def test_packed_mode_runs_under_the_v0_trainer(make_config):
     assert issubclass(runner.__ray_actor_class__, TaskRunner.__ray_actor_class__)
 
 
-def test_unknown_trainer_mode_is_a_user_error(make_config):
-    with pytest.raises(main_ppo.USER_ERRORS, match="no_such_mode"):
-        main_ppo.prepare(make_config(Mode.PACKED, {"trainer.v1.trainer_mode": "no_such_mode"}))
-
-
 def test_a_verl_without_a_line_of_trainers_is_met_with_the_other_one(monkeypatch):
     monkeypatch.delattr("verl.trainer.main_ppo.TaskRunnerV1")
     with pytest.raises(ValueError, match=r"trainer.use_v1=True: .* set trainer.use_v1=False"):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from verl_pg_plugin.config import PrefixGrouperOptions
-from verl_pg_plugin.config.options import GONE, OPTION_NAMES, option_issues
+from verl_pg_plugin.config.options import OPTION_NAMES, option_issues
 
 WRONG = [
     (
@@ -53,17 +53,9 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
 def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
     (issue,) = option_issues({"verfy": "first"})
     assert issue.fix == "did you mean ++prefix_grouper.verify=first?"
-    (issue,) = option_issues({"zzz": 1})
+    (issue,) = option_issues({"keep_activations": 1})
+    assert issue.why == f"there is no such option; there are {', '.join(OPTION_NAMES)}"
     assert issue.fix == "remove it"
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_an_option_of_earlier_versions_is_refused_with_what_replaces_it(name):
-    (issue,) = option_issues({name: True})
-    assert issue.setting == f"prefix_grouper.{name}=True"
-    assert issue.fix == "remove it" or issue.fix.startswith(
-        ("++prefix_grouper.activations=", "++prefix_grouper.verify=")
-    )
 
 
 def test_what_the_values_mean():

@@ -65,14 +65,6 @@ OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
 
 _EVERY = r"every_(n|[1-9]\d*)"
 
-GONE = {
-    "keep_activations": "++prefix_grouper.activations=auto, or ++prefix_grouper.activations=all",
-    "recompute_attention": "++prefix_grouper.activations=inputs, or ++prefix_grouper.activations=attention for False",
-    **dict.fromkeys(("static_rows", "min_dedup_ratio", "on_mismatch", "console", "verify_rows"), "remove it"),
-    "verify_every": "++prefix_grouper.verify=every_{value}",
-}
-"""Options of earlier versions, and what to set in their place."""
-
 _Taken = tuple[Callable[[Any], bool], str, str]
 """Whether a value is taken; else why not, and one that is."""
 
@@ -121,8 +113,6 @@ def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
             takes, why, taken = _TAKEN[name]
             if not takes(value):
                 yield Issue(setting, why, f"++{OPTIONS}.{name}={taken}")
-        elif name in GONE:
-            yield Issue(setting, "there is no such option in this version", GONE[name].format(value=value))
         elif name != "_target_":
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
