@@ -53,7 +53,7 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
 def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
     (issue,) = option_issues({"verfy": "first"})
     assert issue.fix == "did you mean ++prefix_grouper.verify=first?"
-    (issue,) = option_issues({"keep_activations": 1})
+    (issue,) = option_issues({"zzz": 1})
     assert issue.why == f"there is no such option; there are {', '.join(OPTION_NAMES)}"
     assert issue.fix == "remove it"
 

@@ -148,16 +148,11 @@ def errors_step_by_step(cases: list[Case], engines: Engines) -> Iterator[tuple[s
     steps = {case: compare(case, engines) for case in cases}
     while steps:
         for case, step in list(steps.items()):
-            error = ""
             try:
                 next(step)
-                continue
-            except StopIteration:
-                pass
-            except Exception:
-                error = traceback.format_exc()
-            del steps[case]
-            yield str(case), error
+            except Exception as ended:  # StopIteration is one
+                del steps[case]
+                yield str(case), "" if isinstance(ended, StopIteration) else traceback.format_exc()
 
 
 def run_in_own_process(kernels: str, model: str, adapter: str, found: str) -> None:

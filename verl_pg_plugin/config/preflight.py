@@ -135,14 +135,11 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
 
 def _reads_logits(config: DictConfig) -> Iterator[Issue]:
     """What reads numbers that verl's fused kernels never have."""
-    mode, sums = (
-        OmegaConf.select(config, "distillation.distillation_loss.loss_mode"),
-        f"{ACTOR}.calculate_sum_pi_squared",
-    )
+    mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
     if OmegaConf.select(config, "distillation.enabled") and mode == "forward_kl_topk":
         key = f"{MODEL}.use_fused_kernels"
         yield Issue(f"{key}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{key}=False")
-    if OmegaConf.select(config, sums):
+    if OmegaConf.select(config, sums := f"{ACTOR}.calculate_sum_pi_squared"):
         yield Issue(f"{sums}=True", "verl's fused kernels never have the probabilities that it sums", f"{sums}=False")
 
 

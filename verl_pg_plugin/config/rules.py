@@ -27,13 +27,7 @@ from verl_pg_plugin.architectures import (
 )
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
-from verl_pg_plugin.config.keys import (
-    ACTOR,
-    CRITIC,
-    OPTIONS,
-    REF,
-    USE_PREFIX_GROUPER,
-)
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers

@@ -149,6 +149,7 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         ValueError: the budget does not hold the longest sequence.
     """
     levels, tokens = _levels(batch, settings), int(batch.lengths.sum())
+    sizes = levels.sizes
     pairs = float(flops.attention(np.zeros_like(batch.lengths), batch.lengths).sum())
     alone, shared, memory, physical_tokens = [], [], [], 0
     for forward_only, groups in zip((True, False), plan(batch, settings), strict=True):
@@ -164,7 +165,10 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
             priced[0] += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
             if not forward_only:
                 physical_tokens += layout.num_tokens
-                memory.append((*_bytes(levels, level, layout), level))
+                kept = layout.num_tokens * sizes.waiting(level) + sizes.beside(cached, pending) if sizes else 0
+                working = layout.num_tokens * sizes.working(level) if sizes else 0
+                on_host = levels.host_bytes(level, layout.num_tokens)
+                memory.append(((kept + working) / levels.ranks, kept / levels.ranks, on_host, level))
         shared.append(priced)
 
     def speedups(compiled: bool) -> tuple[float, float]:
@@ -174,7 +178,7 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
 
     packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
     old_log_prob, update = speedups(settings.compile_layers)
-    on_device, kept, _, level = max(memory, key=lambda found: found[0])
+    most, waiting, _, level = max(memory, key=lambda found: found[0])
     return Forecast(
         budget=settings.budget,
         micro_batches=len(memory),
@@ -186,8 +190,8 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         sharing_alone=speedups(compiled=False),
         alone=(alone[0], alone[1]),
         level=level,
-        kept_gib=kept / 2**30,
-        activation_gib=on_device / 2**30,
+        kept_gib=waiting / 2**30,
+        activation_gib=most / 2**30,
         host_gib=max(on_host for _, _, on_host, _ in memory) / 2**30,
     )
 
@@ -223,16 +227,6 @@ def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[P
             chunk = micro_batch.chunk
             layouts.append(build_chunk_layout(*arrays, chunk=chunk, first_label=label, forward_only=forward_only))
     return layouts
-
-
-def _bytes(levels: Levels, level: Level, layout: PackedLayout) -> tuple[float, float, float]:
-    """What a micro-batch takes of a device in the backward, what it keeps for that, and what it keeps on the host."""
-    if levels.sizes is None:
-        return 0.0, 0.0, 0.0
-    beside = levels.sizes.beside(layout.num_cached, len(layout.publish))
-    kept = (layout.num_tokens * levels.sizes.waiting(level) + beside) / levels.ranks
-    working = layout.num_tokens * levels.sizes.working(level) / levels.ranks
-    return kept + working, kept, levels.host_bytes(level, layout.num_tokens)
 
 
 def _flops(
