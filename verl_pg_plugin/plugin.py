@@ -20,15 +20,13 @@ def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
     Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for
-    ``run_waiting``, which engine configs call. The CPU default registers itself when it was that module.
+    ``run_waiting``, which engine configs call. The CPU default registers itself when it is imported.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
     """
-    from verl_pg_plugin import cpu
+    import verl_pg_plugin.cpu  # noqa: F401
 
-    if not _loading(cpu):
-        cpu.register()
     after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
     after_import("verl.trainer.ppo.ray_trainer", _reach_v0)
     after_import("verl.trainer.main_ppo", _engage_before_run)
@@ -44,7 +42,7 @@ def register() -> None:
 
 def _engage_before_run() -> None:
     """In the process of an entry point that is not verl's own."""
-    _or_warn(lambda: upstream.call_before_run(_engage_or_exit))
+    _or_warn(upstream.call_before_run, _engage_or_exit)
 
 
 def _keep_groups_in_v1() -> None:
@@ -56,7 +54,7 @@ def _keep_groups_in_v1() -> None:
 
         return keep_groups(trainer_cls)
 
-    _or_warn(lambda: upstream.look_up_group_trainers(TRAINER_PREFIX, keep_groups))
+    _or_warn(upstream.look_up_group_trainers, TRAINER_PREFIX, keep_groups)
 
 
 def _reach_v0() -> None:
@@ -72,13 +70,13 @@ def _reach_v0() -> None:
 
         log_gain(*args)
 
-    _or_warn(lambda: upstream.regroup_after_v0_balance(regroup, updated))
+    _or_warn(upstream.regroup_after_v0_balance, regroup, updated)
 
 
-def _or_warn(patch: Callable[[], None]) -> None:
+def _or_warn(patch: Callable[..., None], *args: Any) -> None:
     """An import of verl's must not fail for it: without the patch V1 ends, and V0 keeps groups as far as it can."""
     try:
-        patch()
+        patch(*args)
     except (upstream.UpstreamChangedError, ImportError) as error:
         logger.warning("verl_pg_plugin: trainers of this verl are left alone: %s", error)
 
