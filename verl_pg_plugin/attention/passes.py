@@ -56,10 +56,9 @@ class Varlen(NamedTuple):
         """Left and right, as flash-attn counts them; -1 for no bound."""
         return (self.window, 0) if self.window >= 0 else (-1, -1)
 
-    @property
-    def keywords(self) -> dict[str, Any]:
+    def keywords(self, no_window: int | None = -1) -> dict[str, Any]:
         """By the names that every flash-attn has for them."""
-        left, right = self.window_size
+        left, right = self.window_size if self.window >= 0 else (no_window, no_window)
         named = {**self._asdict(), "window_size_left": left, "window_size_right": right}
         del named["window"]
         return named
@@ -79,12 +78,12 @@ def flash_attn_2() -> Passes:
     run_backward = torch.ops.flash_attn._flash_attn_varlen_backward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = run_forward(q, k, v, dropout_p=0.0, **p.keywords)
+        out, lse, *_ = run_forward(q, k, v, dropout_p=0.0, **p.keywords())
         return out, lse
 
     def backward(dout: Tensor, *arguments: Any) -> None:
         *tensors, p = arguments
-        run_backward(dout, *tensors, dropout_p=0.0, alibi_slopes=None, deterministic=deterministic(), **p.keywords)
+        run_backward(dout, *tensors, dropout_p=0.0, alibi_slopes=None, deterministic=deterministic(), **p.keywords())
 
     return forward, backward
 
@@ -99,7 +98,7 @@ def flash_attn_3() -> Passes:
         raise ImportError("an early build, without window_size_left")
 
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_attn_forward(q, k, v, **p.keywords)
+        out, lse, *_ = _flash_attn_forward(q, k, v, **p.keywords())
         return out, lse
 
     def backward(dout: Tensor, *tensors: Any) -> None:
@@ -129,17 +128,13 @@ def flash_attn_4() -> Passes:
             "pip install --force-reinstall --no-deps --pre flash-attn-4"
         )
 
-    def keywords(p: Varlen) -> dict[str, Any]:
-        no_window = {"window_size_left": None, "window_size_right": None} if p.window < 0 else {}
-        return {**p.keywords, **no_window}
-
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **keywords(p))
+        out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **p.keywords(None))
         return out, lse
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
-        _flash_attn_bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic(), **keywords(p))
+        _flash_attn_bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic(), **p.keywords(None))
 
     return forward, backward
 
