@@ -119,7 +119,8 @@ def test_memory_of_an_update_in_split_groups_is_given_back(qwen3: str) -> None:
     engine, allocated = engine_of(qwen3), []
     carry_always(engine)
     for _ in range(3):
-        update_at(Level.ATTENTION_ON_HOST, engine, two_groups(480))
+        with carrying(engine):
+            update_at(Level.ATTENTION_ON_HOST, engine, two_groups(480))
         engine.optimizer_zero_grad()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[1] == allocated[2]

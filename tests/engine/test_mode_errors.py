@@ -1,6 +1,5 @@
 """An option or model that a mode does not support is refused when the engine is built, with the way out."""
 
-import importlib.util
 from pathlib import Path
 
 import peft
@@ -42,13 +41,6 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
 def test_unsupported_options_are_named_at_once(qwen3: str, engine: dict, model: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         make_engine(qwen3, packed=True, engine=engine, model={**PADDED, **model})
-
-
-def test_missing_prefix_grouper_library_names_the_install_command(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name))
-    with pytest.raises(ValueError, match="pip install prefix_grouper"):
-        make_engine(qwen3, packed=True, engine=FIXED, model=PADDED)
 
 
 @pytest.mark.parametrize("padded", [False, True])
