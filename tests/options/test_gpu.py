@@ -61,7 +61,7 @@ SIZES = {
 SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 AT_ONCE = 6
-SECONDS = 240
+SECONDS = 400
 FEW_THREADS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 
 
