@@ -76,30 +76,25 @@ def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(capsy
     assert found["logical_tokens"] == 2 * (9 + 9 + 8)
     # "a a a" begins all prompts and "b" two; a row is shared where the next token is equal as well.
     assert found["physical_tokens"] == (2 + 1 + 1 + 1 + 1) + 6 * 4
+    code, _, err = estimate(capsys, "--model", model, *data, "--prompt-key", "messages")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot read the column messages: No match" in err
 
 
 def test_rollouts_of_verl_are_read_by_their_prompts(capsys, model: str, tmp_path: Path) -> None:
     lines = [
-        {"input": "a b", "output": "c d", "uid": "x_0_0", "score": 1.0},
+        {"input": "a b", "output": "c\u2028d", "uid": "x_0_0", "score": 1.0},  # which ends no line
         {"input": "a b", "output": "d", "uid": "x_1_0", "score": 0.0},
         {"input": "c", "output": "c c c", "uid": "y_0_0", "score": 0.0},
     ]
     (tmp_path / "9.jsonl").write_text("not read")
-    (tmp_path / "10.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "10.jsonl").write_text(text + "\n", encoding="utf-8")
     figures = tmp_path / "figures.json"
     code, out, _ = estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100, "--json", figures)
     assert code == 0
     assert "2 of 2 groups of 10.jsonl, as text without special tokens" in out
     assert json.loads(figures.read_text())[0]["logical_tokens"] == (2 + 2) + (2 + 1) + (1 + 3)
-
-
-TEXT = [{"input": "a b", "output": "c d", "uid": "x_0_0", "score": 1.0}]
-
-
-def test_a_line_separator_of_unicode_in_a_response_ends_no_line(capsys, model: str, tmp_path: Path) -> None:
-    line = json.dumps({**TEXT[0], "output": "c\u2028d"}, ensure_ascii=False)
-    (tmp_path / "9.jsonl").write_text(line + "\n\n", encoding="utf-8")
-    assert "1 of 1 groups of 9.jsonl" in estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100)[1]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +112,6 @@ def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, t
     assert (code, err.count("\n")) == (2, 1)
     assert "3.jsonl" in err
     assert message in err
-
-
-def test_a_data_set_without_the_column_is_one_line(capsys, model: str, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"messages": ["a"]}), tmp_path / "data.parquet")
-    code, _, err = estimate(capsys, "--model", model, "--data", tmp_path / "data.parquet", "--response", 4)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "cannot read the column prompt: No match" in err
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from tests.fresh import run_fresh
-from tests.models.models import random_ids
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli.patch_model import AUTO_MAP, BACKUP_FILE, MODELING_FILE
@@ -48,10 +45,12 @@ model = t.AutoModelForCausalLM.from_pretrained(folder, **load)
 value = t.AutoModelForTokenClassification.from_pretrained(folder, **load)
 assert type(model).__name__ == "Qwen3ForCausalLM" and "transformers_modules" in type(model).__module__
 assert type(value).__name__ == "Qwen3ForValue"
+assert (model.lm_head.weight is model.model.embed_tokens.weight) == folder.endswith("/tied")
 stock = t.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 got, want = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (model, stock))
 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+assert value(ids, attention_mask=mask).logits.shape == (2, 6, 1)
 model.save_pretrained(folder + "/saved")
 again = t.AutoModelForCausalLM.from_pretrained(folder + "/saved", **load)
 assert torch.equal(again(ids).logits, model(ids).logits)
@@ -68,15 +67,14 @@ assert type(value).__name__ == "Qwen3ForValue", type(value)
 
 
 def test_a_patched_checkpoint_loads_in_a_new_process_and_a_registered_class_copies_no_file(tmp_path: Path) -> None:
-    folders = [tmp_path / "patched", tmp_path / "registered"]
-    for folder in folders:
-        save_tiny_model(folder, "qwen3")
-    before = contents(folders[1])
-    assert main(["patch-model", str(folders[0])]) == 0
-    codes = zip(folders, (PATCHED, REGISTERED), strict=True)
-    for ended in run_fresh([(f"folder = {str(folder)!r}\n{code}", {}) for folder, code in codes]):
+    codes = {tmp_path / "untied": PATCHED, tmp_path / "tied": PATCHED, tmp_path / "registered": REGISTERED}
+    for folder in codes:
+        save_tiny_model(folder, "qwen3", tie_word_embeddings=folder.name == "tied")
+    before = contents(tmp_path / "registered")
+    assert main(["patch-model", str(tmp_path / "untied")]) == main(["patch-model", str(tmp_path / "tied")]) == 0
+    for ended in run_fresh([(f"folder = {str(folder)!r}\n{code}", {}) for folder, code in codes.items()]):
         assert ended.returncode == 0, ended.stderr
-    assert contents(folders[1]) == before
+    assert contents(tmp_path / "registered") == before
 
 
 def undo(folder: Path) -> None:
@@ -142,13 +140,3 @@ def test_a_disk_that_is_full_leaves_a_checkpoint_that_loads_and_the_next_call_do
     assert main(["patch-model", str(folder)]) == 0
     undo(folder)
     assert contents(folder) == before
-
-
-def test_tied_embeddings_load_with_both_heads(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "qwen3", tie_word_embeddings=True)
-    assert main(["patch-model", str(tmp_path)]) == 0
-    causal = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    assert causal.lm_head.weight is causal.model.embed_tokens.weight
-    value = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, trust_remote_code=True)
-    ids = random_ids(2, 5)
-    assert value(ids, attention_mask=torch.ones_like(ids)).logits.shape == (2, 5, 1)
