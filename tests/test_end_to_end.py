@@ -106,13 +106,14 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
 ) -> None:
     summary, steps = train(tmp_path, *overrides, **environment)
     assert summary["mode"] == mode.value
-    # A rollout leaves placeholders of images out, which the engine's softmax counts.
-    with_images = environment.get("script") == IMAGES
+    with_images, asynchronous = environment.get("script") == IMAGES, overrides == VERLS_ENTRY_POINT
     for step in steps:
         for role in {"actor", "critic"} if "critic/grad_norm" in step else {"actor"}:
             assert step[f"{role}/prefix_grouper/dedup_ratio"] > least
             assert step[f"{role}/grad_norm"] > 0
-        assert step["training/rollout_probs_diff_max"] < (5e-3 if with_images else 1e-4)
+        if not asynchronous:  # Else older weights have sampled some responses.
+            # A rollout leaves placeholders of images out, which the engine's softmax counts.
+            assert step["training/rollout_probs_diff_max"] < (5e-3 if with_images else 1e-4)
         if mode is Mode.PACKED:
             assert step["prefix_grouper/balance/cut_groups"] == 0
             assert step["prefix_grouper/balance/slowest_over_mean"] < 1.5
