@@ -106,6 +106,9 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
 ) -> None:
     summary, steps = train(tmp_path, *overrides, **environment)
     assert summary["mode"] == mode.value
+    if architecture := environment.get("ARCHITECTURE"):
+        config = json.loads((tmp_path / f"model-{architecture}" / "config.json").read_text())
+        assert config["model_type"] == architecture
     with_images, asynchronous = environment.get("script") == IMAGES, overrides == VERLS_ENTRY_POINT
     for step in steps:
         for role in {"actor", "critic"} if "critic/grad_norm" in step else {"actor"}:
@@ -116,7 +119,7 @@ def test_what_the_examples_train_is_shared_and_the_rollout_agrees_with_the_engin
             assert step["training/rollout_probs_diff_max"] < (5e-3 if with_images else 1e-4)
         if mode is Mode.PACKED:
             assert step["prefix_grouper/balance/cut_groups"] == 0
-            assert step["prefix_grouper/balance/slowest_over_mean"] < 1.5
+            assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.5
         if with_images:  # Images of equal squares at equal places may meet in one micro-batch.
             assert step["actor/prefix_grouper/logical_patches"] >= 4 * step["actor/prefix_grouper/patches"] > 0
 
