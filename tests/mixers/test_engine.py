@@ -6,6 +6,7 @@ layer rounding adds up differs between processors.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def references(hybrids: dict[str, str]) -> dict[str, tuple[Result, Result]]:
     return {kind: rows_alone(hybrids[kind], kind) for kind in KINDS}
 
 
-def rows_alone(path: str, kind: str) -> tuple[Result, Result]:
-    batch = make_batch(SAMPLES)
+def rows_alone(path: str, kind: str, samples: Sequence[Sample] = SAMPLES) -> tuple[Result, Result]:
+    batch = make_batch(samples)
     stock, load_stock = run_reference(path, batch, actor_loss()), transformers.AutoModelForCausalLM.from_pretrained
 
     def load(path: str, **options: Any) -> Any:
@@ -125,8 +126,8 @@ def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) 
         engine.infer_batch(make_batch(SAMPLES))
 
 
-def test_a_group_beyond_the_budget_is_cut_and_each_part_computes_its_prompt(hybrids: dict, references: dict) -> None:
-    engine = make_engine(hybrids["qwen3_5_text"], packed=True)
+def test_chunks_that_carry_nothing_compute_their_prompts(hybrids: dict, references: dict) -> None:
+    engine = make_engine(hybrids["qwen3_5_text"], packed=True, engine={"carry": "never"})
     batch = make_batch(SAMPLES, max_token_len_per_gpu=150)
     assert_exact(run_engine(engine, clone(batch), actor_loss()), references["qwen3_5_text"])
     with engine.eval_mode():

@@ -1,4 +1,4 @@
-"""The prefix KV cache of a split group: keys, values and head outputs that one chunk computes and others read.
+"""The prefix KV cache of a split group: keys, values, states and outputs that one chunk computes and others read.
 
 In training the chunks run in reverse: a prefill computes without gradient what a chunk reads, the chunk's backward adds
 to pending gradients in float32, and the chunk that computes these tokens with gradient, which comes later, adds them in
@@ -22,6 +22,8 @@ Place = tuple[int, str]
 OUTPUTS: Place = (-1, "outputs")
 """Of the LM head: zero at tokens that publish none."""
 Tensors = dict[Place, Tensor]
+StatePlace = tuple[int, str, int]
+"""A recurrent layer, what of it, and the position of the first token that reads it."""
 
 
 @dataclass
@@ -32,12 +34,15 @@ class CachedTokens:
         values: (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C).
         pending: sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a
             gradient, and once their owner has taken them.
+        states, pending_states: the same of what recurrent layers hold behind some of the tokens.
     """
 
     start: int
     stop: int
     values: Tensors = field(default_factory=dict)
     pending: Tensors = field(default_factory=dict)
+    states: dict[StatePlace, Tensor] = field(default_factory=dict)
+    pending_states: dict[StatePlace, Tensor] = field(default_factory=dict)
 
     def put(self, place: Place, value: Tensor, has_gradient: bool) -> None:
         """Raises RuntimeError if the place is taken: two layers have one number."""
@@ -57,12 +62,16 @@ class CachedTokens:
         """
         before, after = CachedTokens(self.start, at), CachedTokens(at, self.stop)
         num_before = at - self.start
-        copy = 2 * num_before * sum(x[0].nbytes for x in self._tensors) <= self.num_bytes
+        token_bytes = sum(x[0].nbytes for x in self._tensors)
+        copy = 2 * num_before * token_bytes <= sum(x.untyped_storage().nbytes() for x in self._tensors)
         parts = (self.values, before.values, after.values), (self.pending, before.pending, after.pending)
         for tensors, first, last in parts:
             for place, x in tensors.items():
                 first[place] = x[:num_before].clone() if copy else x[:num_before]
                 last[place] = x[num_before:]
+        for part, inside in ((before, lambda position: position <= at), (after, lambda position: position > at)):
+            part.states = {place: x for place, x in self.states.items() if inside(place[2])}
+            part.pending_states = {place: x for place, x in self.pending_states.items() if inside(place[2])}
         return before, after
 
     @property
@@ -72,7 +81,8 @@ class CachedTokens:
     @property
     def num_bytes(self) -> int:
         """What is held, tokens that were split off included."""
-        return sum(x.untyped_storage().nbytes() for x in self._tensors)
+        tensors = [*self._tensors, *self.states.values(), *self.pending_states.values()]
+        return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
 class PrefixCache:
@@ -161,6 +171,24 @@ class CacheAccess:
             pending = torch.cat([block.pending.pop(place) for block in self.consumed])
             own.index_add_(0, self.index("publish", own.device), pending.to(own.dtype))
         return own
+
+    def state(self, place: StatePlace) -> Tensor:
+        return next(block.states[place] for block in self.read if place in block.states)
+
+    def publish_state(self, place: StatePlace, value: Tensor) -> None:
+        if self.publish is not None:
+            self.publish.states[place] = value.detach().clone()
+            if self.prefill:
+                wide = torch.promote_types(value.dtype, torch.float32)
+                self.publish.pending_states[place] = torch.zeros_like(value, dtype=wide)
+
+    def add_state_gradient(self, place: StatePlace, grad: Tensor) -> None:
+        next(block for block in self.read if place in block.states).pending_states[place].add_(grad)
+
+    def take_state_gradient(self, place: StatePlace) -> Tensor | None:
+        """The pending gradient of a consumed state; None outside training."""
+        found = (block.pending_states.pop(place, None) for block in self.consumed)
+        return next((x for x in found if x is not None), None)
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.

@@ -40,11 +40,13 @@ class AttentionContext(ABC):
         perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
+        cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
     """
 
     def __init__(self, layout: Layout | None, perturb: Callable[[Tensor], Tensor] | None = None) -> None:
         self.layout, self.perturb = layout, perturb
         self.calls: Counter[str] = Counter()
+        self.cache: CacheAccess | None = None
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod
@@ -95,7 +97,6 @@ class PackedAttention(AttentionContext):
 
     Attributes:
         num_tokens: T; tokens after them are padding, which attends to nothing.
-        cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class UlyssesAttention(AttentionContext):
 
     def __init__(self, inner: AttentionContext, num_tokens: int, group: dist.ProcessGroup) -> None:
         super().__init__(inner.layout, inner.perturb)
-        self.inner, self.num_tokens, self.group = inner, num_tokens, group
+        self.inner, self.num_tokens, self.group, self.cache = inner, num_tokens, group, inner.cache
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """A collective that every rank of the group must enter.

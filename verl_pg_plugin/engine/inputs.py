@@ -212,6 +212,7 @@ def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
     blocks = cache.pop(layout.publish_start)
     for block in blocks:
         block.values.clear()
+        block.states.clear()
     return blocks
 
 

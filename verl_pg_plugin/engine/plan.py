@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
-from verl_pg_plugin.layout import Layout, PackedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout, share_state_positions
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.planning.activation_level import Level, Levels
@@ -166,8 +166,8 @@ def plan_mini_batch(
             prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
         level = Level.ATTENTION  # of a forward without gradient nothing is kept
         if not forward_only:
-            chunk = (layout.num_cached, len(layout.publish)) if isinstance(layout, PackedLayout) else ()
-            level = levels.choose(layout.num_tokens, len(layout.head_index), *chunk)
+            cache_use = layout.cache_use if isinstance(layout, PackedLayout) else ()
+            level = levels.choose(layout.num_tokens, len(layout.head_index), *cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     groups = [[micro_batch for micro_batch, _ in group] for group in draft]
     return Plan(data, sequences, planned, groups, any(rank.needs_encoder for rank in told), levels)
@@ -177,13 +177,16 @@ def _laid_out(
     group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool
 ) -> list[tuple[MicroBatch, Layout]]:
     """The micro-batches of a group as they run."""
-    first = first_label(group, sequences.prompt_lengths) if len(group) > 1 else 0
-    found = []
-    for micro_batch in group if forward_only else group[::-1]:
-        selected, chunk = sequences.select(micro_batch.sequences), micro_batch.chunk
-        layout = selected.lay_out(packed) if chunk is None else selected.lay_out_chunk(chunk, first, forward_only)
-        found.append((micro_batch, layout))
-    return found
+    if len(group) == 1:
+        return [(group[0], sequences.select(group[0].sequences).lay_out(packed))]
+    first = first_label(group, sequences.prompt_lengths)
+    chunks: list[PackedLayout] = []
+    for micro_batch in group:
+        assert micro_batch.chunk is not None
+        selected = sequences.select(micro_batch.sequences)
+        chunks.append(selected.lay_out_chunk(micro_batch.chunk, first, forward_only))
+    running: list[tuple[MicroBatch, Layout]] = list(zip(group, share_state_positions(chunks), strict=True))
+    return running if forward_only else running[::-1]
 
 
 def _told(

@@ -9,6 +9,7 @@ from verl_pg_plugin.layout.packed import (
     build_chunk_layout,
     build_packed_layout,
     idle_prefill,
+    share_state_positions,
 )
 from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
 
@@ -27,4 +28,5 @@ __all__ = [
     "build_padded_layout",
     "build_prefix_order",
     "idle_prefill",
+    "share_state_positions",
 ]

@@ -80,6 +80,8 @@ class PackedLayout:
         cached_heads: (C,) positions of cached tokens whose LM head outputs this chunk's responses read, ascending.
         publish: (H,) packed tokens that later chunks read, at positions ``publish_start .. publish_start + H``.
         publish_start: tokens of the cache that are still valid below the published ones.
+        state_positions: of the path, ascending, at which some chunk of the split group goes on, behind the state that a
+            recurrent layer publishes there.
         prefill: tokens of the path that must be computed without gradient before this chunk; None where the cache
             already has all of them.
     """
@@ -103,6 +105,7 @@ class PackedLayout:
     cached_heads: IntArray = field(default_factory=_empty)
     publish: IntArray = field(default_factory=_empty)
     publish_start: int = 0
+    state_positions: IntArray = field(default_factory=_empty)
     prefill: PackedLayout | None = None
 
     @property
@@ -134,6 +137,23 @@ class PackedLayout:
     def segments(self) -> tuple[IntArray, IntArray]:
         """(S,) tokens that each segment sees before its own, and (S,) its own."""
         return self.segment_start, np.diff(self.cu_seqlens_q)
+
+    @property
+    def resumed_at(self) -> IntArray:
+        """Positions, ascending, at which segments go on behind cached tokens."""
+        return np.unique(self.segment_start[(self.segment_parent < 0) & (self.segment_start > 0)])
+
+    @property
+    def published_states(self) -> IntArray:
+        """Those of ``state_positions`` that are behind a published token."""
+        start, stop = self.publish_start, self.publish_start + len(self.publish)
+        return self.state_positions[(self.state_positions > start) & (self.state_positions <= stop)]
+
+    @property
+    def cache_use(self) -> tuple[int, int, int, int]:
+        """Tokens that are cached and that are published, and how many states are behind some of either."""
+        states = int((self.state_positions <= self.num_cached).sum())
+        return self.num_cached, len(self.publish), states, len(self.published_states)
 
 
 def build_packed_layout(
@@ -249,6 +269,20 @@ def build_chunk_layout(
     if forward_only or chunk.num_cached <= chunk.num_kept:
         return layout
     return replace(layout, prefill=_prefill(tokens, offsets, chunk.num_kept, chunk.num_cached, first_label))
+
+
+def share_state_positions(layouts: list[PackedLayout]) -> list[PackedLayout]:
+    """The chunks of a split group, each told at which positions one of them, or of their prefills, goes on."""
+    forwards = [*layouts, *(layout.prefill for layout in layouts if layout.prefill is not None)]
+    positions = np.unique(np.concatenate([layout.resumed_at for layout in forwards]))
+    return [
+        replace(
+            layout,
+            state_positions=positions,
+            prefill=layout.prefill and replace(layout.prefill, state_positions=positions),
+        )
+        for layout in layouts
+    ]
 
 
 def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> PackedLayout:

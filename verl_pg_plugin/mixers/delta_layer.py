@@ -13,6 +13,7 @@ trades tokens for channels or heads, which do not see each other, and back.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -29,7 +30,8 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
-from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.layout import IntArray, PackedLayout
+from verl_pg_plugin.mixers.delta_cache import DeltaCache, Tails
 
 GATED_DELTA = "gated_delta"
 """Under this name ``AttentionContext.calls`` counts Gated DeltaNet layers."""
@@ -45,12 +47,14 @@ class Windows:
     """S windows of 2(W - 1) tokens, one for the start of each segment.
 
     Attributes:
+        tails: cached tokens that they hold; these count in front of the own ones.
         gather: their tokens, one window after the other.
         missing: (S, 2(W - 1)) bool, no token there: what is before a sequence, or behind a short segment.
-        fixed: (F,) int64 tokens whose convolution is taken from a window.
+        fixed: (F,) int64 own tokens whose convolution is taken from a window.
         place: (F,) int64 where, in the windows one after the other.
     """
 
+    tails: Tails
     gather: Gather
     missing: torch.Tensor
     fixed: torch.Tensor
@@ -64,26 +68,61 @@ class Windows:
         place = layout.segment_start[:, None] + offset  # among the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        tokens = layout.kv_index[np.where(missing, 0, layout.cu_seqlens_k[:-1, None] + place)]
+        start, resumed_at = layout.segment_start[_roots(layout)], layout.resumed_at
+        num_read = len(resumed_at) * reach
+
+        def tokens_at(segment: IntArray, place: IntArray) -> IntArray:
+            """Tokens at places of segments, in [the tails of cached tokens | own tokens]; any where there is none."""
+            found = layout.kv_index[layout.cu_seqlens_k[segment, None] + np.maximum(place, 0)].astype(np.int64)
+            root = start[segment, None]
+            in_tail = (np.searchsorted(resumed_at, root) + 1) * reach + found - root
+            return np.where(found < layout.num_cached, np.maximum(in_tail, 0), found - layout.num_cached + num_read)
+
+        tokens = tokens_at(np.arange(len(place)), np.where(missing, 0, place))
         segment, column = np.nonzero(~missing & (offset >= 0))
+        publish = layout.published_states
+        last = layout.publish[publish - layout.publish_start - 1]  # the token in front of each
+        ends_in = np.searchsorted(layout.cu_seqlens_q, last, side="right") - 1
+        tails = tokens_at(ends_in, publish[:, None] + np.arange(-reach, 0))
         return cls(
-            gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), layout.num_tokens),
+            tails=Tails(
+                tuple(resumed_at.tolist()), tuple(publish.tolist()), to_device(tails, torch.int64, device), reach
+            ),
+            gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), num_read + layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
-            fixed=to_device(tokens[segment, column], torch.int64, device),
+            fixed=to_device(tokens[segment, column] - num_read, torch.int64, device),
             place=to_device(segment * 2 * reach + column, torch.int64, device),
         )
 
 
-def convolve(x: torch.Tensor, windows: Windows, convolution: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def convolve(
+    x: torch.Tensor,
+    windows: Windows,
+    convolution: Callable[[torch.Tensor], torch.Tensor],
+    cache: DeltaCache | None = None,
+) -> torch.Tensor:
     """(1, D, T) packed tokens to the same, each of which sees its own sequence only.
 
     ``convolution`` is the plain one, (B, D, L) -> (B, D, L), causal, with zeros before the first column.
     """
+    x_TD = x.squeeze(0).transpose(0, 1)
+    if cache is not None:
+        x_TD = cache.with_tails(x_TD, windows.tails)
+        x = x_TD[windows.tails.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
-    gathered = gather_tokens(x.squeeze(0).transpose(0, 1), windows.gather)
+    gathered = gather_tokens(x_TD, windows.gather)
     window_SLD = gathered.view(*windows.missing.shape, -1).masked_fill(windows.missing.unsqueeze(-1), 0.0)
     edges_KD = convolution(window_SLD.transpose(1, 2)).transpose(1, 2).flatten(0, 1)
     return plain.index_copy(2, windows.fixed, edges_KD.index_select(0, windows.place).T.unsqueeze(0))
+
+
+def _roots(layout: PackedLayout) -> IntArray:
+    """(S,) of each segment the one that its ancestors in this forward begin with."""
+    roots = np.arange(len(layout.segment_parent))
+    for segment, parent in enumerate(layout.segment_parent.tolist()):  # parents come first
+        if parent >= 0:
+            roots[segment] = roots[parent]
+    return roots
 
 
 def plain_convolution(
@@ -107,11 +146,13 @@ class Level:
         cu_seqlens: (N+1,) int64, their bounds if they are laid one after the other.
         num_children: (M,) int64, how many of them continue each of the M segments one depth above, whose children are
             next to each other and in its order; None for the roots.
+        publish: which of them end at which position where another chunk goes on.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     num_children: torch.Tensor | None
+    publish: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,18 +161,32 @@ class Levels:
 
     Attributes:
         levels: from the roots down.
+        starts: positions at which the roots start.
         by_depth: the tokens sorted by depth; None where they are.
         back: the way back.
     """
 
     levels: list[Level]
+    starts: tuple[int, ...]
     by_depth: Gather | None = None
     back: Gather | None = None
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:
-        """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other in a level."""
-        parents, lengths = layout.segment_parent, np.diff(layout.cu_seqlens_q)
+        """Segments lie as a walk through the prefix tree meets them, so siblings are next to each other in a level.
+
+        They are cut where states are published.
+        """
+        publish = layout.published_states
+        ends = layout.publish[publish - layout.publish_start - 1] + 1
+        position_of = dict(zip(ends.tolist(), publish.tolist(), strict=True))
+        bounds = np.union1d(layout.cu_seqlens_q, ends)
+        whole = np.searchsorted(layout.cu_seqlens_q, bounds[:-1], side="right") - 1  # the segment of each piece
+        last_piece = np.searchsorted(bounds, layout.cu_seqlens_q[1:]) - 1
+        of_whole = layout.segment_parent[whole]
+        begins, previous = bounds[:-1] == layout.cu_seqlens_q[whole], np.arange(-1, len(whole) - 1)
+        parents = np.where(begins, np.where(of_whole >= 0, last_piece[of_whole], -1), previous)
+        lengths = np.diff(bounds)
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
@@ -145,14 +200,17 @@ class Levels:
             num_children = None
             if above is not None:
                 num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
-            bounds = sent(np.cumsum([0, *lengths[members]]))
-            levels.append(Level(tuple(lengths[members].tolist()), bounds, num_children))
+            ends_at = enumerate(bounds[members + 1].tolist())
+            published = tuple((i, position_of[end]) for i, end in ends_at if end in position_of)
+            cu_seqlens = sent(np.cumsum([0, *lengths[members]]))
+            levels.append(Level(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members
+        starts = tuple(layout.segment_start[layout.segment_parent < 0].tolist())
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
-            return cls(levels)
+            return cls(levels, starts)
         sorts = (to_device(places, torch.int32, device) for places in (order, np.argsort(order, kind="stable")))
-        return cls(levels, *(Gather(places, layout.num_tokens) for places in sorts))
+        return cls(levels, starts, *(Gather(places, layout.num_tokens) for places in sorts))
 
 
 class _HandDown(torch.autograd.Function):
@@ -170,13 +228,20 @@ class _HandDown(torch.autograd.Function):
         return total, None, None
 
 
-def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
+def delta_rule_over(
+    levels: Levels,
+    rule: DeltaRule,
+    tensors: tuple[torch.Tensor, ...],
+    cache: DeltaCache | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """The gated delta rule in which tokens see their own sequences only, (T, H, V).
 
     Args:
         levels: of the tokens.
         rule: computes one depth.
         tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
+        cache: of a chunk of a split group.
         options: further keywords of ``rule``.
     """
     if levels.by_depth is not None:
@@ -187,6 +252,9 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
     # segment leave its state alone.
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
     outs, state = [], None
+    if cache is not None:
+        anchor = next((x for x in tensors if x.requires_grad), tensors[0])
+        state = cache.read_states(anchor, levels.starts)
     for level, part in zip(levels.levels, parts, strict=True):
         if level.num_children is not None:
             state = _HandDown.apply(state, level.num_children, len(level.lengths))
@@ -195,8 +263,10 @@ def delta_rule_over(levels: Levels, rule: DeltaRule, tensors: tuple[torch.Tensor
             options["cu_seqlens"] = level.cu_seqlens
         else:
             q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
-        passes_on = level is not levels.levels[-1]
+        passes_on = level is not levels.levels[-1] or bool(level.publish)
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
+        if cache is not None and level.publish:
+            out, state = cache.publish_states(out, state, level.publish)
         lengths = (out.shape[1],) if takes_any else level.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -215,10 +285,16 @@ class GatedDeltaLayer:
         self.convolution, self.rule = convolution or plain_convolution, rule
         self.context: AttentionContext | None = None  # of the forward that is running
         self.convolved = False
+        self.layer = -1
 
-    @torch.compiler.disable
-    def enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.context, self.convolved = kwargs.get("prefix_grouper"), False
+    def hook(self, layer: nn.Module, layer_idx: int) -> None:
+        """Learn from a decoder layer which one runs, and on what."""
+
+        @torch.compiler.disable
+        def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.context, self.layer, self.convolved = kwargs.get("prefix_grouper"), layer_idx, False
+
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
 
     @torch.compiler.disable  # index maps differ in every micro-batch
     def convolve(
@@ -238,7 +314,8 @@ class GatedDeltaLayer:
         def plain(part: torch.Tensor) -> torch.Tensor:
             return self.convolution(part, weight=weight, bias=bias, activation=activation)
 
-        out = F.pad(convolve(x[..., :num_tokens], windows, plain), (0, x.shape[-1] - num_tokens))
+        out = convolve(x[..., :num_tokens], windows, plain, self._cache(context))
+        out = F.pad(out, (0, x.shape[-1] - num_tokens))
         self.convolved = True
         return context.to_tokens(out.transpose(1, 2)).transpose(1, 2)
 
@@ -261,10 +338,14 @@ class GatedDeltaLayer:
         levels = context.index(Levels.from_layout, query.device)
         tensors = [context.to_heads(x) for x in (query, key, value, g, beta)]
         own = tuple(x[0, :num_tokens] for x in tensors)
-        out = delta_rule_over(levels, self.rule, own, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        cache, options = self._cache(context), {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        out = delta_rule_over(levels, self.rule, own, cache, **options)
         num_padding = tensors[0].shape[1] - num_tokens
         out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
         return context.to_tokens(out), None
+
+    def _cache(self, context: AttentionContext) -> DeltaCache | None:
+        return None if context.cache is None else DeltaCache(context.cache, self.layer)
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
         context = kwargs.pop("prefix_grouper", self.context)
@@ -291,12 +372,13 @@ def install(model: nn.Module) -> None:
                 ops = GatedDeltaLayer(getattr(module, CONVOLUTION), getattr(module, DELTA_RULE))
                 setattr(module, CONVOLUTION, ops.convolve)
                 setattr(module, DELTA_RULE, ops.delta_rule)
-                layer.register_forward_pre_hook(ops.enter_layer, with_kwargs=True)
+                ops.hook(layer, module.layer_idx)
             elif type(module).__name__.endswith("GatedDeltaNet"):  # the counter of layers sees one that is another
-                install_in_file(sys.modules[type(module).__module__])
+                install_in_file(sys.modules[type(module).__module__]).hook(layer, module.layer_idx)
 
 
-def install_in_file(modeling: Any) -> None:
+@functools.cache  # its functions are replaced once in a process
+def install_in_file(modeling: Any) -> GatedDeltaLayer:
     """The same for all layers of a model's file at once, which hand both functions the context; others run as before.
 
     Behind the name of transformers' own rule may be fla's, which the signature does not tell.
@@ -310,3 +392,4 @@ def install_in_file(modeling: Any) -> None:
     ops = GatedDeltaLayer(getattr(modeling, CONVOLUTION, None), rule)
     upstream.run_when_shared(modeling, CONVOLUTION, ops.convolve, "weight", "bias", "activation")
     upstream.run_when_shared(modeling, DELTA_RULE_OF_FILE, ops.delta_rule, "query", "key", "value", "g", "beta")
+    return ops

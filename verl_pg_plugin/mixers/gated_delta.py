@@ -65,9 +65,15 @@ def token_flops(config: PretrainedConfig) -> float:
     The chunked kernels multiply more, to be faster; that is how they compute and not what a token needs. There are no
     pairs: a token reads a state of fixed size, however many tokens are before it.
     """
+    return 6.0 * state_sizes(config)[0]
+
+
+def state_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """A K x V matrix per head of values, and the tokens that the convolution sees in front of its own."""
     layers = list(config.layer_types)[: config.num_hidden_layers].count(LINEAR)
-    state = config.linear_key_head_dim * config.linear_value_head_dim
-    return 6.0 * layers * config.linear_num_value_heads * state
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    return layers * config.linear_key_head_dim * values, layers * (config.linear_conv_kernel_dim - 1) * channels
 
 
 MIXER = Mixer(
@@ -76,9 +82,11 @@ MIXER = Mixer(
     obstacles=obstacles,
     machine_obstacles=kernel_obstacles,
     install=install,
+    state_sizes=state_sizes,
     token_flops=token_flops,
     ulysses_obstacle=ulysses_obstacle,
     stateful_model_types=TEXT_MODEL_TYPES | MULTIMODAL_MODEL_TYPES,
+    prefix_cache=True,
 )
 """The linear attention layers of Qwen3-Next and Qwen3.5."""
 

@@ -34,6 +34,8 @@ class Mixer:
         prepare: changes a config before the model is built from it.
         install: makes the layers of an unwrapped transformers model mix packed tokens.
         pair_costs: FLOPs that grow with pairs of tokens, by config.
+        state_sizes: numbers of the float32 states at one position that later chunks of a split group read, and of the
+            other activations there, over all of its layers, by config.
         token_flops: forward FLOPs of one token over all of its layers, beside pairs and weights, by config.
         stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
         ulysses_obstacle: why a Ulysses group of that many ranks, above 1, cannot share the tokens, by config and ranks;
@@ -51,6 +53,7 @@ class Mixer:
     install: Callable[[nn.Module], object] = lambda module: None
     pair_costs: Callable[[PretrainedConfig], tuple[PairCost, ...]] = lambda config: ()
     token_flops: Callable[[PretrainedConfig], float] = lambda config: 0.0
+    state_sizes: Callable[[PretrainedConfig], tuple[int, int]] = lambda config: (0, 0)
     stateful_model_types: frozenset[str] = frozenset()
     ulysses_obstacle: Callable[[PretrainedConfig, int], str] = lambda config, ranks: (
         "tokens that are spread over ranks are not mixed"

@@ -12,7 +12,14 @@ from itertools import count
 
 import numpy as np
 
-from verl_pg_plugin.layout import IntArray, PackedLayout, build_chunk_layout, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout import (
+    IntArray,
+    PackedLayout,
+    build_chunk_layout,
+    build_packed_layout,
+    build_prefix_order,
+    share_state_positions,
+)
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
@@ -157,8 +164,8 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         alone.append(float(_flops(flops, settings, forward_only, tokens, pairs, tokens, micro_batches, True).sum()))
         priced = np.zeros(3)
         for layout in (layout for group in groups for layout in lay_out(batch, group, forward_only)):
-            labels, cached, pending = len(layout.head_index), layout.num_cached, len(layout.publish)
-            level = levels.choose(layout.num_tokens, labels, cached, pending)
+            labels = len(layout.head_index)
+            level = levels.choose(layout.num_tokens, labels, *layout.cache_use)
             seen = float(flops.attention(*layout.segments).sum())
             again = not level.keeps_attention
             priced += _flops(flops, settings, forward_only, layout.num_tokens, seen, labels, 1, again)
@@ -226,7 +233,7 @@ def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[P
             label = first_label(group, batch.prompt_lengths)
             chunk = micro_batch.chunk
             layouts.append(build_chunk_layout(*arrays, chunk=chunk, first_label=label, forward_only=forward_only))
-    return layouts
+    return share_state_positions(layouts)
 
 
 def _flops(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_pg_plugin.mixers.attention import attention_needs
+from verl_pg_plugin.mixers import MIXERS, count_layers
+from verl_pg_plugin.mixers.attention import ATTENTION, attention_needs
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
 from verl_pg_plugin.planning.cost import EXPERTS_PER_TOKEN
 from verl_pg_plugin.planning.micro_batches import CacheWeights
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of a token in one of a model's layers, every layer counted as attention.
+    """Bytes of a token in one of a model's layers, every layer counted as attention where nothing else is said.
 
     Attributes:
         layers: of the model.
@@ -29,8 +30,11 @@ class TokenBytes:
         attention: the attention kernel's output and log-sum-exp.
         rest: all else that a layer's backward reads.
         gradients: the most of them that stand beside all of that.
+        caching_layers: of the model, those whose keys and values are cached.
         key_value: its keys and values.
         sums: float32 sums of the gradients of both, where other micro-batches add to them.
+        state: what recurrent layers cache at a position where other micro-batches go on, over all of them.
+        state_sums: float32 sums of the gradients of that.
         logits: of a token that runs the LM head, where all logits are held at once.
     """
 
@@ -39,8 +43,11 @@ class TokenBytes:
     attention: int
     rest: int
     gradients: int
+    caching_layers: int
     key_value: int
     sums: int
+    state: int
+    state_sums: int
     logits: int
 
     @classmethod
@@ -69,6 +76,8 @@ class TokenBytes:
         # Inputs of the norms and matrices, queries and keys on both sides of the rotation, values, the MLP's three;
         # tokens gathered for their experts, and what these return; factors of the norms.
         rest = 3 * hidden + 2 * keys + kv_heads * value_width + 3 * inner + 2 * visited * hidden
+        mixers = count_layers(config)
+        states, inputs = map(sum, zip((0, 0), *(MIXERS[name].state_sizes(config) for name in mixers), strict=True))
         beside = 2 * inner + visited * hidden + (0 if compiled else inner + 4 * hidden + 2 * keys)
         return cls(
             layers=config.num_hidden_layers,
@@ -76,8 +85,11 @@ class TokenBytes:
             attention=heads * (itemsize * width + 4),
             rest=itemsize * rest + 4 * (2 + heads + kv_heads),
             gradients=itemsize * beside,
+            caching_layers=mixers[ATTENTION],
             key_value=numbers * itemsize,
             sums=numbers * max(itemsize, 4),
+            state=4 * states + itemsize * inputs,
+            state_sums=4 * (states + inputs),
             logits=itemsize * config.vocab_size,
         )
 
@@ -103,9 +115,10 @@ class TokenBytes:
         at_head = 5 * self.inputs + (0 if fused_kernels else self.logits)
         return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS))
 
-    def beside(self, cached: int, pending: int) -> int:
-        """Of a chunk of a split group: tokens that it reads, and tokens that it computes for later chunks."""
-        return self.layers * (cached * (self.key_value + self.sums) + pending * self.sums)
+    def beside(self, cached: int, pending: int, states: int = 0, pending_states: int = 0) -> int:
+        """Of a chunk of a split group: tokens and states that it reads, and those that it computes for later chunks."""
+        of_tokens = self.caching_layers * (cached * (self.key_value + self.sums) + pending * self.sums)
+        return of_tokens + states * (self.state + self.state_sums) + pending_states * self.state_sums
 
 
 def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
@@ -120,8 +133,8 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         return CacheWeights(1.0, 1.0, 0.0) if forward_only else CacheWeights(3.0, 2.0)
     computed = sizes.held(Level.INPUTS if level.on_host else level)
     if forward_only:  # nothing is kept of a computed token
-        cached = sizes.layers * sizes.key_value / computed
-        return CacheWeights(cached, cached, recomputing=0.0)
+        cached = sizes.caching_layers * sizes.key_value / computed
+        return CacheWeights(cached, cached, recomputing=0.0, state=sizes.state / computed)
     recomputing = sizes.held(Level.INPUTS) / computed
     if levels.asked:
         recomputing = 1.0
@@ -130,7 +143,8 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         # With a half to spare: stock verl fills what is reserved here.
         host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
         recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
-    return CacheWeights(sizes.beside(1, 0) / computed, sizes.beside(0, 1) / computed, min(recomputing, 1.0))
+    cached, published, state = (sizes.beside(*use) / computed for use in ((1, 0), (0, 1), (0, 0, 1)))
+    return CacheWeights(cached, published, min(recomputing, 1.0), state)
 
 
 @dataclass(frozen=True)

@@ -58,15 +58,26 @@ class CacheWeights:
         cached: one that is read: its keys and values, and in training the sums of their gradients.
         published: one that later chunks read, or its pending gradients.
         recomputing: one at the smallest activation level, at which a chunk of a single sequence may run.
+        state: not a token, but what recurrent layers hold where a chunk goes on behind cached tokens.
     """
 
     cached: float = 0.0
     published: float = 0.0
     recomputing: float = 1.0
+    state: float = 0.0
+
+    def read(self, num_tokens: int) -> float:
+        """What so many cached tokens take, with the states behind them."""
+        return self.cached * num_tokens + self.state * (num_tokens > 0)
+
+    def hold(self, num_tokens: int) -> float:
+        """The same of published ones."""
+        return self.published * num_tokens + self.state * (num_tokens > 0)
 
     def times(self, factor: float) -> "CacheWeights":
         """Of budgets that stand for so much less memory."""
-        return CacheWeights(self.cached * factor, self.published * factor, min(self.recomputing * factor, 1.0))
+        recomputing = min(self.recomputing * factor, 1.0)
+        return CacheWeights(self.cached * factor, self.published * factor, recomputing, self.state * factor)
 
 
 @dataclass(frozen=True)
@@ -197,7 +208,7 @@ class _Planner:
     def taken(self, span: _Span) -> float:
         """Of the token budget."""
         published = span.read_next - self.kept(span)
-        return self.tokens(span) + self.weights.cached * span.cached + self.weights.published * published
+        return self.tokens(span) + self.weights.read(span.cached) + self.weights.hold(published)
 
     def cost(self, spans: list[_Span]) -> float:
         """What chunks take beyond the tokens that are computed once, in tokens of an update."""
@@ -283,7 +294,7 @@ class _Planner:
         ends: list[tuple[bool, int, int, int]] = []  # whether to end here, stop, cached tokens of the next, own tokens
         for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = weights.cached * rest.cached + (own if ends else weights.recomputing * own)
+            taken = weights.read(rest.cached) + (own if ends else weights.recomputing * own)
             if taken > budget and ends:
                 break
             if stop == rest.stop:
@@ -292,8 +303,8 @@ class _Planner:
             reads = (
                 prefix > self.worth
                 and self.new[stop] > 0
-                and taken + weights.published * max(prefix - common, 0) <= budget
-                and weights.recomputing * self.new[stop] + weights.cached * prefix <= budget  # the next has room
+                and taken + weights.hold(max(prefix - common, 0)) <= budget
+                and weights.recomputing * self.new[stop] + weights.read(prefix) <= budget  # the next has room
             )
             ends.append((reads or prefix <= self.worth, stop, prefix if reads else 0, own))
             common = min(common, prefix)
