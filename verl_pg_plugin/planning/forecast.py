@@ -172,7 +172,7 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
             priced[0] += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
             if not forward_only:
                 physical_tokens += layout.num_tokens
-                kept = layout.num_tokens * sizes.waiting(level) + sizes.beside(cached, pending) if sizes else 0
+                kept = layout.num_tokens * sizes.waiting(level) + sizes.beside(*layout.cache_use) if sizes else 0
                 working = layout.num_tokens * sizes.working(level) if sizes else 0
                 on_host = levels.host_bytes(level, layout.num_tokens)
                 memory.append(((kept + working) / levels.ranks, kept / levels.ranks, on_host, level))
