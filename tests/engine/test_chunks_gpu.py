@@ -53,7 +53,10 @@ def test_the_error_of_carried_groups_is_that_of_whole_groups(qwen3: str, option:
 
 
 def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
-    """Of what is asked for: the allocator's blocks are rounded, and larger ones are handed out where they are free."""
+    """Of what is asked for: the allocator's blocks are rounded, and larger ones are handed out where they are free.
+
+    Responses are short, so that chunks of both groups have as many tokens within a few percent.
+    """
     path = save_tiny_model(tmp_path, **SIZES)
     engine = make_engine(path, packed=True, engine=BF16)
 
@@ -64,9 +67,9 @@ def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> N
                 before = torch.cuda.memory_stats()["requested_bytes.all.current"]
                 engine.optimizer_zero_grad()
                 metrics = engine.forward_backward_batch(
-                    make_batch(group(2048, [256] * responses, 1), max_token_len_per_gpu=4096), actor_loss(**LOSS)
+                    make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096), actor_loss(**LOSS)
                 )["metrics"]
         assert metrics["prefix_grouper/chains"] == [1.0]
         return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
-    assert peak(64) < 1.1 * peak(16)
+    assert peak(256) < 1.1 * peak(64)
