@@ -204,5 +204,5 @@ def load_passes(name: str) -> Passes:
     except (ImportError, AttributeError) as error:  # the latter: two packages of different ages in one folder
         raise RuntimeError(
             f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it "
-            f"({KERNELS[name].install}) or set {ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
+            f"({KERNELS[name].install}) or set ++{ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
         ) from error

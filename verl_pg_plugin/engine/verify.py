@@ -211,8 +211,8 @@ class Verifier:
         raise MismatchError(
             f"sample {sample}{uid} of the {len(micro_batch)} in {kind} micro-batch {self._seen[kind] - 1}: with shared "
             f"prefixes {how}; {self.model}, {self.dtype}. Set actor_rollout_ref.actor.use_prefix_grouper=False "
-            "and report the message; another kernel (prefix_grouper.attention_kernel) tells whether it is to blame. If "
-            "stock verl with other micro-batches differs from itself as much, set prefix_grouper.verify_tolerance"
+            "and report the message; another ++prefix_grouper.attention_kernel tells whether it is to blame. If "
+            "stock verl with other micro-batches differs from itself as much, set ++prefix_grouper.verify_tolerance"
         )
 
     def take(self) -> list[tuple[int, float]] | None:
