@@ -77,7 +77,8 @@ UNCOMPILED: dict[str, str] = {
             "flint fuyu gemma3n_text gemma4_unified_text gpt_bigcode gpt_neox gpt_oss gptj granite_swa "
             "granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder "
             "jais2 jetmoe kolibri1 laguna longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text "
-            "modernbert-decoder moshi nanochat olmo opt persimmon sarvam_mla sarvam_moe solar_open vaultgemma youtu"
+            "modernbert-decoder moshi nanochat olmo opt persimmon qwen2_vl sarvam_mla sarvam_moe solar_open "
+            "vaultgemma youtu"
         ),
     }.items()
     for model_type in types.split()

@@ -24,7 +24,7 @@ TURNS = [
 
 def film(kind: str) -> list[Shot]:
     """A image and a video of two frames, as the processor of a model writes it."""
-    clip = Shown((2, 4, 4), 7, "video" if kind == "qwen2_5_vl" else "frames")
+    clip = Shown((2, 4, 4), 7, "video" if kind in ("qwen2_vl", "qwen2_5_vl") else "frames")
     same_start = Shown((1, 4, 4), 7, clip.kind)
     return [
         *shots([SYSTEM, WIDE, clip, QUESTION], [40, 41], [42, 43, 44], [40, 45]),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
 
 
-@pytest.fixture(scope="module", params=[*KINDS[:2], HYBRID_KINDS[0], *LONG])
+@pytest.fixture(scope="module", params=[*KINDS[:2], KINDS[3], HYBRID_KINDS[0], *LONG])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

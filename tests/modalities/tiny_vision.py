@@ -17,7 +17,7 @@ from tests.mixers import hybrids
 from tests.support import Result, actor_loss, assert_same, response_values
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
 HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
 """With Gated DeltaNet layers."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
@@ -67,12 +67,14 @@ EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok":
 def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> Any:
     encoder = {"out_hidden_size": text.get("hidden_size", TEXT["hidden_size"]), **(encoder or {})}
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-    if kind == "qwen2_5_vl":
+    if kind in ("qwen2_vl", "qwen2_5_vl"):
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-        parts = {
-            "text_config": {**TEXT, "rope_parameters": rope, **text},
-            "vision_config": {**ENCODER, **encoder, "window_size": 16, "fullatt_block_indexes": [1]},
-        }
+        sizes = {**ENCODER, **encoder, "window_size": 16, "fullatt_block_indexes": [1]}
+        if kind == "qwen2_vl":  # which calls the encoder's own width embed_dim
+            unknown = ("intermediate_size", "window_size", "fullatt_block_indexes")
+            width = {"embed_dim": sizes["hidden_size"], "hidden_size": sizes.pop("out_hidden_size"), "mlp_ratio": 2}
+            sizes = {name: size for name, size in sizes.items() if name not in unknown} | width
+        parts = {"text_config": {**TEXT, "rope_parameters": rope, **text}, "vision_config": sizes}
     elif kind in HYBRID_KINDS:
         sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"][1], "vocab_size": VOCAB, **text}
         rope = {**QWEN3_TEXT["rope_parameters"], "partial_rotary_factor": 1.0}

@@ -167,7 +167,7 @@ def test_padded_groups_pay_for_their_rows_and_not_for_padding(window: int | None
 GRIDS = ((1, 8, 12), (1, 4, 8))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_patches_cost_what_torch_counts(kind: str) -> None:
     config = vision_config(kind)
     config._attn_implementation = "eager"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Models that are shown images; their positions have three dimensions."""
 
 

@@ -26,7 +26,7 @@ from verl_pg_plugin.modalities.text import (
     read_tokens,
 )
 
-IMAGE_MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
 
 POSITION_DIMENSIONS = 4

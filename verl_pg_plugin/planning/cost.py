@@ -70,7 +70,7 @@ class VisionFlops:
                 per_patch += 2 * weight.numel() / merged
         whole = getattr(config, "fullatt_block_indexes", range(config.depth))
         window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
-        per_pair = 4.0 * config.hidden_size
+        per_pair = 4.0 * getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL's hidden_size is that of the text
         pairs = ((None, per_pair * len(whole)), (window, per_pair * (config.depth - len(whole))))
         return cls(per_patch, tuple(pair for pair in pairs if pair[1]))
 
