@@ -12,6 +12,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ PRECISIONS = {
     for name in ("fp32", "bf16", "fp16")
 }
 """Fields of an engine config."""
+BF16 = PRECISIONS["bf16"]
 POOLED = 4096
 """Parameters with fewer elements are compared together: the error of a few numbers is a matter of luck."""
 FACTOR = 1.1

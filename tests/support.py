@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from tensordict import TensorDict
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from verl.trainer.config import CheckpointConfig
@@ -47,6 +47,18 @@ def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **over
     config = transformers.AutoConfig.for_model(model_type, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
+    return str(path)
+
+
+def save_adapter(model: transformers.PreTrainedModel, path: Path, rank: int = 4) -> str:
+    """A LoRA adapter on every linear layer that changes the model's output."""
+    torch.manual_seed(1)
+    config = LoraConfig(TaskType.CAUSAL_LM, r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
+    adapted = get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(path)
     return str(path)
 
 
@@ -130,9 +142,10 @@ class Result:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def of_rank(self, sequences: Sequence[int]) -> "Result":
-        """What a rank with some of the sequences has: their outputs, the gradients of all, and no loss."""
+        """What a rank with some of the sequences has: their outputs, the gradients of all; the loss if it has all."""
         outputs = {name: [values[i] for i in sequences] for name, values in self.outputs.items()}
-        return Result(outputs, self.gradients)
+        has_all = all(len(values) == len(sequences) for values in self.outputs.values())
+        return Result(outputs, self.gradients, self.loss if has_all else None)
 
 
 def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tensor]:

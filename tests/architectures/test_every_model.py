@@ -22,6 +22,7 @@ from tests.engine.value_models import critic_batch, critic_loss, make_value_engi
 from tests.mixers import hybrids, test_engine
 from tests.modalities import tiny_vision
 from tests.modalities.image_cases import TEXT_ALONE
+from tests.precision import BF16
 from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.architectures import (
     CHECKPOINTS_FORWARD,
@@ -151,8 +152,7 @@ def test_torch_before_2_13_trains_every_type_that_is_not_refused(
         return (args, kwargs) if self._training_state == TrainingState.PRE_BACKWARD else cast(self, args, kwargs)
 
     monkeypatch.setattr(FSDPState, "_cast_forward_inputs", cast_in_the_forward_alone)
-    mixed = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    engine = engine_of(model_type, tmp_path, {"mixed_precision": mixed})
+    engine = engine_of(model_type, tmp_path, BF16)
     fails = pytest.raises(CheckpointError, match="different metadata")
     with fails if model_type in FLOAT32_ANGLE_TYPES and not CHECKPOINTS_FORWARD else nullcontext():
         run_engine(engine, make_batch(SAMPLES), actor_loss())

@@ -9,23 +9,17 @@ import torch
 import transformers
 from make_models_table import read_record
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.architectures.test_every_model import ZERO_GRADIENTS, without
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.attention.test_gpu import gpu_kernels
-from tests.precision import SMOOTH_LOSS, assert_no_worse, errors, pooled
+from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.architectures import UNCOMPILED, WRONG_COMPILED
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("process_group"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
-BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 FLASH = {"attn_implementation": "flash_attention_2"}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "initializer_range": 0.05}
 HEADS = {"num_attention_heads": 4, "head_dim": 64}
@@ -113,9 +107,12 @@ def assert_as_close_as_stock(
         tu.assign_non_tensor(batch, use_remove_padding=rmpad)  # which ours does not read
     references = [without(run_reference(path, batch, loss), zero) for batch in drawn]
     padded = {} if rmpad else {"use_remove_padding": False}
-    stock = make_engine(path, packed=False, engine=BF16, model=model | padded, engine_cls=FSDPEngineWithLMHead)
+    stock = make_engine(path, packed=False, engine=BF16, model=model | padded)
     packed = make_engine(
-        path, packed=True, engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled}, model=model
+        path,
+        packed=True,
+        engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled},
+        model=model,
     )
     found = [
         pooled([errors(run_engine(engine, batch, loss), want) for batch, want in zip(drawn, references, strict=True)])

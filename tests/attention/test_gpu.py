@@ -15,10 +15,7 @@ from verl_pg_plugin.attention.passes import Varlen, softcap_fault
 from verl_pg_plugin.attention.tree import Piece, Tree
 from verl_pg_plugin.layout import PackedLayout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def gpu_kernels(*names: str) -> pytest.MarkDecorator:

@@ -9,28 +9,19 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import Qwen3Config
 
+from tests.config.config_support import save_tokenizer
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.config import compile
-
-TEMPLATE = "{% for message in messages %}a a a {{ message.content }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("qwen3")
-    save_tiny_model(path)
-    words = Tokenizer(WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="<eos>"))
-    words.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return str(path)
+    save_tokenizer(path, preamble="a a a ")
+    return save_tiny_model(path)
 
 
 def estimate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

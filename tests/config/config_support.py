@@ -60,12 +60,13 @@ def compose_stock(*overrides: str) -> DictConfig:
     return compose_config(*overrides, module="verl.trainer.config", name="ppo_trainer")
 
 
-def save_tokenizer(folder: Path) -> None:
-    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3}
+def save_tokenizer(folder: Path, preamble: str = "") -> None:
+    """Of the words a to d; the chat template writes the preamble in front of each message."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "d": 5}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    fast.chat_template = f"{{% for message in messages %}}{preamble}{{{{ message.content }}}} {{% endfor %}}"
     fast.save_pretrained(folder)
 
 
@@ -84,6 +85,30 @@ def save_checkpoint(folder: Path, hf_config: PretrainedConfig | None = None) -> 
     hf_config.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def runnable(checkpoint: Path, data: Path) -> list[str]:
+    """Overrides that leave nothing to object to in packed mode, with a reference policy."""
+    return [
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=console",
+        "++ray_kwargs.ray_init.num_gpus=1",
+        "+ray_kwargs.ray_init.address=local",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "trainer.balance_batch=False",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
 
 
 def parse(overrides: str) -> dict[str, Any]:

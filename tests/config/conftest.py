@@ -11,11 +11,11 @@ from typing import Any
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
 
 import pytest
-from config_support import FLAGS, TINY, compose_config, save_checkpoint, save_data
+from config_support import FLAGS, TINY, compose_config, runnable, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
 
-from verl_pg_plugin.config import Mode
+from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
 
 
 @pytest.fixture(scope="session")
@@ -46,27 +46,7 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runnable_overrides(checkpoint: Path, data_file: Path) -> list[str]:
-    """Overrides that leave nothing to object to in packed mode, with a reference policy."""
-    return [
-        f"data.train_files={data_file}",
-        f"data.val_files={data_file}",
-        "trainer.n_gpus_per_node=1",
-        "trainer.logger=console",
-        "+ray_kwargs.ray_init.num_gpus=1",
-        "+ray_kwargs.ray_init.address=local",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        f"actor_rollout_ref.model.path={checkpoint}",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
-        "algorithm.adv_estimator=grpo",
-        "trainer.balance_batch=False",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    ]
+    return runnable(checkpoint, data_file)
 
 
 @pytest.fixture(scope="session")
@@ -90,3 +70,20 @@ def make_config(_composed: DictConfig) -> Callable[..., DictConfig]:
         return config
 
     return make
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """This machine has so many GPUs and all that goes with them."""
+
+    def have(count: int) -> None:
+        for module in (machine, rules):
+            monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+        monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(machine, "PACKAGES", {})
+        for module in (compile, rules):
+            monkeypatch.setattr(module, "compiler_obstacle", lambda *asked: "")
+        # verl's own validation would load the user's losses and vLLM; it speaks for itself.
+        monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
+
+    return have

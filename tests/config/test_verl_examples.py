@@ -12,7 +12,7 @@ import transformers
 import yaml
 from config_support import TINY, parse, save_checkpoint, save_data
 
-from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
+from verl_pg_plugin.config import Mode, compile, preflight, rules
 from verl_pg_plugin.config.keys import ACTOR
 
 DATA = yaml.safe_load((Path(__file__).parent / "verl_examples.yaml").read_text())
@@ -39,14 +39,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", DATA["scripts"])
 def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
-    name: str, checkpoints: dict[str, Path], make_config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, checkpoints: dict[str, Path], make_config, on_gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in (machine, rules):
-        monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(machine, "PACKAGES", {})
-    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
-    monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])  # it would load vLLM
+    on_gpus(8)
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else find(name))
     script = DATA["scripts"][name]

@@ -22,7 +22,7 @@ from tests.engine.test_moe import MODELS as EXPERTS
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.image_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, image_batch, load, save_vision_model
-from tests.precision import PRECISIONS
+from tests.precision import BF16
 from tests.support import (
     Result,
     actor_loss,
@@ -48,7 +48,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 LAYERS = 4
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
 CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
-BF16 = PRECISIONS["bf16"]
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 

@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from tests.engine.carried_cases import carry_always, carrying
 from tests.engine.test_activations import recording, same_bits, update_at
-from tests.engine.test_gpu import BF16, SIZES
+from tests.engine.test_gpu import SIZES, two_groups
+from tests.precision import BF16
 from tests.support import clone, group, make_engine, save_tiny_model
 from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.engine import activations
 from verl_pg_plugin.planning.activation_level import Level
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("process_group"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
 LAYERS = 8
 NO_FOUR = kernel_obstacle("flash_attn_4", "cuda")
@@ -42,11 +38,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 def same_numbers_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     monkeypatch.setattr(activations, "SMALLEST", 1)
-
-
-def two_groups(budget: int) -> TensorDict:
-    samples = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2)]
-    return make_batch(samples, max_token_len_per_gpu=budget)
 
 
 def engine_of(path: str, kernel: str = "flash_attn_2", **options: Any) -> Any:

@@ -238,7 +238,6 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_host_goes_on_while_the_gpu_is_at_work() -> None:
     device, before = torch.device("cuda", torch.cuda.current_device()), micro_batch()
     expected = on_device(before, device)  # the first one allocates

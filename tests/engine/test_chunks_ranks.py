@@ -20,34 +20,28 @@ from tests.support import (
 from verl_pg_plugin.synthetic import make_batch
 
 TRIE, SECOND = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
-SAMPLES = [*ONE_GROUP, *TRIE, *group(6, [7, 1], 3), *group(9, [4, 4], 2), *SECOND]
-ONE, OF_TRIE, SMALL, TWO = (
-    list(range(start, stop)) for start, stop in ((0, 8), (8, 8 + len(TRIE)), (36, 40), (40, len(SAMPLES)))
-)
+SMALL = [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
 BUDGET = CASES["small_groups_beside_large_ones"][1]
 SPLITS = {
-    "two against none": ([*ONE, *OF_TRIE], [*SMALL, *TWO[:3]]),
-    "two against one": ([*ONE, *OF_TRIE], [*SMALL, *TWO]),
-    "one against two in fewer micro-batches": (ONE, [*OF_TRIE, *SMALL, *TWO]),
+    "two against none": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND[:3]]),
+    "two against one": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND]),
+    "one against two in fewer micro-batches": (ONE_GROUP, [*TRIE, *SMALL, *SECOND]),
 }
 """Samples of the two ranks, by the number of groups that exceed a micro-batch on each."""
 STRATEGIES = {"fsdp2": list(SPLITS), "fsdp": ["two against one"]}
 RUNS = [(strategy, split) for strategy, splits in STRATEGIES.items() for split in splits]
 
 
-def used(split: str) -> list[int]:
-    first, second = SPLITS[split]
-    return sorted([*first, *second])
-
-
-def batch_of(split: str, tokens: int = 56) -> TensorDict:
+def batch_of(split: str, tokens: int = BUDGET) -> TensorDict:
     """Of both ranks."""
-    return make_batch([SAMPLES[i] for i in used(split)], max_token_len_per_gpu=tokens)
+    first, second = SPLITS[split]
+    return make_batch([*first, *second], max_token_len_per_gpu=tokens)
 
 
 def part(split: str, rank: int) -> list[int]:
     """Which of its sequences a rank has."""
-    return [used(split).index(i) for i in SPLITS[split][rank]]
+    first, second = map(len, SPLITS[split])
+    return list(range(first, first + second) if rank else range(first))
 
 
 def run_splits(rank: int, path: str) -> dict[tuple[str, str], Result]:

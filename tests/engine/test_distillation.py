@@ -155,7 +155,7 @@ def test_top_k_under_ulysses(qwen3: str) -> None:
     for results in on_ranks(2, update_under_ulysses, qwen3):
         for (samples, only, _), found in zip(ULYSSES, results, strict=True):
             batch, loss = top_k_batch(samples, only), loss_of("forward_kl_topk", not only, False)
-            assert_same(found, top_k_alone(qwen3, batch, loss).of_rank([]))
+            assert_same(found, top_k_alone(qwen3, batch, loss))
 
 
 def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:

@@ -14,8 +14,9 @@ from tests.engine.ranks import on_ranks
 from tests.support import group, make_engine, update
 from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
-from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch
+from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.mixers import PairCost
+from verl_pg_plugin.modalities import TEXT
 from verl_pg_plugin.modalities.text import Content
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -90,6 +91,17 @@ def test_verified_samples_of_all_ranks_and_their_largest_error() -> None:
     assert told["prefix_grouper/verified_rows"] == [6.0]
     assert told["prefix_grouper/verify_max_error"] == [3e-6]
     assert "prefix_grouper/verify_max_error" not in metrics(GROUPS, MiniBatchCosts(), verified=[])
+
+
+def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> None:
+    """Ranks wait for each other in every layer."""
+    batch = make_batch([*group(4, [6] * 8, 2), *group(40, [6], 1)], max_token_len_per_gpu=60)
+    for flops in (ModelFlops(0.0, 0.0, (PairCost(1.0),)), ModelFlops(1.0, 0.0, ())):
+        options = {"packed": True, "weights": None, "forward_only": False, "levels": Levels()}
+        layouts = [p.layout for p in plan_mini_batch(batch.clone(), TEXT, flops, **options).micro_batches]
+        costs = [flops.forward([layout]) for layout in layouts]
+        assert costs == sorted(costs, reverse=True)
+        assert (layouts[0].num_tokens > layouts[1].num_tokens) == (not flops.pairs), "more tokens, fewer pairs here"
 
 
 # Few long responses, and many short ones: fair cuts of sequences are unfair cuts of tokens.

@@ -94,7 +94,7 @@ def update_under_ulysses(rank: int, path: str) -> Result:
 
 def test_under_ulysses(qwen3: str) -> None:
     for result in on_ranks(2, update_under_ulysses, qwen3):
-        assert_same(result, alone(qwen3, rows()).of_rank([]))
+        assert_same(result, alone(qwen3, rows()))
 
 
 def test_the_prompt_is_what_lies_in_front_of_the_first_token_that_counts() -> None:

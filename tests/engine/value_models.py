@@ -35,15 +35,13 @@ def make_value_engine(
     sharing: bool = True,
     padded: bool = False,
     model: dict | None = None,
-    dtype: str = "fp32",
     options: dict | None = None,
 ) -> Any:
-    """verl's registered value engine, initialised; ``dtype`` is that of activations, ``options`` are of its config."""
-    mixed = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    """verl's registered value engine, initialised; ``options`` are of its config."""
     return make_engine(
         path,
         packed=sharing,
-        engine={"use_dynamic_bsz": not padded, "mixed_precision": mixed, **(options or {})},
+        engine={"use_dynamic_bsz": not padded, **(options or {})},
         model={"model_type": "value_model", "use_remove_padding": not padded, **(model or {})},
         engine_cls=EngineRegistry.get_engine_cls("value_model", "fsdp2"),
     )

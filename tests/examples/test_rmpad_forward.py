@@ -9,7 +9,6 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "rmpad_forward.py"
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def example() -> ModuleType:
@@ -20,7 +19,7 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_logits_are_equal_at_every_valid_token_and_only_there(model_type: str, device: str) -> None:
     rmpad = example()

@@ -5,19 +5,12 @@ verl replaces forwards in the classes of such models for the whole process, so t
 
 import numpy as np
 import pytest
-import torch
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.engine.test_gpu import BF16
 from tests.modalities.tiny_vision import Shot, Shown, image_batch, load, run_alone, save_vision_model, shots
-from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
+from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, clone, make_engine, run_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("process_group"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8], "mrope_interleaved": True}
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "initializer_range": 0.05}
@@ -51,7 +44,7 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.Temp
         for compiled in (False, True)
     ]
     found = [errors(run_engine(packed, batch, loss), reference) for packed in engines]
-    stock = make_engine(path, packed=False, engine=BF16, model=FLASH, engine_cls=FSDPEngineWithLMHead)
+    stock = make_engine(path, packed=False, engine=BF16, model=FLASH)
     baseline = errors(run_engine(stock, batch, loss), reference)
     for uncompiled_then_compiled in found:
         assert_no_worse(uncompiled_then_compiled, baseline)

@@ -14,10 +14,9 @@ from tests.modalities.tiny_vision import (
     image_batch,
     load,
     run_alone,
-    save_vision_adapter,
     save_vision_model,
 )
-from tests.support import actor_loss, assert_same, clone, make_engine, run_engine
+from tests.support import actor_loss, assert_same, clone, make_engine, run_engine, save_adapter
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import image_keys
 
@@ -54,7 +53,7 @@ def test_every_option_is_exact(path: str, option: str) -> None:
 
 
 def test_an_adapter_on_tower_and_layers_is_exact(path: str, tmp_path: Path) -> None:
-    adapter = save_vision_adapter(path, tmp_path)
+    adapter = save_adapter(load(path), tmp_path, rank=2)
     batch = image_batch(load(path), MIXED)
     model = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_adapter_path": adapter}
     got = run_engine(make_engine(path, packed=True, model=model), batch, actor_loss())

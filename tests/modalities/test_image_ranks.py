@@ -24,11 +24,10 @@ from tests.support import Result, actor_loss, assert_same, clone, make_engine, r
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
 """Six rows with images for rank 0, six without for rank 1."""
-HALF = len(SPLIT) // 2
 
 
-def own_rows(rank: int, samples: int) -> list[int]:
-    return list(range(rank * HALF, samples - (1 - rank) * HALF))
+def own_rows(rank: int) -> list[int]:
+    return list(range(6 * rank, 6 * rank + 6))
 
 
 def fail_on_rank_one(engine: Any, rank: int, path: str) -> str:
@@ -48,7 +47,7 @@ def run_split(rank: int, path: str) -> tuple[dict[str, Result], str]:
     results = {}
     for name, budget in {"one micro-batch": 1 << 20, "several": 50}.items():
         batch = image_batch(load(path), SPLIT, max_token_len_per_gpu=budget)
-        mine = tu.index_select_tensor_dict(batch, own_rows(rank, len(SPLIT)))
+        mine = tu.index_select_tensor_dict(batch, own_rows(rank))
         results[name] = run_engine(engine, mine, actor_loss())
     return results, fail_on_rank_one(engine, rank, path)
 
@@ -72,10 +71,6 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def of_rows(result: Result, rows: list[int]) -> Result:
-    return Result({name: [values[row] for row in rows] for name, values in result.outputs.items()}, result.gradients)
-
-
 @pytest.fixture(scope="module")
 def ranks(path: str) -> list[tuple[dict[str, Result], str]]:
     return on_ranks(2, run_split, path)
@@ -84,7 +79,7 @@ def ranks(path: str) -> list[tuple[dict[str, Result], str]]:
 def test_a_rank_without_images_waits_for_nobody(ranks: list, path: str) -> None:
     for rank, (results, _) in enumerate(ranks):
         for result in results.values():
-            assert_same(result, of_rows(expected(path, SPLIT), own_rows(rank, len(SPLIT))))
+            assert_same(result, expected(path, SPLIT).of_rank(own_rows(rank)))
 
 
 def test_rows_of_images_are_spread_over_ranks(path: str) -> None:

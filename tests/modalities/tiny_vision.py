@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import PeftModel
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -198,18 +198,6 @@ def load(path: str, attention: str = "sdpa") -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attention
     )
-
-
-def save_vision_adapter(model_path: str, path: Path) -> str:
-    """A LoRA adapter on every linear layer, the vision encoder's too, that changes the model's output."""
-    torch.manual_seed(1)
-    config = LoraConfig(TaskType.CAUSAL_LM, r=2, lora_alpha=4, target_modules="all-linear", bias="none")
-    adapted = get_peft_model(load(model_path), config)
-    for name, weight in adapted.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    adapted.save_pretrained(path)
-    return str(path)
 
 
 def run_alone(

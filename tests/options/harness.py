@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from peft import LoraConfig, TaskType, get_peft_model
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
@@ -20,11 +19,19 @@ from verl.workers.utils.padding import no_padding_2_padding
 from tests.engine.carried_cases import carry_always, carrying
 from tests.options.option import Case
 from tests.options.table import BUDGET, SAMPLES
-from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference, save_tiny_model
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_adapter,
+    save_tiny_model,
+)
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-LORA_RANK = 4
 HOW_TO_CUT = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "use_fused_kernels")
 
 
@@ -37,16 +44,9 @@ class Checkpoint:
 
     @classmethod
     def save(cls, folder: Path, **sizes: Any) -> "Checkpoint":
-        found = cls(save_tiny_model(folder / "model", **sizes), str(folder / "adapter"))
-        torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_pretrained(found.model, dtype=torch.float32)
-        config = LoraConfig(TaskType.CAUSAL_LM, r=LORA_RANK, lora_alpha=8, target_modules="all-linear", bias="none")
-        adapted = get_peft_model(model, config)
-        for name, weight in adapted.named_parameters():
-            if "lora" in name:
-                torch.nn.init.normal_(weight, std=0.1)
-        adapted.save_pretrained(found.adapter)
-        return found
+        path = save_tiny_model(folder / "model", **sizes)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return cls(path, save_adapter(model, folder / "adapter"))
 
     def adapter_of(self, case: Case) -> str | None:
         return self.adapter if case.settings("model").get("lora_rank") else None
@@ -65,7 +65,7 @@ class Engines:
         """The engine of a case; ``settings`` as for ``make_engine``."""
         engine, model = {**self.base, **case.settings("engine")}, case.settings("model")
         strategy = engine.pop("strategy", "fsdp2")
-        key = json.dumps([strategy, engine, model, {**settings, "engine_cls": str(settings.get("engine_cls"))}])
+        key = json.dumps([strategy, engine, model, settings])
         if key not in self.built:
             if adapter := self.checkpoint.adapter_of(case):
                 model["lora_adapter_path"] = adapter
@@ -128,7 +128,7 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
     asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(mine, flag, default=False)}
     assert result.outputs.keys() == {"log_probs", *asked}
     assert any(gradient.any() for gradient in result.gradients.values())
-    return Result(result.outputs, result.gradients, result.loss if engine.get_data_parallel_size() == 1 else None)
+    return result
 
 
 def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
@@ -139,17 +139,11 @@ def rows_of(case: Case, engine: Any, everything: TensorDict) -> list[int]:
     return list(range(rank, len(everything), size))
 
 
-def of_rows(result: Result, rows: Sequence[int]) -> Result:
-    """A result with the outputs of some rows; gradients and loss are those of all ranks."""
-    outputs = {name: [values[row] for row in rows] for name, values in result.outputs.items()}
-    return Result(outputs, result.gradients, result.loss)
-
-
 def assert_exact(case: Case, engines: Engines) -> None:
     """Outputs, loss and gradients of a case on this rank are those of the sequences alone."""
     engine, everything = engines.of(case), batch_of(case)
     expected = engines.reference_of(case, everything)
-    assert_same(run_on_this_rank(case, engine, everything), of_rows(expected, rows_of(case, engine, everything)))
+    assert_same(run_on_this_rank(case, engine, everything), expected.of_rank(rows_of(case, engine, everything)))
 
 
 def errors_of(rank: int, cases: Iterable[Case], check: Callable[[Case], None]) -> list[str]:

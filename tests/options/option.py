@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 
@@ -31,9 +30,9 @@ ENGINE_FIELDS = {*PrefixGrouperEngineConfig.__dataclass_fields__, *PrefixGrouper
 }
 
 
-def parse(override: str) -> list[Override]:
-    """Several overrides with blanks between them, as Hydra's grammar reads them."""
-    return OverridesParser.create().parse_overrides(re.split(r" (?=[\w.+]+=)", override) if "=" in override else [])
+def split(override: str) -> list[str]:
+    """Several overrides with blanks between them; a field of the batch is none."""
+    return re.split(r" (?=[\w.+]+=)", override) if "=" in override else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +68,7 @@ class Option:
 
     def __post_init__(self) -> None:
         engine, model = {}, {}
-        for parsed in parse(self.override):
+        for parsed in OverridesParser.create().parse_overrides(split(self.override)):
             section, _, name = parsed.key_or_group.rpartition(".")
             if section in (ACTOR, FSDP, "prefix_grouper") and name in ENGINE_FIELDS:
                 engine[name] = parsed.value()

@@ -20,7 +20,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS
 from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
-from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of, of_rows
+from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, covering
 from tests.options.table import BUDGET, OPTIONS, SAMPLES
 from tests.support import (
@@ -130,7 +130,7 @@ def test_compiled_critics_and_reference_policies_keep_their_numbers(
     policy = Result({"log_probs": run_reference(checkpoint.model, batch_of(), actor_loss()).outputs["log_probs"]}, {})
     for rows, (_, models, _) in zip(ROWS, numbers, strict=True):
         for found, expected in zip(models, (values, policy), strict=True):
-            assert_same(found, Result(of_rows(expected, rows).outputs, expected.gradients))
+            assert_same(found, expected.of_rank(rows))
 
 
 def run_experts(rank: int, path: str) -> Result:
@@ -147,7 +147,7 @@ def test_compiled_experts_of_flat_parameters_keep_their_numbers(tmp_path: Path) 
     path = save_tiny_model(tmp_path, "qwen3_moe", **MODELS["qwen3_moe"])
     expected = run_reference(path, batch_of(), actor_loss())
     for rows, result in zip(ROWS, on_ranks(2, run_experts, path), strict=True):
-        assert_same(result, Result(of_rows(expected, rows).outputs, expected.gradients))
+        assert_same(result, expected.of_rank(rows))
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:

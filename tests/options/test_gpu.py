@@ -4,24 +4,14 @@ Every option alone, and every two that meet in the code. Most of a case is the h
 processes share two GPUs.
 """
 
-import json
-import os
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from tests.conftest import free_port
 from tests.engine.ranks import on_ranks
 from tests.options.harness import (
     Checkpoint,
@@ -29,21 +19,16 @@ from tests.options.harness import (
     batch_of,
     by_case,
     errors_of,
-    of_rows,
     rows_of,
     run_on_this_rank,
 )
 from tests.options.option import Case, Option, alone, pairs
 from tests.options.table import DEFAULT, OPTIONS, case_of
-from tests.precision import SMOOTH_LOSS, assert_no_worse, errors, pooled
+from tests.precision import BF16, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import group
 from verl_pg_plugin.synthetic import Sample
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("process_group"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
 SCALE = 10
 """Samples are as many times as long as those of the matrix."""
@@ -61,8 +46,6 @@ SIZES = {
 SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 AT_ONCE = 6
-SECONDS = 400
-FEW_THREADS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 
 
 def kernels_of_others(case: Case) -> str:
@@ -84,11 +67,6 @@ ON_TWO_GPUS = [
 ]
 
 
-def make_engines(checkpoint: Checkpoint, param_dtype: str = "bf16") -> Engines:
-    mixed = {"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    return Engines(checkpoint, {"mixed_precision": mixed})
-
-
 def samples_of(seed: int) -> list[Sample]:
     shapes = ((200, [50, 90, 10, 70]), (30, [50, 30]), (330, [40]), (110, [60]))
     return [sample for at, shape in enumerate(shapes) for sample in group(*shape, 10 * seed + at)]
@@ -107,10 +85,10 @@ def compare(case: Case, engines: Engines) -> Iterator[None]:
     whole = [engines.reference_of(case, batch, seed) for seed, batch in enumerate(batches)]
     yield
     packed = engines.of(case, model=FLASH)
-    references = [of_rows(*pair) for pair in zip(whole, [rows_of(case, packed, b) for b in batches], strict=True)]
+    references = [of_all.of_rank(rows_of(case, packed, b)) for of_all, b in zip(whole, batches, strict=True)]
     results = [run_on_this_rank(case, packed, batch) for batch in batches]
     yield
-    stock = engines.of(stock_case, packed=False, model=FLASH, engine_cls=FSDPEngineWithLMHead)
+    stock = engines.of(stock_case, packed=False, model=FLASH)
     for batch in batches:
         tu.assign_non_tensor(batch, use_fused_kernels=fused)
     baselines = [run_on_this_rank(case, stock, batch) for batch in batches]
@@ -129,7 +107,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Checkpoint) -> Engines:
-    return make_engines(checkpoint)
+    return Engines(checkpoint, BF16)
 
 
 @pytest.mark.parametrize("case", [case for case in QUICK if not kernels_of_others(case)], ids=str)
@@ -155,58 +133,34 @@ def errors_step_by_step(cases: list[Case], engines: Engines) -> Iterator[tuple[s
                 yield str(case), "" if isinstance(ended, StopIteration) else traceback.format_exc()
 
 
-def run_in_own_process(kernels: str, model: str, adapter: str, found: str) -> None:
-    """Write a line of JSON into the file ``found`` for each case of some kernels, as soon as it has ended."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+def errors_with_kernels_of_others(rank: int, checkpoint: Checkpoint, kernels: str) -> dict[str, str]:
     # In this order engines of one back end follow each other: that of the last one built is in force.
     cases = sorted((case for case in QUICK if kernels_of_others(case) == kernels), key=str)
-    for ended in errors_step_by_step(cases, make_engines(Checkpoint(model, adapter))):
-        with Path(found).open("a") as file:
-            file.write(f"{json.dumps(ended)}\n")
+    return dict(errors_step_by_step(cases, Engines(checkpoint, BF16)))
 
 
-@pytest.fixture(scope="module")
-def errors_of_others(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
-    """By case, of some kernels; the cases of the same ones share a process."""
-
-    @cache
-    def run(kernels: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp(kernels)
-        (found := folder / "found").touch()
-        given = kernels, checkpoint.model, checkpoint.adapter, str(found)
-        code = f"from tests.options.test_gpu import run_in_own_process; run_in_own_process(*{given})"
-        child: dict[str, Any] = {"cwd": Path(__file__).parents[2], "env": os.environ | FEW_THREADS}
-        with (folder / "log").open("w") as log:
-            try:
-                process = subprocess.run([sys.executable, "-c", code], stdout=log, stderr=log, timeout=SECONDS, **child)
-                ended = f"its process ended with code {process.returncode}"
-            except subprocess.TimeoutExpired:
-                ended = f"its process did not end in {SECONDS} s"
-        missing = f"{ended}: {(folder / 'log').read_text()[-4000:]}"
-        errors = {str(case): missing for case in QUICK if kernels_of_others(case) == kernels}
-        return errors | dict(map(json.loads, found.read_text().splitlines()))
-
-    return run
+FOUND: dict[str, dict[str, str]] = {}
 
 
-@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.timeout(460)
 @pytest.mark.parametrize("case", [case for case in QUICK if kernels_of_others(case)], ids=str)
-def test_kernels_of_others_are_as_close_to_float32_as_under_stock_rmpad(
-    case: Case, errors_of_others: Callable[[str], dict]
-) -> None:
+def test_kernels_of_others_are_as_close_to_float32_as_under_stock_rmpad(case: Case, checkpoint: Checkpoint) -> None:
+    """The cases of the same ones share a process."""
     if (kernels := kernels_of_others(case)) == "liger":
         pytest.importorskip("liger_kernel")
-    error = errors_of_others(kernels)[str(case)]
+    if kernels not in FOUND:
+        FOUND[kernels] = {}  # no other case waits for a process that dies or hangs
+        (FOUND[kernels],) = on_ranks(1, errors_with_kernels_of_others, checkpoint, kernels, device="cuda")
+    error = FOUND[kernels].get(str(case), "its process died or was too slow")
     assert not error, error
 
 
 def test_fp16_with_a_scaled_loss(checkpoint: Checkpoint) -> None:
-    assert_as_close_as_stock(DEFAULT, make_engines(checkpoint, "fp16"))
+    assert_as_close_as_stock(DEFAULT, Engines(checkpoint, PRECISIONS["fp16"]))
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint, cases: list[Case]) -> list[str]:
-    engines = make_engines(checkpoint)
+    engines = Engines(checkpoint, BF16)
     return errors_of(rank, cases, lambda case: assert_as_close_as_stock(case, engines))
 
 

@@ -4,7 +4,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.carried_cases import carry_always, carrying, carrying_engine
 from tests.engine.value_models import (
@@ -14,7 +13,7 @@ from tests.engine.value_models import (
     run_value_reference,
     save_value_model,
 )
-from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
+from tests.precision import BF16, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import Result, actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
@@ -34,18 +33,14 @@ def references(path: str, dtype: str) -> tuple[Result, dict[str, float]]:
     """Every sequence alone in float32, and the errors of stock rmpad."""
     batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=400), actor_loss(**SMOOTH_LOSS)
     reference = run_reference(path, batch, loss)
-    stock = make_engine(path, packed=False, engine=reduced(dtype), engine_cls=FSDPEngineWithLMHead)
+    stock = make_engine(path, packed=False, engine=PRECISIONS[dtype])
     return reference, errors(run_engine(stock, batch, loss), reference)
-
-
-def reduced(dtype: str) -> dict[str, dict[str, str]]:
-    return {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize("way", ["whole head", "head in chunks", "carried groups"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) -> None:
-    mixed, (reference, baseline), loss = reduced(dtype), references(qwen3, dtype), actor_loss(**SMOOTH_LOSS)
+    mixed, (reference, baseline), loss = PRECISIONS[dtype], references(qwen3, dtype), actor_loss(**SMOOTH_LOSS)
     if way == "carried groups":
         with carrying(engine := carrying_engine(qwen3, engine=mixed)):
             result = run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=240), loss)
@@ -63,8 +58,8 @@ def test_a_critic_that_carries_in_bf16_is_no_worse_than_stock_rmpad(tmp_path: Pa
     path = save_value_model(tmp_path)
     batch = critic_batch(SAMPLES, max_token_len_per_gpu=400)
     reference = run_value_reference(path, batch)
-    baseline = errors(run_engine(make_value_engine(path, sharing=False, dtype="bf16"), batch, critic_loss()), reference)
-    engine = make_value_engine(path, dtype="bf16")
+    baseline = errors(run_engine(make_value_engine(path, sharing=False, options=BF16), batch, critic_loss()), reference)
+    engine = make_value_engine(path, options=BF16)
     carry_always(engine)
     with carrying(engine):
         result = run_engine(engine, critic_batch(SAMPLES, max_token_len_per_gpu=240), critic_loss())

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from verl_pg_plugin.packing import batch_unsorted_segment_sum
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ID_DTYPES = [torch.int64, torch.int16, torch.int32, torch.uint8]
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def random_case(bs: int, seq: int, num_segments: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
