@@ -71,12 +71,13 @@ def make_engine(
     model_path: str,
     *,
     packed: bool,
+    padded: bool = False,
     strategy: str = "fsdp2",
     engine: dict | None = None,
     model: dict | None = None,
     engine_cls: type | None = None,
 ) -> Any:
-    """verl's engine for this machine, initialised; ``packed`` switches the plugin's mode.
+    """verl's engine for this machine, initialised; ``packed`` switches the plugin on, ``padded`` padding.
 
     ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too.
     """
@@ -88,6 +89,7 @@ def make_engine(
         **{
             "strategy": strategy,
             "use_prefix_grouper": packed,
+            "use_dynamic_bsz": not padded,
             "use_torch_compile": False,
             "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             **{name: value for name, value in engine.items() if name not in options},
@@ -97,7 +99,7 @@ def make_engine(
         **{
             "path": model_path,
             "load_tokenizer": False,
-            "use_remove_padding": True,
+            "use_remove_padding": not padded,
             "override_config": {"attn_implementation": "sdpa"},
             "enable_gradient_checkpointing": True,
             **(model or {}),
@@ -148,10 +150,11 @@ class Result:
         return Result(outputs, self.gradients, self.loss if has_all else None)
 
 
-def response_values(values: torch.Tensor, batch: TensorDict) -> list[torch.Tensor]:
+def response_values(values: torch.Tensor | list[torch.Tensor], batch: TensorDict) -> list[torch.Tensor]:
     """The values that verl reads: those in front of each response token."""
+    rows = values.unbind() if isinstance(values, torch.Tensor) else values
     lengths = batch["responses"].offsets().diff().tolist()
-    return [row.detach()[-length - 1 : -1] for row, length in zip(values.unbind(), lengths, strict=True)]
+    return [row.detach()[-length - 1 : -1] for row, length in zip(rows, lengths, strict=True)]
 
 
 def full_gradients(module: Any) -> dict[str, torch.Tensor]:
@@ -250,22 +253,32 @@ def run_reference(
         rows["log_probs"].append(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
         rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
-    outputs = {name: torch.nested.as_nested_tensor(v, layout=torch.jagged) for name, v in rows.items()}
     if not tu.get_non_tensor_data(batch, "calculate_entropy", default=False):
-        del outputs["entropy"]
-    num_tokens = int(batch["loss_mask"].values().sum())
-    value = torch.zeros((), dtype=dtype)
+        del rows["entropy"]
+    return learned(model, rows, batch, loss, cut)
+
+
+def learned(
+    model: Any,
+    rows: dict[str, list[torch.Tensor]],
+    batch: TensorDict,
+    loss: Callable,
+    cut: Sequence[Sequence[int]] | None = None,
+) -> Result:
+    """Outputs, gradients and loss of a model that computed the rows of each output; metrics are of the last part."""
+    value, metrics = torch.zeros((), dtype=next(model.parameters()).dtype), {}
     for indices in cut or [range(len(batch))]:
         data = tu.index_select_tensor_dict(batch, list(indices))
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens)
-        of_part = {
-            name: torch.nested.as_nested_tensor([v.unbind()[i] for i in indices], layout=torch.jagged)
-            for name, v in outputs.items()
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
+        outputs = {
+            name: torch.nested.as_nested_tensor([of_name[i] for i in indices], layout=torch.jagged)
+            for name, of_name in rows.items()
         }
-        value = value + loss(model_output=of_part, data=data)[0]
+        of_part, metrics = loss(model_output=outputs, data=data)
+        value = value + of_part
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients, value.item())
+    return Result({name: response_values(v, batch) for name, v in rows.items()}, gradients, value.item(), metrics)
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:

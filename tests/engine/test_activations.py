@@ -148,7 +148,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"engine": BF16},
     "LoRA": {"model": LORA},
     "compiled": {"engine": {"compile_layers": True}},
-    "padded groups": {"engine": {"use_dynamic_bsz": False}, "model": {"use_remove_padding": False}},
+    "padded groups": {"padded": True},
     "split groups": {},
     "split groups in bf16": {"engine": BF16},
 }

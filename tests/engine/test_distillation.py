@@ -1,6 +1,7 @@
 """verl's distillation losses read the same numbers with shared prefixes as of every sequence alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDP
 
 from tests.engine.carried_cases import NESTED, carrying, carrying_engine
 from tests.engine.ranks import on_ranks
-from tests.engine.test_exactness import CASES, MIXED, PADDED, engine_of
+from tests.engine.test_exactness import CASES, MIXED, PADDED
 from tests.support import (
     VOCAB,
     Result,
@@ -23,6 +24,7 @@ from tests.support import (
     check_exact,
     clone,
     group,
+    learned,
     make_engine,
     update,
 )
@@ -76,12 +78,7 @@ def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> Result:
         found["log_probs"] = logits.log_softmax(-1).gather(-1, ids.roll(-1)[None, :, None]).squeeze(-1)
         for name, values in found.items():
             rows.setdefault(name, []).append(values.squeeze(0))
-    outputs = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
-    data = clone(batch)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
-    value, metrics = loss(model_output=outputs, data=data)
-    value.backward()
-    return Result({}, {name: p.grad for name, p in model.named_parameters()}, value.item(), metrics)
+    return replace(learned(model, rows, batch, loss), outputs={})
 
 
 @pytest.mark.parametrize("task_rewards", [True, False], ids=["task rewards", "alone"])
@@ -136,7 +133,7 @@ def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> N
 
 def test_top_k_in_padded_groups(qwen3: str) -> None:
     batch, loss = top_k_batch(MIXED, **PADDED), loss_of("forward_kl_topk", False, False)
-    assert_same(update(engine_of(qwen3, "padded groups"), batch, loss), top_k_alone(qwen3, batch, loss))
+    assert_same(update(make_engine(qwen3, packed=True, padded=True), batch, loss), top_k_alone(qwen3, batch, loss))
 
 
 def update_under_ulysses(rank: int, path: str) -> list[Result]:

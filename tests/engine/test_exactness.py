@@ -60,16 +60,9 @@ MODES: dict[str, dict[str, Any]] = {"packed": {}, "padded groups": PADDED}
 """Fields of a batch."""
 
 
-def engine_of(path: str, mode: str, engine: dict | None = None, model: dict | None = None) -> Any:
-    of_engine, of_model = {}, {}
-    if mode == "padded groups":
-        of_engine, of_model = {"use_dynamic_bsz": False}, {"use_remove_padding": False}
-    return make_engine(path, packed=True, engine=of_engine | (engine or {}), model=of_model | (model or {}))
-
-
 @pytest.fixture(scope="module")
 def engines(qwen3: str, packed: Any) -> dict[str, Any]:
-    return {"packed": packed, "padded groups": engine_of(qwen3, "padded groups")}
+    return {"packed": packed, "padded groups": make_engine(qwen3, packed=True, padded=True)}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -91,7 +84,9 @@ MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
 def test_windows_and_long_sequences(mode: str, model: str, tmp_path: Path) -> None:
     model_type, sizes, samples = MODELS[model]
     path = save_tiny_model(tmp_path, model_type, **sizes)
-    check_exact(engine_of(path, mode), path, make_batch(samples, **MODES[mode]))
+    check_exact(
+        make_engine(path, packed=True, padded=mode == "padded groups"), path, make_batch(samples, **MODES[mode])
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_temperature_of_each_sample_within_one_padded_group(engines: dict[str, A
 )
 def test_options_keep_the_numbers_of_padded_groups(qwen3: str, options: dict) -> None:
     """Which never compute the head in chunks."""
-    engine = engine_of(qwen3, "padded groups", **options)
+    engine = make_engine(qwen3, packed=True, padded=True, **options)
     assert engine.log_prob_head is None
     check_exact(engine, qwen3, make_batch(MIXED, **PADDED))
 

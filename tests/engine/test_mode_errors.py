@@ -37,7 +37,7 @@ def test_unsupported_options_are_named_at_once(qwen3: str) -> None:
 def test_attention_dropout_is_refused_in_every_mode_that_shares(tmp_path: Path, padded: bool) -> None:
     path = save_tiny_model(tmp_path, attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0"):
-        make_engine(path, packed=True, engine=FIXED, model={"use_remove_padding": not padded})
+        make_engine(path, packed=True, padded=padded)
 
 
 def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:

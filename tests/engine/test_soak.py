@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "packed, never carried": {"engine": {"carry": "never"}},
     "packed, attention recomputed": {"engine": {"activations": "inputs"}},
     "packed, Ulysses": {"engine": {"ulysses_sequence_parallel_size": 2}},
-    "padded groups": {"engine": {"use_dynamic_bsz": False}, "model": {"use_remove_padding": False}},
+    "padded groups": {"padded": True},
     "stock": {"packed": False},
 }
 ALLOWED = {"resident_mib": 8.0, "tensors": 8, "descriptors": 0}

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 import transformers
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import value_loss
 
-from tests.support import Result, assert_same, clone, make_engine, response_values, run_engine, save_tiny_model
+from tests.support import Result, assert_same, learned, make_engine, run_engine, save_tiny_model
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 
@@ -41,8 +40,9 @@ def make_value_engine(
     return make_engine(
         path,
         packed=sharing,
-        engine={"use_dynamic_bsz": not padded, **(options or {})},
-        model={"model_type": "value_model", "use_remove_padding": not padded, **(model or {})},
+        padded=padded,
+        engine=options,
+        model={"model_type": "value_model", **(model or {})},
         engine_cls=EngineRegistry.get_engine_cls("value_model", "fsdp2"),
     )
 
@@ -69,13 +69,7 @@ def run_value_reference(path: str, batch: TensorDict) -> Result:
         path, num_labels=1, dtype=torch.float32, attn_implementation="eager"
     )
     rows = [model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :, 0] for ids in batch["input_ids"].unbind()]
-    values = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    data = clone(batch)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
-    loss, _ = critic_loss()(model_output={"values": values}, data=data)
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Result({"values": response_values(values, batch)}, gradients)
+    return learned(model, {"values": rows}, batch, critic_loss())
 
 
 def check_exact_values(engine: Any, path: str, batch: TensorDict) -> None:

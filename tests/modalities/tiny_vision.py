@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 
 from tests.mixers import hybrids
-from tests.support import Result, actor_loss, assert_same, response_values
+from tests.support import Result, actor_loss, assert_same, learned
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
@@ -218,13 +218,9 @@ def run_alone(
         labels = torch.cat([ids[0, 1:], ids[0, :1]])
         rows["log_probs"].append(logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0])
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
-    outputs = {name: torch.nested.as_nested_tensor(v, layout=torch.jagged) for name, v in rows.items()}
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
-    value = loss(model_output=outputs, data=batch)[0]
-    value.backward()
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
-    return Result({name: response_values(v, batch) for name, v in outputs.items()}, gradients, value.item())
+    result = learned(model, rows, batch, loss)
+    untrained = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    return replace(result, gradients=result.gradients | untrained)
 
 
 _expected: dict[tuple[str, int], tuple[Sequence[Shot], Result]] = {}
