@@ -15,12 +15,9 @@ from verl_pg_plugin.modalities import TEXT
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-FIXED = {"use_dynamic_bsz": False}
-
-
 @pytest.mark.parametrize(("remove_padding", "sharing"), [(True, True), (False, True), (True, False), (False, False)])
 def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool) -> None:
-    engine = make_engine(qwen3, packed=sharing, engine=FIXED, model={"use_remove_padding": remove_padding})
+    engine = make_engine(qwen3, packed=sharing, padded=not remove_padding)
     assert (type(engine) is FSDPEngineWithLMHead) == (not sharing)
     assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
 

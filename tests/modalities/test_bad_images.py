@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.modalities.image_cases import OPEN, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
 from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
-from tests.support import actor_loss, clone, make_engine
+from tests.support import actor_loss, clone, infer, make_engine
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.modalities import Images
 from verl_pg_plugin.modalities.text import BatchError
@@ -100,18 +100,20 @@ def test_error_names_the_cause(packed: Any, model: Any, case: str) -> None:
 
 def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, model: Any) -> None:
     batch = image_batch(model, [Shot([SYSTEM, QUESTION], [[40], OPEN])])
-    with packed.eval_mode(), pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
-        packed.infer_batch(batch)
+    with pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
+        infer(packed, batch)
+
+
+def log_probs(engine: Any, batch: TensorDict) -> torch.Tensor:
+    return infer(engine, batch)["model_output"]["log_probs"].values()
 
 
 def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, model: Any) -> None:
     """As batches of a text data set come, or those of verl's processor with nothing to process."""
     batch = image_batch(model, TEXT_ALONE)
-    with packed.eval_mode():
-        want = packed.infer_batch(clone(batch))["model_output"]["log_probs"].values()
-        for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
-            got = packed.infer_batch(clone(batch).exclude(*drop))["model_output"]["log_probs"].values()
-            assert torch.equal(got, want)
+    want = log_probs(packed, batch)
+    for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
+        assert torch.equal(log_probs(packed, batch.exclude(*drop)), want)
 
 
 def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) -> None:
@@ -122,9 +124,7 @@ def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) 
     other = clone(batch)
     other["position_ids"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
     assert other["position_ids"].values().shape == (8, len(samples[0].tokens))
-    with packed.eval_mode():
-        want, got = (packed.infer_batch(data)["model_output"]["log_probs"].values() for data in (batch, other))
-    assert torch.equal(got, want)
+    assert torch.equal(log_probs(packed, other), log_probs(packed, batch))
 
 
 def one_bit_off(pixels: torch.Tensor) -> torch.Tensor:

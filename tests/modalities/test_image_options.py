@@ -16,7 +16,7 @@ from tests.modalities.tiny_vision import (
     run_alone,
     save_vision_model,
 )
-from tests.support import actor_loss, assert_same, clone, make_engine, run_engine, save_adapter
+from tests.support import actor_loss, assert_same, clone, infer, make_engine, run_engine, save_adapter
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import image_keys
 
@@ -81,5 +81,5 @@ def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
     engine = make_engine(path, packed=True, engine={"verify": "first"})
     batch = image_batch(load(path), TWO_GROUPS)
     same = patch.object(image_keys, "_content", lambda *args: 0)
-    with same, engine.eval_mode(), pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
-        engine.infer_batch(batch)
+    with same, pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
+        infer(engine, batch)

@@ -15,7 +15,7 @@ from tests.modalities.tiny_vision import (
     save_vision_model,
     without_encoder,
 )
-from tests.support import actor_loss, assert_same, make_engine, run_engine
+from tests.support import actor_loss, assert_same, infer, make_engine, run_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -62,8 +62,7 @@ def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> Non
     patches: list[int] = []
     encoder = next(part for name, part in packed.module.named_modules() if name.endswith("visual"))
     hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
-    with packed.eval_mode():
-        metrics = packed.infer_batch(image_batch(load(path), TWO_GROUPS))["metrics"]
+    metrics = infer(packed, image_batch(load(path), TWO_GROUPS))["metrics"]
     hook.remove()
     assert patches == metrics["prefix_grouper/patches"] == [96 * 2]
     assert metrics["prefix_grouper/logical_patches"] == [96 * 6]

@@ -30,6 +30,7 @@ from tests.support import (
     clone,
     fsdp1_takes_models_on_a_cpu,
     group,
+    infer,
     make_engine,
     response_values,
     run_engine,
@@ -94,8 +95,8 @@ def run_numbers(rank: int, checkpoint: Checkpoint, critic: str) -> tuple[list[in
         engine = fsdp1_engine(checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
         batch = of_rank(rank, batch_of())
         # An offloaded shard is pinned, which only a device makes sense of.
-        with engine.eval_mode(), patch.object(torch.Tensor, "pin_memory", lambda self: self):
-            log_probs = engine.infer_batch(clone(batch))["model_output"]["log_probs"]
+        with patch.object(torch.Tensor, "pin_memory", lambda self: self):
+            log_probs = infer(engine, batch)["model_output"]["log_probs"]
     frames = counters["frames"]
     assert frames["total"] == frames["ok"], f"torch ran some of {frames['total']} frames uncompiled"
     return graphs, [values, Result({"log_probs": response_values(log_probs, batch)}, {})], wrong

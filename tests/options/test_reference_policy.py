@@ -9,14 +9,16 @@ from tensordict import TensorDict
 from tests.options.harness import Checkpoint, Engines, batch_of
 from tests.options.table import DEFAULT, case_of
 from tests.support import (
+    Result,
     actor_loss,
     assert_same,
-    clone,
+    infer,
     make_engine,
     response_values,
     run_engine,
     run_reference,
     save_tiny_model,
+    update,
 )
 
 LORA = case_of("LoRA")
@@ -29,13 +31,11 @@ def make_reference_policy(path: str) -> Any:
 
 
 def log_probs_of(engine: Any, batch: TensorDict) -> list[torch.Tensor]:
-    with engine.eval_mode():
-        return response_values(engine.infer_batch(clone(batch))["model_output"]["log_probs"], batch)
+    return response_values(infer(engine, batch)["model_output"]["log_probs"], batch)
 
 
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for row, (got, want) in enumerate(zip(actual, expected, strict=True)):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=f"row {row}")
+    assert_same(*(Result({"log_probs": rows}, {}) for rows in (actual, expected)))
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -57,9 +57,7 @@ def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines)
     old = log_probs_of(engines.of(DEFAULT), batch_of(DEFAULT))
     batch = batch_of(case_of("dynamic batch size"))
     batch["old_log_probs"] = jagged(old)
-    engine, loss = engines.of(DEFAULT), actor_loss(use_kl_loss=False)
-    with engine.train_mode():
-        metrics = engine.forward_backward_batch(clone(batch), loss)["metrics"]
+    metrics = update(engines.of(DEFAULT), batch, actor_loss(use_kl_loss=False)).metrics
     assert max(abs(kl) for kl in metrics["actor/ppo_kl"].values) < 1e-6
     assert not any(metrics["actor/pg_clipfrac"].values)
 
