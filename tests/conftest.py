@@ -1,4 +1,4 @@
-"""Platform and process group of the test process."""
+"""Platform and process group of the test process, and the checkpoint of a critic."""
 
 import os
 import socket
@@ -31,3 +31,10 @@ def process_group() -> Iterator[None]:
     dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def value_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.engine.value_models import save_value_model  # imports verl
+
+    return save_value_model(tmp_path_factory.mktemp("value"))

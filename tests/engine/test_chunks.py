@@ -17,7 +17,7 @@ from tests.engine.carried_cases import (
     split_groups,
 )
 from tests.engine.test_moe import MODELS as EXPERTS
-from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine, save_value_model
+from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine
 from tests.support import (
     actor_loss,
     assert_same,
@@ -128,9 +128,8 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
         assert_same(update(engine, batch), run_reference(qwen3, batch, actor_loss()))
 
 
-def test_values_of_cached_tokens_reach_the_critic(tmp_path: Path) -> None:
-    path = save_value_model(tmp_path)
-    engine = make_value_engine(path)
+def test_values_of_cached_tokens_reach_the_critic(value_model: str) -> None:
+    engine = make_value_engine(value_model)
     carry_always(engine)
     with carrying(engine):
-        check_exact_values(engine, path, critic_batch(MIXED, max_token_len_per_gpu=56))
+        check_exact_values(engine, value_model, critic_batch(MIXED, max_token_len_per_gpu=56))

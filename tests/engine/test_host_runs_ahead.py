@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.carried_cases import CASES, carrying_engine
-from tests.support import group, make_engine, run_engine
+from tests.engine.test_exactness import MIXED
+from tests.support import make_engine, run_engine
 from verl_pg_plugin.attention import passes
 from verl_pg_plugin.engine import batch
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 READS = ("tolist", "cpu", "numpy")  # item, bool and int go through _local_scalar_dense
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten::equal")
-GROUPS = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
 OURS = Path(passes.__file__).parents[1].as_posix()
 
 
@@ -92,7 +92,7 @@ def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits
         samples, budget = CASES["one_group_of_8"]
         run_engine(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
     else:
-        run_engine(make_engine(qwen3, packed=True, engine=options), make_batch(GROUPS, max_token_len_per_gpu=64))
+        run_engine(make_engine(qwen3, packed=True, engine=options), make_batch(MIXED, max_token_len_per_gpu=64))
     assert not of_ours(waits)
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
     assert any("verl/workers/utils" in name for name in waits.files)

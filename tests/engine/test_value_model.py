@@ -13,7 +13,6 @@ from tests.engine.value_models import (
     critic_batch,
     critic_loss,
     make_value_engine,
-    save_value_model,
 )
 from tests.models.models import save_qwen3
 from tests.support import assert_same, clone, run_engine, save_tiny_model
@@ -25,33 +24,28 @@ FIXED = {"use_remove_padding": False, "use_dynamic_bsz": False, "micro_batch_siz
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_value_model(tmp_path_factory.mktemp("value"))
-
-
-@pytest.fixture(scope="module")
-def packed(path: str, process_group: None) -> Any:
-    return make_value_engine(path)
+def packed(value_model: str, process_group: None) -> Any:
+    return make_value_engine(value_model)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, path: str, case: str) -> None:
-    check_exact_values(packed, path, critic_batch(CASES[case]))
+def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, value_model: str, case: str) -> None:
+    check_exact_values(packed, value_model, critic_batch(CASES[case]))
 
 
-def test_padded_groups(path: str) -> None:
-    check_exact_values(make_value_engine(path, padded=True), path, critic_batch(MIXED, **FIXED))
+def test_padded_groups(value_model: str) -> None:
+    check_exact_values(make_value_engine(value_model, padded=True), value_model, critic_batch(MIXED, **FIXED))
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_value_class_that_the_checkpoint_brings_along(path: str, tmp_path: Path, padded: bool) -> None:
+def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path: Path, padded: bool) -> None:
     """``Qwen3ForValue`` reads a checkpoint of transformers' classifier."""
     patched = tmp_path / "patched"
-    shutil.copytree(path, patched)
+    shutil.copytree(value_model, patched)
     patch(patched)
     engine = make_value_engine(str(patched), padded=padded, model={"trust_remote_code": True})
     assert any(base.__name__ == "Qwen3ForValue" for base in type(engine.module).__mro__)
-    check_exact_values(engine, path, critic_batch(MIXED, **(FIXED if padded else {})))
+    check_exact_values(engine, value_model, critic_batch(MIXED, **(FIXED if padded else {})))
 
 
 def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
@@ -70,9 +64,9 @@ def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_
         make_value_engine(path)
 
 
-def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(path: str, packed: Any) -> None:
+def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(value_model: str, packed: Any) -> None:
     """verl alone asks for flash-attn, which no CPU has."""
     batch = critic_batch(MIXED[:3])
-    off = make_value_engine(path, sharing=False)
+    off = make_value_engine(value_model, sharing=False)
     assert verl_model.load_valuehead_model.__module__ == "verl.utils.model", "verl's own loader is put back"
     assert_same(run_engine(off, batch, critic_loss()), run_engine(packed, batch, critic_loss()))

@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import carrying_engine
 from tests.engine.ranks import on_ranks
-from tests.engine.value_models import check_exact_values, critic_batch, critic_loss, make_value_engine, save_value_model
+from tests.engine.value_models import check_exact_values, critic_batch, critic_loss, make_value_engine
 from tests.precision import PRECISIONS
 from tests.support import group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors, rounding_noise
@@ -200,11 +200,11 @@ def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
         infer(strict, WHOLE)
 
 
-def test_a_critic_is_verified_by_its_values(tmp_path: Path) -> None:
-    path, batch = save_value_model(tmp_path), critic_batch(SAMPLES)
-    check_exact_values(make_value_engine(path, options=FIRST), path, batch)
+def test_a_critic_is_verified_by_its_values(value_model: str) -> None:
+    batch = critic_batch(SAMPLES)
+    check_exact_values(make_value_engine(value_model, options=FIRST), value_model, batch)
     with pytest.raises(MismatchError, match="values of response token"):
-        update(break_layouts(make_value_engine(path, options=FIRST)), batch, critic_loss())
+        update(break_layouts(make_value_engine(value_model, options=FIRST)), batch, critic_loss())
 
 
 def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(

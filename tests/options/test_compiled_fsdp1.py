@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS
-from tests.engine.value_models import critic_batch, critic_loss, run_value_reference, save_value_model
+from tests.engine.value_models import critic_batch, critic_loss, run_value_reference
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, covering
 from tests.options.table import BUDGET, OPTIONS, SAMPLES
@@ -103,13 +103,8 @@ def run_numbers(rank: int, checkpoint: Checkpoint, critic: str) -> tuple[list[in
 
 
 @pytest.fixture(scope="module")
-def critic(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_value_model(tmp_path_factory.mktemp("critic"))
-
-
-@pytest.fixture(scope="module")
-def numbers(checkpoint: Checkpoint, critic: str) -> list[tuple[list[int], list[Result], list[str]]]:
-    return on_ranks(2, run_numbers, checkpoint, critic)
+def numbers(checkpoint: Checkpoint, value_model: str) -> list[tuple[list[int], list[Result], list[str]]]:
+    return on_ranks(2, run_numbers, checkpoint, value_model)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -125,9 +120,9 @@ def test_ragged_micro_batches_compile_once_under_fsdp1_too(numbers: list) -> Non
 
 
 def test_compiled_critics_and_reference_policies_keep_their_numbers(
-    checkpoint: Checkpoint, critic: str, numbers: list
+    checkpoint: Checkpoint, value_model: str, numbers: list
 ) -> None:
-    values = run_value_reference(critic, critic_batch(SAMPLES))
+    values = run_value_reference(value_model, critic_batch(SAMPLES))
     policy = Result({"log_probs": run_reference(checkpoint.model, batch_of(), actor_loss()).outputs["log_probs"]}, {})
     for rows, (_, models, _) in zip(ROWS, numbers, strict=True):
         for found, expected in zip(models, (values, policy), strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.carried_cases import carry_always
-from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine, save_value_model
+from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs
 from tests.options.table import BUDGET, DEFAULT, OPTIONS, SAMPLES, case_of
@@ -55,17 +55,12 @@ def test_another_attention_implementation_is_replaced_too(engines: Engines) -> N
     assert_same(run_engine(engines.of(DEFAULT, model=model), batch, loss), engines.reference_of(DEFAULT, batch))
 
 
-@pytest.fixture(scope="module")
-def critic(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_value_model(tmp_path_factory.mktemp("value"))
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("case", covering(pairs(OF_CRITICS)), ids=str)
-def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, critic: str) -> None:
+def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, value_model: str) -> None:
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
-    engine = make_value_engine(critic, model=case.settings("model"), options=case.settings("engine"))
+    engine = make_value_engine(value_model, model=case.settings("model"), options=case.settings("engine"))
     if case.splits:
         carry_always(engine)
     batch = {name: value for name, value in settings.items() if not isinstance(value, torch.Tensor)}
-    check_exact_values(engine, critic, critic_batch(SAMPLES, **batch))
+    check_exact_values(engine, value_model, critic_batch(SAMPLES, **batch))

@@ -1,7 +1,6 @@
 """Mixed precision on a CPU: as close to float32 as stock verl is, parameter by parameter."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from tests.engine.value_models import (
     critic_loss,
     make_value_engine,
     run_value_reference,
-    save_value_model,
 )
 from tests.precision import BF16, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import Result, actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
@@ -54,12 +52,13 @@ def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) 
     assert_no_worse(errors(result, reference), baseline)
 
 
-def test_a_critic_that_carries_in_bf16_is_no_worse_than_stock_rmpad(tmp_path: Path) -> None:
-    path = save_value_model(tmp_path)
+def test_a_critic_that_carries_in_bf16_is_no_worse_than_stock_rmpad(value_model: str) -> None:
     batch = critic_batch(SAMPLES, max_token_len_per_gpu=400)
-    reference = run_value_reference(path, batch)
-    baseline = errors(run_engine(make_value_engine(path, sharing=False, options=BF16), batch, critic_loss()), reference)
-    engine = make_value_engine(path, options=BF16)
+    reference = run_value_reference(value_model, batch)
+    baseline = errors(
+        run_engine(make_value_engine(value_model, sharing=False, options=BF16), batch, critic_loss()), reference
+    )
+    engine = make_value_engine(value_model, options=BF16)
     carry_always(engine)
     with carrying(engine):
         result = run_engine(engine, critic_batch(SAMPLES, max_token_len_per_gpu=240), critic_loss())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_end_to_end import train
+from tests.test_end_to_end import assert_shared, train
 from verl_pg_plugin.config import Mode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -58,9 +58,8 @@ def test_trainers_with_servers_of_their_own_train_in_packed_mode(name: str, tmp_
     assert summary["mode"] == Mode.PACKED.value
     trained = [step for step in steps if "actor/grad_norm" in step]  # fully async sends weights in steps of their own
     assert trained == steps or (trained and name == "fully_async")
+    assert_shared(trained, least=8, tolerance=None)
     for step in trained:
-        assert step["actor/prefix_grouper/dedup_ratio"] > 8
-        assert step["actor/grad_norm"] > 0
         if name != "fully_async":
             assert step["prefix_grouper/balance/cut_groups"] == 0
         if name == "separate_async":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_end_to_end import train
+from tests.test_end_to_end import assert_shared, train
 from verl_pg_plugin.config import Mode
 
 V0 = "trainer.use_v1=False"
@@ -39,11 +39,9 @@ def test_five_groups_train_on_two_ranks_through_verls_own_entry_point(tmp_path: 
     sizes = {"TRAIN_BATCH_SIZE": "5", "PPO_MINI_BATCH_SIZE": "5", "ROLLOUT_N": "4", "TOTAL_STEPS": "1"}
     summary, (step,) = train(tmp_path, V0, ENTRY_POINT=VERLS_ENTRY_POINT, NGPUS_PER_NODE="2", **sizes)
     assert summary["mode"] == Mode.PACKED.value
-    assert step["actor/prefix_grouper/dedup_ratio"] > 5
+    assert_shared([step], least=5)
     assert step["prefix_grouper/balance/cut_groups"] == 1, "10 sequences a rank are two groups of four and a half"
     assert step["prefix_grouper/balance/slowest_over_mean"] < 1.05
-    assert step["actor/grad_norm"] > 0
-    assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout's log-probs are those of the engine"
     shown = (tmp_path / "console.log").read_text()
     assert re.search(r"step 1/1: \d+\.\d% of tokens not computed, dedup ratio \d", shown), "what the step saved"
     assert "shared prefixes, mean over the run: " in shown, "the gain at the end"
@@ -69,13 +67,8 @@ def test_v0_and_v1_train_alike_from_one_seed(tmp_path: Path) -> None:
 def test_v0_trains_what_v1_trains(script: str, mode: Mode, tmp_path: Path) -> None:
     summary, steps = train(tmp_path, V0, script=script, NGPUS_PER_NODE="2")
     assert summary["mode"] == mode.value
-    for step in steps:
-        assert step["actor/prefix_grouper/dedup_ratio"] > 4
-        assert step["actor/grad_norm"] > 0
-        assert step["training/rollout_probs_diff_max"] < 1e-4
-        if "ppo" in script:
-            assert step["critic/prefix_grouper/dedup_ratio"] > 4
-            assert step["critic/grad_norm"] > 0
+    assert_shared(steps, least=4)
+    assert all(("critic/grad_norm" in step) == ("ppo" in script) for step in steps)
 
 
 @pytest.mark.slow
