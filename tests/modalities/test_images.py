@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.modalities.image_cases import FORKS, MIXED, TEXT_ALONE, TURNS, TWO_GROUPS, film
+from tests.engine.carried_cases import carrying, carrying_engine
+from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import (
     HYBRID_KINDS,
     KINDS,
@@ -43,6 +44,14 @@ def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, k
     cases = {"mixed": MIXED, "turns": TURNS, "forks": FORKS, "film": film(kind)}
     got = run_engine(packed, image_batch(load(path), cases[case]), actor_loss())
     assert_exact(got, expected(path, cases[case]), kind)
+
+
+def test_a_group_that_is_split_behind_its_images_equals_the_rows_alone(path: str, kind: str) -> None:
+    """Of hybrids the states behind the images are read too."""
+    engine = carrying_engine(path)
+    with carrying(engine):
+        got = run_engine(engine, image_batch(load(path), CHAIN, max_token_len_per_gpu=60), actor_loss())
+    assert_exact(got, expected(path, CHAIN), kind)
 
 
 def test_text_alone_trains_without_the_vision_encoder(packed: Any, path: str) -> None:
