@@ -35,7 +35,7 @@ ROPE_BY_LAYER_TYPE = {
     ("hf_config", "why"),
     [
         (transformers.T5Config(), "encoder-decoder"),
-        (transformers.Qwen2VLConfig(), "multimodal"),
+        (transformers.Glm4vConfig(), "multimodal"),
         (transformers.MiniMaxConfig(), "linear attention that is not known to be Gated DeltaNet"),
         (transformers.JambaConfig(), "layers other than causal attention: mamba"),
         (transformers.RwkvConfig(), "recurrent state"),
