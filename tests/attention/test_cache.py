@@ -94,6 +94,15 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
     with pytest.raises(RuntimeError, match=r"two attention layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
         access.publish_values(KEYS, own)
+    access.publish_state((0, "state", 2), own)
+    with pytest.raises(RuntimeError, match=r"two recurrent layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
+        access.publish_state((0, "state", 2), own)
+
+
+def test_a_gradient_of_a_state_that_is_missing_in_an_update_is_an_error() -> None:
+    access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[cached(torch.float32)])
+    with pytest.raises(StopIteration):
+        access.take_state_gradient((0, "state", 2))
 
 
 def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> None:

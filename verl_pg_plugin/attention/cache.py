@@ -176,7 +176,12 @@ class CacheAccess:
         return next(block.states[place] for block in self.read if place in block.states)
 
     def publish_state(self, place: StatePlace, value: Tensor) -> None:
+        """Raises RuntimeError if the place is taken: two layers have one number."""
         if self.publish is not None:
+            if place in self.publish.states:
+                raise RuntimeError(
+                    f"two recurrent layers call themselves layer_idx {place[0]}: set ++prefix_grouper.carry=never"
+                )
             self.publish.states[place] = value.detach().clone()
             if self.prefill:
                 wide = torch.promote_types(value.dtype, torch.float32)
@@ -187,8 +192,9 @@ class CacheAccess:
 
     def take_state_gradient(self, place: StatePlace) -> Tensor | None:
         """The pending gradient of a consumed state; None outside training."""
-        found = (block.pending_states.pop(place, None) for block in self.consumed)
-        return next((x for x in found if x is not None), None)
+        if not self.consumed:
+            return None
+        return next(block for block in self.consumed if place in block.pending_states).pending_states.pop(place)
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.

@@ -277,8 +277,8 @@ class GatedDeltaLayer:
     """Stands in for both functions of one module.
 
     Up to transformers 5.14 a module hands them no keywords of the model's forward. The tokens come from the decoder
-    layer's keyword ``prefix_grouper`` instead, by a hook in front of the
-    layer; where gradient checkpointing computes a layer again, it runs again.
+    layer's keyword ``prefix_grouper`` instead, by a hook in front of the layer. Since 5.23 a layer checkpoints behind
+    its hooks, so the hook stands in front of the module. Where layers are computed again, it runs again.
     """
 
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
@@ -288,7 +288,7 @@ class GatedDeltaLayer:
         self.layer = -1
 
     def hook(self, layer: nn.Module, layer_idx: int) -> None:
-        """Learn from a decoder layer which one runs, and on what."""
+        """Learn from a decoder layer, or the module in it, which one runs, and on what."""
 
         @torch.compiler.disable
         def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -374,7 +374,7 @@ def install(model: nn.Module) -> None:
                 setattr(module, DELTA_RULE, ops.delta_rule)
                 ops.hook(layer, module.layer_idx)
             elif type(module).__name__.endswith("GatedDeltaNet"):  # the counter of layers sees one that is another
-                install_in_file(sys.modules[type(module).__module__]).hook(layer, module.layer_idx)
+                install_in_file(sys.modules[type(module).__module__]).hook(module, module.layer_idx)
 
 
 @functools.cache  # its functions are replaced once in a process
