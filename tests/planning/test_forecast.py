@@ -84,7 +84,8 @@ def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_sto
     on_host, split = predicted(levels), predicted(replace(levels, asked=Level.ATTENTION))
     assert (on_host.micro_batches, on_host.level) == (G, Level.ATTENTION_ON_HOST)
     assert split.micro_batches > G
-    assert [sum(map(len, groups)) for groups in plan(batch, Settings(P + 2 * R, levels=levels))] == [G, G]
+    # The engine has no room for levels where nothing is kept: log-probs of such groups are split.
+    assert [sum(map(len, groups)) for groups in plan(batch, Settings(P + 2 * R, levels=levels))] == [2 * G, G]
     assert on_host.update > split.update
     assert on_host.host_gib == pytest.approx((P - 1 + N * R) * sizes.held(Level.ATTENTION) / 2**30)
     assert split.host_gib == 0

@@ -7,7 +7,7 @@ every sequence alone, filled into as many tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -213,7 +213,8 @@ def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]
     levels, plans = _levels(batch, settings), []
     for forward_only in (True, False):
         weights = cache_weights(levels, forward_only) if settings.carry else None
-        plans.append(cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=levels))
+        chosen = replace(levels, room=None) if forward_only else levels  # no layer keeps anything for a backward
+        plans.append(cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=chosen))
     return tuple(plans)
 
 
