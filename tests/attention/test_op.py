@@ -1,5 +1,6 @@
 """The op equals attention of every sequence alone, in float64 to 1e-10, however it cuts its problems."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.chains import lay_out, part_keys
 from tests.layout.tries import Batch, Key, batch_of, batches
+from verl_pg_plugin.attention import op
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, Tape
 from verl_pg_plugin.attention.passes import Varlen
+from verl_pg_plugin.attention.tree import Piece
 from verl_pg_plugin.engine.inputs import cache_access, consume, keep_published
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits, cut_micro_batches
@@ -164,6 +167,24 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(
         assert len(calls) > 10 / most
         assert max(keys for keys, _ in calls) <= most * layout.num_tokens
         assert sum(keys for keys, _ in calls) == len(layout.kv_index) > 10 * layout.num_tokens
+
+
+def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, (4, 1e9))
+    layout, gathered, gather = many_responses().layout(), [], op._at
+
+    def gather_alone(piece: Piece, *tensors: torch.Tensor) -> Any:
+        assert [of for of in gathered if of() is not None] == []
+        return gather(piece, *tensors)
+
+    def backward(*given: Any) -> None:
+        gathered.extend(map(weakref.ref, given[1:-1]))
+        SDPA.backward(*given)
+
+    monkeypatch.setattr(op, "_at", gather_alone)
+    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.bfloat16)
+    packed_outcome(tensors, layout, kernel=replace(SDPA, backward=backward))
+    assert len(gathered) > 2 * 8
 
 
 def test_a_backward_gathers_no_key_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

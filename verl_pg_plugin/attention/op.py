@@ -135,23 +135,27 @@ class _Call:
         else:
             totals = [self._memory(x) for x in (q, k, v)]
         for i, piece in enumerate(pieces):
-            first = i == 0 and not wide
-            places, given = (piece.rows, piece.keys, piece.keys), (q[piece.rows], *_at(piece, k, v))
-            parts = [
-                total if first and isinstance(place, slice) else self._memory(x)
-                for total, place, x in zip(totals, places, given, strict=True)
-            ]
-            rows = dout[piece.rows], *given, out[piece.rows], lse[:, piece.rows].contiguous()
-            self.kernel.backward(*rows, *parts, self._problem(piece))
-            for total, place, part in zip(totals, places, parts, strict=True):
-                if not isinstance(place, slice):
-                    place.sum(part, total, add=not first)
-                elif not first:
-                    total[place] += part
+            self._add(piece, totals, i == 0 and not wide, dout, q, k, v, out, lse)
         if self.cache is not None:
             totals[1:] = map(self.cache.settle, self.options.places, totals[1:])
         for total, x in zip(totals, (q, own_k, own_v), strict=True):
             yield total if total.dtype == x.dtype else self._memory(x).copy_(total)
+
+    def _add(self, piece: Piece, totals: list[Tensor], first: bool, dout: Tensor, *tensors: Tensor) -> None:
+        """Add the gradients through a piece, or write those of the first; what it gathers dies with this call."""
+        q, k, v, out, lse = tensors
+        places, read = (piece.rows, piece.keys, piece.keys), (q[piece.rows], *_at(piece, k, v))
+        parts = [
+            total if first and isinstance(place, slice) else self._memory(x)
+            for total, place, x in zip(totals, places, read, strict=True)
+        ]
+        rows = dout[piece.rows], *read, out[piece.rows], lse[:, piece.rows].contiguous()
+        self.kernel.backward(*rows, *parts, self._problem(piece))
+        for total, place, part in zip(totals, places, parts, strict=True):
+            if not isinstance(place, slice):
+                place.sum(part, total, add=not first)
+            elif not first:
+                total[place] += part
 
     def _with_cached(self, *own: Tensor) -> Iterable[Tensor]:
         """[c cached | T own] keys and values."""
