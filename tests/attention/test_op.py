@@ -247,6 +247,22 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
         assert all(map(torch.equal, found, expected))
 
 
+def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
+    """The call in front would get the output of the one behind; torch's own check sees the sizes that it expects."""
+    tensors = random_tensors(GROUP.layout().num_tokens, 2, 2, 8, seed=0, dtype=torch.float32)
+    context, calls = PackedAttention(GROUP.layout(), SDPA, "cpu"), iter(([1], [2, 1]))
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for scale in next(calls):
+            out = context.attend_packed(scale * q, k, v, AttentionOptions(0.3))
+        return out.sin()
+
+    tape = Tape()
+    out = checkpoint(layer, *tensors.leaves(), use_reentrant=False, context_fn=lambda: (tape, tape))
+    with pytest.raises(RuntimeError, match="more often when it is recomputed"):
+        out.sum().backward()
+
+
 def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
     layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
     context, made = PackedAttention(layout, SDPA, "cpu"), []

@@ -200,9 +200,10 @@ class Tape(AbstractContextManager):
 
     def __init__(self) -> None:
         self._kept: list[list[Any]] = []
+        self._runs = 0
 
     def __enter__(self) -> None:
-        self._replay = iter(list(self._kept))  # of nothing in the forward
+        self._runs, self._replay = self._runs + 1, iter(self._kept)
         Tape.running = self
 
     def __exit__(self, *_: object) -> None:
@@ -217,11 +218,19 @@ class Tape(AbstractContextManager):
         return kept.detach()
 
     def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What the forward has kept of this call; in the forward, what ``compute`` returns."""
-        kept = next(self._replay, None)
-        if kept is not None:
-            out, lse = map(self.get, kept)
-        else:
+        """What the forward has kept of this call; in the forward, what ``compute`` returns.
+
+        Raises:
+            RuntimeError: the forward had no such call.
+        """
+        if self._runs == 1:
             out, lse = compute()
             self._kept.append([self.put(out), self.put(lse)])
+            return out, lse
+        kept = next(self._replay, None)
+        if kept is None:
+            raise RuntimeError(
+                "a layer calls attention more often when it is recomputed; set ++prefix_grouper.activations=all"
+            )
+        out, lse = map(self.get, kept)
         return out, lse
