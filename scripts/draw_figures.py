@@ -35,7 +35,7 @@ from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Batch, Settings, forecast
+from verl_pg_plugin.planning.forecast import Settings, batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
@@ -97,7 +97,7 @@ def does_it_pay() -> plt.Figure:
         speedups = np.empty((len(counts), len(prompts)))
         for y, n in enumerate(counts):
             for x, prompt in enumerate(prompts):
-                batch = Batch.of_lengths([prompt] * 2, [[response] * n] * 2)
+                batch = batch_of_lengths([prompt] * 2, [[response] * n] * 2)
                 settings = Settings(max(20480, prompt + response), levels=levels, compile_layers=False)
                 speedups[y, x] = forecast(batch, flops, settings).update
         axes.imshow(speedups, cmap="YlOrRd", norm=LogNorm(1, 12), aspect="auto")

@@ -13,7 +13,7 @@ from verl.utils.device import get_device_id
 
 from tests.support import actor_loss, full_gradients, group, update
 from verl_pg_plugin.engine import batch as batches
-from verl_pg_plugin.engine.batch import SequenceSelector, on_device, read_sequences
+from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -37,7 +37,7 @@ def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
     assert sequences.classes is not None
     assert sequences.classes.tolist() == [0, 1, 0]
     assert sequences.select([1, 2]).classes.tolist() == [1, 0]
-    layout = sequences.lay_out(packed=True)
+    layout = sequences.lay_out()
     assert layout.num_tokens == 2 * 4 + sum(len(sample.response) for sample in SAMPLES)
     assert (layout.segment_start == 0).sum() == 2
 
@@ -65,7 +65,7 @@ def test_legacy_left_padded_batch_without_position_ids() -> None:
     }
     sequences = read_sequences(TensorDict(fields, batch_size=len(SAMPLES)))
     assert sequences.prompt_lengths.tolist() == [5] * len(SAMPLES)
-    assert np.array_equal(sequences.content.tokens, np.concatenate(ids))
+    assert np.array_equal(sequences.tokens, np.concatenate(ids))
 
 
 def emptied(batch: TensorDict) -> TensorDict:
@@ -179,21 +179,29 @@ def test_multimodal_rows_are_refused_and_empty_ones_are_not() -> None:
         read_sequences(batch)
 
 
-def micro_batch() -> TensorDict:
+CHOSEN = [2, 0, 3]
+
+
+def mini_batch() -> TensorDict:
     """With a plain field, positions of several dimensions, and two fields that are one ragged shape."""
     batch = make_batch([*group(9, [4, 7, 2], 1), *group(5, [3], 2)])
     batch["weight"] = torch.arange(4.0)
-    rows = SequenceSelector(batch).select([2, 0, 3])
-    lengths = rows["input_ids"].offsets().diff().tolist()
-    rows["position_ids"] = tu.nested_tensor_from_tensor_list(
+    lengths = batch["input_ids"].offsets().diff().tolist()
+    batch["position_ids"] = tu.nested_tensor_from_tensor_list(
         [torch.arange(4 * n).view(4, n) for n in lengths], ragged_idx=2
     )
-    rows["twice"] = rows["advantages"] * 2
-    tu.assign_non_tensor(rows, uid=np.array(["a", "b", "c"], dtype=object))
-    return rows
+    batch["twice"] = batch["advantages"] * 2
+    tu.assign_non_tensor_stack(batch, "uid", ["a", "b", "c", "d"])
+    return batch
 
 
-def assert_same_fields(found: TensorDict, expected: TensorDict) -> None:
+def select(batch: TensorDict, device: Any) -> TensorDict:
+    return SequenceSelector(batch).select(CHOSEN, torch.device(device))
+
+
+def assert_chosen(found: TensorDict, batch: TensorDict) -> None:
+    """The fields of the chosen sequences, as verl selects them."""
+    expected = tu.index_select_tensor_dict(batch, CHOSEN)
     assert set(found.keys()) == set(expected.keys())
     for name, field in expected.items():
         if not isinstance(field, torch.Tensor):
@@ -203,11 +211,10 @@ def assert_same_fields(found: TensorDict, expected: TensorDict) -> None:
 
 
 def test_verl_finds_nothing_left_to_move_and_no_field_is_lost() -> None:
-    before = micro_batch()
-    moved = on_device(before, torch.device(get_device_id()))
+    moved = select(mini_batch(), get_device_id())
     assert moved.to(get_device_id()) is moved
-    assert_same_fields(moved, before)
-    assert tu.get(moved, "uid").tolist() == ["a", "b", "c"]
+    assert_chosen(moved, mini_batch())
+    assert tu.get(moved, "uid") == ["c", "a", "d"]
     assert tu.get_non_tensor_data(moved, "temperature", default=None) == 1.0
     # torch would refuse to multiply a mask with what it masks, were their ragged shapes two.
     assert torch.equal((moved["twice"] - moved["advantages"]).values(), moved["advantages"].values())
@@ -224,9 +231,9 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
         return copy
 
     monkeypatch.setattr(batches, "send", send)
-    before = micro_batch().exclude("position_ids")  # these go as in verl
-    moved = on_device(before, torch.device("cpu"))
-    assert_same_fields(moved, before)
+    batch = mini_batch().exclude("position_ids")  # these go as in verl
+    moved = select(batch, "cpu")
+    assert_chosen(moved, batch)
     parts = [
         part
         for field in moved.values()
@@ -239,18 +246,18 @@ def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch:
 
 @pytest.mark.gpu
 def test_the_host_goes_on_while_the_gpu_is_at_work() -> None:
-    device, before = torch.device("cuda", torch.cuda.current_device()), micro_batch()
-    expected = on_device(before, device)  # the first one allocates
+    device, batch = torch.cuda.current_device(), mini_batch()
+    expected = select(batch, device)  # the first one allocates
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(2_000_000_000)  # about a second
         start = time.perf_counter()
-        moved = on_device(before, device)
+        moved = select(batch, device)
         seconds = time.perf_counter() - start
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert seconds < 0.2
-    assert moved.to(torch.cuda.current_device()) is moved
-    assert_same_fields(moved, before)
-    assert_same_fields(expected, before)
+    assert moved.to(device) is moved
+    assert_chosen(moved, batch)
+    assert_chosen(expected, batch)

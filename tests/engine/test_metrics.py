@@ -12,12 +12,11 @@ from verl.utils.metric import Metric, reduce_metrics
 
 from tests.engine.ranks import on_ranks
 from tests.support import group, make_engine, update
-from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
+from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.modalities import TEXT
-from verl_pg_plugin.modalities.text import Content
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import make_batch
@@ -27,17 +26,13 @@ pytestmark = pytest.mark.usefixtures("process_group")
 FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
 # Twice two responses of one token to a prompt of three; two of the prompts begin alike.
 TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
-SEQUENCES = Sequences(
-    content=Content(tokens=TOKENS, keys=TOKENS, offsets=np.array([0, 4, 8, 12, 16])),
-    prompt_lengths=np.array([3, 3, 3, 3]),
-    classes=None,
-)
+SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
 
 
 def metrics(indices: list[list[int]], *costs: MiniBatchCosts, sp_size: int = 1, **options: Any) -> dict[str, list]:
     """Of ranks that have the same micro-batches, one for each of ``costs``."""
     micro_batches = [
-        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(packed=True), None, Level.ATTENTION, True, True)
+        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
         for members in indices
     ]
     plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, [[] for _ in indices], False, Levels())

@@ -14,10 +14,12 @@ from transformers import Qwen3Config
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cli.estimate import ACCURACY
+from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Batch, Forecast, Settings, forecast, lay_out, plan
+from verl_pg_plugin.planning.forecast import Forecast, Settings, batch_of_lengths, batch_of_prompts, forecast, plan
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
+from verl_pg_plugin.planning.micro_batches import lay_out
 
 CONFIG = Qwen3Config(
     vocab_size=4096,
@@ -31,11 +33,11 @@ CONFIG = Qwen3Config(
 FLOPS = ModelFlops.of_config(CONFIG)
 LEVELS = Levels(sizes=TokenBytes.of(CONFIG))
 P, R, N, G = 2048, 256, 8, 4
-GROUPS = Batch.of_lengths([P] * G, [[R] * N] * G)
+GROUPS = batch_of_lengths([P] * G, [[R] * N] * G)
 WHOLE = Settings(budget=G * N * (P + R), levels=LEVELS, compile_layers=False)
 
 
-def predict(batch: Batch = GROUPS, settings: Settings = WHOLE) -> Forecast:
+def predict(batch: Sequences = GROUPS, settings: Settings = WHOLE) -> Forecast:
     return forecast(batch, FLOPS, settings)
 
 
@@ -50,7 +52,7 @@ def test_tokens_are_those_of_groups_that_share_their_prompt() -> None:
 def test_prompts_that_begin_alike_share_more_than_their_groups() -> None:
     system = np.arange(1000)
     prompts = [np.concatenate([system, np.full(P - 1000, 5000 + g)]) for g in range(G)]
-    shared = predict(Batch.of_prompts(prompts, [[R] * N] * G))
+    shared = predict(batch_of_prompts(prompts, [[R] * N] * G))
     assert shared.physical_tokens == predict().physical_tokens - (G - 1) * 999
     assert shared.update > predict().update
 
@@ -76,7 +78,7 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
 def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_stock_memory() -> None:
     sizes = TokenBytes.of(CONFIGS["4b"])
     levels = Levels(sizes=sizes, room=Room(device=1e12, host=1e12))
-    batch = Batch.of_lengths([P] * G, [[R] * N] * G)
+    batch = batch_of_lengths([P] * G, [[R] * N] * G)
 
     def predicted(levels: Levels) -> Forecast:
         return forecast(batch, FLOPS, Settings(P + 2 * R, levels=levels))
@@ -94,14 +96,14 @@ def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_sto
 @pytest.mark.parametrize(("prompts", "responses"), [([], []), ([4], [[]]), ([4], [[0]]), ([0], [[4]])])
 def test_a_batch_without_a_sequence_or_a_response_is_refused(prompts: list[int], responses: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="token"):
-        Batch.of_lengths(prompts, responses)
+        batch_of_lengths(prompts, responses)
 
 
 def test_what_is_laid_out_is_what_was_planned_and_sharing_alone_leaves_compiled_layers_out() -> None:
     tight = replace(WHOLE, budget=P + 2 * R, compile_layers=True)
     for forward_only, groups in zip((True, False), plan(GROUPS, tight), strict=True):
         for group in groups:
-            layouts = lay_out(GROUPS, group, forward_only)
+            layouts = lay_out(group, GROUPS, forward_only)
             assert [layout.num_tokens for layout in layouts] == [micro_batch.num_tokens for micro_batch in group]
     found, eager = predict(settings=tight), predict(settings=replace(tight, compile_layers=False))
     assert found.sharing_alone == eager.sharing_alone == (eager.old_log_prob, eager.update)
@@ -117,7 +119,7 @@ def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: f
     """Of docs/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
     config = CONFIGS["4b"]
     module = text_skeleton(config)
-    batch = Batch.of_lengths([prompt], [[response] * n])
+    batch = batch_of_lengths([prompt], [[response] * n])
     found = forecast(batch, ModelFlops.of(module), Settings(20480, levels=Levels(sizes=TokenBytes.of(config))))
     weights = sum(weight.numel() for weight in module.parameters())
     held = found.peak_gib(WeightBytes.of(module, num_gpus=1)) - (16 - 2) * weights / 2**30
@@ -136,7 +138,7 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
     @cache
     def predicted(model: str, case: str, settings: Settings) -> Forecast:
         prompt, response, n, groups = (*map(int, case.split(",")), 1)[:4]
-        batch = Batch.of_lengths([prompt] * groups, [[response] * n] * groups)
+        batch = batch_of_lengths([prompt] * groups, [[response] * n] * groups)
         return forecast(batch, flops[model], settings)
 
     errors = []

@@ -14,7 +14,8 @@ from verl_pg_plugin.cli.doctor import gpus
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels
 
 if TYPE_CHECKING:
-    from verl_pg_plugin.planning.forecast import Batch, Forecast
+    from verl_pg_plugin.layout import Sequences
+    from verl_pg_plugin.planning.forecast import Forecast
 
 FETCH_TIMEOUT_S = 5
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -238,7 +239,7 @@ def _memory_of_a_gpu() -> float:
 # Lengths
 
 
-def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
+def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
     """The mini-batch, and what must be known about its lengths.
 
     Raises:
@@ -247,10 +248,10 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
     import numpy as np
     from transformers import AutoTokenizer
 
-    from verl_pg_plugin.planning.forecast import Batch
+    from verl_pg_plugin.planning.forecast import batch_of_lengths, batch_of_prompts
 
     if args.prompt is not None:
-        batch = Batch.of_lengths([args.prompt] * args.groups, [[args.response] * args.n] * args.groups)
+        batch = batch_of_lengths([args.prompt] * args.groups, [[args.response] * args.n] * args.groups)
         groups = f"{args.groups} groups of {args.n} responses of {args.response} tokens to a prompt of {args.prompt}"
         return batch, f"{groups}; prompts share nothing with each other"
     tokenizer = load(AutoTokenizer, args.model)
@@ -272,7 +273,7 @@ def read_batch(args: argparse.Namespace) -> tuple[Batch, str]:
         responses = [[max(len(ids(record["output"])), 1) for record in group] for group in chosen]
         remark = f"{len(chosen)} of {len(found)} groups of {file.name}, as text without special tokens, so lengths are "
         remark += "some tokens short"
-    return Batch.of_prompts(prompts, responses), remark
+    return batch_of_prompts(prompts, responses), remark
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:

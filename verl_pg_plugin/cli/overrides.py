@@ -24,12 +24,11 @@ from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.engine.room import host_bytes
-from verl_pg_plugin.layout import build_prefix_order
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Batch, Forecast, Settings, forecast, plan
+from verl_pg_plugin.planning.forecast import Forecast, Settings, batch_of_lengths, forecast, plan
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 
@@ -94,8 +93,8 @@ def group_lines(config: DictConfig) -> list[Check]:
     )
     if not (prompt and response and n):
         return []  # of which verl speaks
-    batch = Batch.of_lengths([prompt], [[response] * n])
-    order, alone = build_prefix_order(batch.tokens, batch.offsets), n * (prompt + response)
+    batch = batch_of_lengths([prompt], [[response] * n])
+    order, alone = batch.order(), n * (prompt + response)
     text = f"{n} responses of {response} tokens to a prompt of {prompt}: {order.num_new.sum()} tokens, alone {alone}"
     lines = [Check(OK, "tokens", text)]
     if mode_of(config) is not Mode.PACKED:

@@ -1,9 +1,6 @@
-"""A mini-batch of verl: checked, read as sequences, cut into micro-batches and sent to the device."""
+"""A mini-batch of verl: checked, read as sequences, selected from and sent to the device."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,20 +8,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.gather import send
-from verl_pg_plugin.layout import (
-    Chunk,
-    IntArray,
-    Layout,
-    PackedLayout,
-    PrefixOrder,
-    build_chunk_layout,
-    build_packed_layout,
-    build_padded_layout,
-    build_prefix_order,
-    idle_prefill,
-)
+from verl_pg_plugin.layout import IntArray, Sequences
 from verl_pg_plugin.modalities import TEXT, Modality
-from verl_pg_plugin.modalities.text import SHARING_OFF, BatchError, Content, counted
+from verl_pg_plugin.modalities.text import SHARING_OFF, BatchError
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"
@@ -67,78 +53,6 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
     return MicroBatchLimits(max_sequences=int(limit))
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """B sequences of prompt + response.
-
-    Attributes:
-        content: their tokens, and what else they hold.
-        prompt_lengths: (B,) leading tokens that are the prompt.
-        classes: (B,) or None; sequences of different class, that is temperature, share nothing.
-    """
-
-    content: Content
-    prompt_lengths: IntArray
-    classes: IntArray | None
-
-    @property
-    def offsets(self) -> IntArray:
-        """(B+1,) bounds of the sequences in the tokens of all, one after the other."""
-        return self.content.offsets
-
-    def order(self) -> PrefixOrder:
-        """The sequences sorted, and what neighbours share."""
-        return build_prefix_order(self.content.keys, self.offsets, self.classes, self.content.inside)
-
-    def select(self, indices: list[int]) -> Sequences:
-        """In the order of ``indices``."""
-        classes = None if self.classes is None else self.classes[indices]
-        return Sequences(self.content.select(indices), self.prompt_lengths[indices], classes)
-
-    def unshared(self) -> Sequences:
-        """The same sequences, none of which shares anything in packed mode."""
-        return replace(self, classes=np.arange(len(self.prompt_lengths)))
-
-    def responses_apart(self) -> Sequences:
-        """The same sequences, no two of which share a token that predicts a response token.
-
-        For losses that depend on what the response's own teacher said.
-        """
-        keys = self.content.keys.astype(np.int64)
-        own = counted(self.offsets) >= np.repeat(self.prompt_lengths, np.diff(self.offsets))
-        keys[own] = keys.max() + 1 + np.arange(own.sum())
-        return replace(self, content=replace(self.content, keys=keys))
-
-    @cached_property
-    def prompt_groups(self) -> IntArray:
-        """(B,) number of the prompt; sequences whose prompts are equal, and of one class, have the same."""
-        classes = np.zeros(len(self.prompt_lengths), np.int64) if self.classes is None else self.classes
-        spans = zip(classes.tolist(), self.offsets.tolist(), self.prompt_lengths.tolist(), strict=False)
-        keys = [(group, self.content.keys[start : start + length].tobytes()) for group, start, length in spans]
-        numbers: dict[tuple[int, bytes], int] = {}
-        return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
-
-    def lay_out(self, packed: bool) -> Layout:
-        """The tokens of one forward: packed, or in upstream's padded groups."""
-        if not packed:
-            return build_padded_layout(self.content.tokens, self.offsets, self.prompt_lengths)
-        return self.content.put_into(build_packed_layout(*self._arrays))
-
-    def lay_out_chunk(self, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
-        """See ``build_chunk_layout``."""
-        layout = build_chunk_layout(*self._arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
-        prefill = layout.prefill and self.content.put_into(layout.prefill)
-        return replace(self.content.put_into(layout), prefill=prefill)
-
-    def lay_out_idle_prefill(self) -> PackedLayout:
-        """See ``idle_prefill``."""
-        return self.content.put_into(idle_prefill(self.content.keys, self.offsets, self.content.inside))
-
-    @property
-    def _arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray | None, IntArray | None]:
-        return self.content.keys, self.offsets, self.prompt_lengths, self.classes, self.content.inside
-
-
 def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
@@ -161,17 +75,22 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
             f"the batch has no {' and no '.join(missing)}: packed mode needs to know where each response starts; "
             f"pass batches as verl's trainers make them, or {SHARING_OFF}"
         )
-    content = modality.read(data)
+    input_ids = data["input_ids"]
+    if not input_ids.is_nested:
+        raise BatchError("input_ids must be a jagged nested tensor; convert with verl's left_right_2_no_padding")
+    if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise BatchError(f"input_ids must be integers, got {input_ids.dtype}; use torch.int64")
+    tokens, offsets = _numpy(input_ids.values()), _numpy(input_ids.offsets()).astype(np.int64)
     if supervised:
-        prompt_lengths = _before_loss(_numpy(data["loss_mask"].values()), content.offsets)
-        response_lengths = np.diff(content.offsets) - prompt_lengths
+        prompt_lengths = _before_loss(_numpy(data["loss_mask"].values()), offsets)
+        response_lengths = np.diff(offsets) - prompt_lengths
     else:
         prompt_lengths, response_lengths = _lengths(data, "prompts"), _lengths(data, "responses")
     for name, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
         if (lengths < 1).any():
             fix = "filter empty prompts (data.filter_overlong_prompts)" if name == "prompt" else "drop the sequence"
             raise BatchError(f"sequence {int(np.argmax(lengths < 1))} has an empty {name}; {fix} before training")
-    lengths, both = np.diff(content.offsets), prompt_lengths + response_lengths
+    lengths, both = np.diff(offsets), prompt_lengths + response_lengths
     if (wrong := both != lengths).any():
         at = int(np.argmax(wrong))
         raise BatchError(
@@ -181,7 +100,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     temperature, classes = tu.get(data, "temperature"), None
     if isinstance(temperature, torch.Tensor) and temperature.numel() > 1:
         classes = np.unique(_numpy(temperature.reshape(-1)), return_inverse=True)[1]
-    sequences = Sequences(content, prompt_lengths, classes)
+    sequences = modality.read(data, Sequences(tokens, offsets, prompt_lengths, classes))
     return sequences.responses_apart() if uses_top_k(data) else sequences
 
 
@@ -209,22 +128,31 @@ def _lengths(data: TensorDict, name: str) -> IntArray:
 
 
 class SequenceSelector:
-    """Selects sequences like ``tu.index_select_tensor_dict``, but reads every jagged field of the batch once.
+    """Selects sequences like ``tu.index_select_tensor_dict`` and sends them, without waiting for the device.
 
     verl's function unbinds all sequences of a field at every call, which for a thousand sequences in a hundred
-    micro-batches takes longer than planning them. It gets what is not ragged in its second dimension.
+    micro-batches takes longer than planning them. Here every jagged field is read once. verl's gets what is not ragged
+    in its second dimension.
+
+    For ``TensorDict.to`` torch copies the offsets of every jagged field from pageable memory: each of these copies
+    waits for the backward of the micro-batch before, and the device then for the host, which only now begins to launch
+    the forward.
     """
 
     def __init__(self, data: TensorDict) -> None:
         self._jagged: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # values of the fields with these bounds
         for name, field in data.items():
-            if _is_ragged(field):
+            if isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1:
                 self._jagged.setdefault(tuple(field.offsets().tolist()), {})[name] = field.values()
         self._rest = data.exclude(*(name for fields in self._jagged.values() for name in fields))
 
-    def select(self, indices: list[int]) -> TensorDict:
+    def select(self, indices: list[int], device: torch.device) -> TensorDict:
         """These sequences of the batch, in this order; fields of the same lengths have the same offsets."""
-        selected = tu.index_select_tensor_dict(self._rest, indices)
+        rest = tu.index_select_tensor_dict(self._rest, indices)
+        dense = {name: x for name, x in rest.items() if isinstance(x, torch.Tensor) and not x.is_nested}
+        selected = rest.exclude(*dense).to(device)
+        for name, x in dense.items():
+            selected[name] = send(x, device)
         for bounds, fields in self._jagged.items():
             pieces: list[tuple[int, int]] = []
             for i in indices:
@@ -233,45 +161,13 @@ class SequenceSelector:
                     begin, _ = pieces.pop()  # neighbours are copied in one piece
                 pieces.append((begin, end))
             lengths = [bounds[i + 1] - bounds[i] for i in indices]
-            offsets = send(torch.tensor([0, *lengths]).cumsum(0), next(iter(fields.values())).device)
+            offsets = send(torch.tensor([0, *lengths]).cumsum(0), device)
             for name, values in fields.items():
-                chosen = torch.cat([values[begin:end] for begin, end in pieces])
-                selected[name] = torch.nested.nested_tensor_from_jagged(chosen, offsets)
+                chosen = send(torch.cat([values[begin:end] for begin, end in pieces]), device)
+                selected[name] = torch.nested.nested_tensor_from_jagged(
+                    chosen, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+                )
         return selected
-
-
-def _is_ragged(field: object) -> bool:
-    """Whether a field of a batch is jagged in its second dimension."""
-    return isinstance(field, torch.Tensor) and field.is_nested and getattr(field, "_ragged_idx", 1) == 1
-
-
-def on_device(micro_batch: TensorDict, device: torch.device) -> TensorDict:
-    """The same micro-batch, regular and on the host, on ``device`` as soon as the work before it is done there.
-
-    For ``micro_batch.to(device)`` torch copies the offsets of every jagged field from pageable memory: each of these
-    copies waits for the backward of the micro-batch before, and the device then for the host, which only now begins to
-    launch the forward.
-    """
-    sent: dict[str, torch.Tensor] = {}
-    there: dict[int, torch.Tensor] = {}  # fields with the same offsets keep one raggedness
-    for name, field in micro_batch.items():
-        if _is_ragged(field):
-            offsets = field.offsets()
-            if id(offsets) not in there:
-                there[id(offsets)] = send(offsets, device)
-            lengths = offsets.diff()
-            sent[name] = torch.nested.nested_tensor_from_jagged(
-                send(field.values(), device),
-                there[id(offsets)],
-                min_seqlen=int(lengths.min()),
-                max_seqlen=int(lengths.max()),
-            )
-        elif isinstance(field, torch.Tensor) and not field.is_nested:
-            sent[name] = send(field, device)
-    moved = micro_batch.exclude(*sent).to(device)
-    for name, field in sent.items():
-        moved[name] = field
-    return moved
 
 
 def regular(data: TensorDict) -> TensorDict:

@@ -31,7 +31,7 @@ from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.config.engine_config import assert_in_force
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier
-from verl_pg_plugin.engine.batch import on_device, uses_top_k
+from verl_pg_plugin.engine.batch import uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
 from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
 from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, cache_access, consume, keep_published, make_inputs
@@ -49,7 +49,7 @@ from verl_pg_plugin.engine.ranks import gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
 from verl_pg_plugin.engine.verify import Responses, Tolerance, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
-from verl_pg_plugin.layout import Layout, PackedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
@@ -228,15 +228,14 @@ class SharedPrefixEngine(FSDPEngine):
     ) -> dict[str, Any]:
         """One micro-batch, its backward included; returns ``model_output``, ``loss`` and ``metrics``."""
         kind = "forward-only" if forward_only else "update"
-        host = plan.selector.select(planned.sequences)
-        micro_batch = on_device(host, self._device)
-
+        sequences = plan.sequences.select(planned.sequences)
+        micro_batch = plan.selector.select(planned.sequences, self._device)
         consumed = [] if forward_only else consume(cache, planned.layout)
         if planned.prefill is not None:
             self._prefill(planned.prefill, planned, plan, cache)
         check = self._compute_alone(planned, plan) if self.verifier.is_due(planned, kind) else None
         access = cache_access(cache, planned.layout, publishes=forward_only, consumed=consumed)
-        inputs = self._inputs(planned.layout, host, plan.runs_encoder, access)
+        inputs = self._inputs(planned.layout, sequences, plan.runs_encoder, access)
         self.activations.begin(planned.level)
         loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
         with self._autocast():
@@ -252,10 +251,9 @@ class SharedPrefixEngine(FSDPEngine):
         outputs = {name: values.detach() for name, values in outputs.items()}
         if check is not None:
             samples, alone, tolerances = check
-            got = read_responses(outputs, samples, plan.sequences.prompt_lengths[planned.sequences])
-            self.verifier.check(got, alone, tolerances, planned, samples, host, kind)
+            got = read_responses(outputs, samples, sequences.prompt_lengths)
+            self.verifier.check(got, alone, tolerances, planned, samples, micro_batch, kind)
         costs.num_padding += inputs.num_padding
-        costs.patches.append(self.modality.patches(planned.layout, host))
         return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
 
     def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
@@ -271,13 +269,13 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _prefill(self, layout: PackedLayout, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache) -> None:
         """Compute without gradient what a chunk reads and no earlier one has published."""
-        first = plan.selector.select(planned.sequences[:1])  # the path is a prefix of a chunk's first sequence
+        first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
         access = cache_access(cache, layout, publishes=True, prefill=True)
-        inputs = self._inputs(layout, first, plan.runs_encoder, access)
+        inputs = self._inputs(layout, plan.sequences.select(first), plan.runs_encoder, access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         with torch.no_grad(), self._autocast():
-            self.compute(inputs, on_device(first, self._device))
+            self.compute(inputs, plan.selector.select(first, self._device))
         self.module.train(training)
         keep_published(cache, access)
 
@@ -290,11 +288,11 @@ class SharedPrefixEngine(FSDPEngine):
         """
         samples = self.verifier.choose(plan.sequences.select(planned.sequences))
         chosen = [planned.sequences[sample] for sample in samples]
-        host, sequences = plan.selector.select(chosen), plan.sequences.select(chosen)
-        micro_batch, layout = on_device(host, self._device), sequences.unshared().lay_out(self.packed)
+        micro_batch, sequences = plan.selector.select(chosen, self._device), plan.sequences.select(chosen)
+        layout = sequences.unshared().lay_out() if self.packed else sequences.lay_out_padded()
 
         def responses(perturb: Perturb | None = None) -> Responses:
-            inputs = self._inputs(layout, host, plan.runs_encoder, perturb=perturb)
+            inputs = self._inputs(layout, sequences, plan.runs_encoder, perturb=perturb)
             with torch.no_grad(), self._autocast():
                 outputs = self.compute(inputs, micro_batch)
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
@@ -306,14 +304,14 @@ class SharedPrefixEngine(FSDPEngine):
     def _inputs(
         self,
         layout: Layout,
-        micro_batch: TensorDict,
+        sequences: Sequences,
         runs_encoder: bool,
         cache: CacheAccess | None = None,
         perturb: Perturb | None = None,
     ) -> ModelInputs:
         return make_inputs(
             layout,
-            micro_batch,
+            sequences,
             self.kernel,
             self.modality,
             self._device,

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from verl.utils.ulysses import gather_outputs_and_unpad
 
 from verl_pg_plugin.attention.cache import CacheAccess, CachedTokens, PrefixCache
 from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
-from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout, Sequences
 from verl_pg_plugin.modalities import Modality
 
 Perturb = Callable[[torch.Tensor], torch.Tensor]
@@ -106,7 +105,7 @@ class ModelInputs:
 
 def make_inputs(
     layout: Layout,
-    micro_batch: TensorDict,
+    sequences: Sequences,
     kernel: Kernel,
     modality: Modality,
     device: torch.device,
@@ -120,8 +119,7 @@ def make_inputs(
     """What this rank needs of a forward, sent to ``device`` without waiting for it.
 
     Args:
-        layout: of the tokens.
-        micro_batch: its sequences, on the host; images are read from it.
+        layout: of ``sequences``, or of a prefix of the first.
         kernel: of attention.
         modality: of the model.
         device: of this process.
@@ -152,7 +150,7 @@ def make_inputs(
     if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
         columns = label_sequence = np.zeros(1, dtype=np.int64)
     input_ids, position_ids = padded(input_ids), padded(layout.position_ids)
-    content = modality.inputs(layout, micro_batch, runs_encoder)
+    content = modality.inputs(layout, sequences, runs_encoder)
     if content is None:  # where there is more, the model itself takes this rank's tokens
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from verl.utils.metric import AggregationType, Metric
 
 from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.layout import IntArray, PackedLayout
+from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.modalities.images import shown_images
 from verl_pg_plugin.planning.cost import ModelFlops
 
 TOTALS = (
@@ -41,14 +42,10 @@ PLAIN_MEANS = (
 
 @dataclass
 class MiniBatchCosts:
-    """What shows only as a mini-batch runs.
-
-    ``patches`` are, of the images of each micro-batch, those that the encoder computed and those of all its sequences.
-    """
+    """What shows only as a mini-batch runs."""
 
     num_padding: int = 0
     peak_cached_bytes: int = 0
-    patches: list[tuple[IntArray, IntArray]] = field(default_factory=list)
 
 
 def figures_of_rank(
@@ -59,8 +56,15 @@ def figures_of_rank(
     ``verified`` has samples and largest error of each comparison; None without verify mode.
     """
     layouts = [planned.layout for planned in plan.micro_batches]
-    groups, lengths = plan.sequences.prompt_groups, np.diff(plan.sequences.offsets)
+    groups, lengths = plan.sequences.prompt_groups, plan.sequences.lengths
     prompts, (_, first) = plan.sequences.prompt_lengths, np.unique(groups, return_index=True)
+    images = [image for of_one in plan.sequences.images for image in of_one]
+    encoded = [
+        image
+        for planned in (plan.micro_batches if images else ())
+        for image in shown_images(planned.layout, plan.sequences.select(planned.sequences))
+    ]
+    shown, computed = (np.array([len(image.pixels) for image in of], dtype=np.int64) for of in (images, encoded))
     figures: dict[str, float] = {
         "logical_tokens": sum(layout.num_logical_tokens for layout in layouts),
         "physical_tokens": sum(layout.num_tokens for layout in layouts) + costs.num_padding,
@@ -73,15 +77,15 @@ def figures_of_rank(
         "chains": sum(len(group) > 1 for group in plan.groups),
         "carried_rows": sum(layout.num_cached for layout in layouts if isinstance(layout, PackedLayout)),
         "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
-        "forward": flops.forward(layouts) + sum(flops.images(computed) for computed, _ in costs.patches),
-        "forward_alone": float(flops.alone(lengths).sum()) + sum(flops.images(shown) for _, shown in costs.patches),
+        "forward": flops.forward(layouts) + flops.images(computed),
+        "forward_alone": float(flops.alone(lengths).sum()) + flops.images(shown),
         "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
         "cached_bytes": costs.peak_cached_bytes,
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
     if flops.vision is not None:
-        figures["patches"] = sum(int(computed.sum()) for computed, _ in costs.patches)
-        figures["logical_patches"] = sum(int(shown.sum()) for _, shown in costs.patches)
+        figures["patches"] = int(computed.sum())
+        figures["logical_patches"] = int(shown.sum())
     if verified is not None:
         figures["verified_rows"] = sum(num_samples for num_samples, _ in verified)
         figures["verify_max_error"] = max((error for _, error in verified), default=0.0)

@@ -13,9 +13,9 @@ from functools import cached_property, partial
 import numpy as np
 from tensordict import TensorDict
 
-from verl_pg_plugin.engine.batch import Sequences, SequenceSelector, check_batch, limits_of, read_sequences, regular
+from verl_pg_plugin.engine.batch import SequenceSelector, check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
-from verl_pg_plugin.layout import Layout, PackedLayout, share_state_positions
+from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.planning.activation_level import Level, Levels
@@ -25,7 +25,7 @@ from verl_pg_plugin.planning.micro_batches import (
     CacheWeights,
     MicroBatch,
     cut_micro_batches,
-    first_label,
+    lay_out,
     tokens_of_stock,
 )
 from verl_pg_plugin.planning.order import FloatArray, align
@@ -129,7 +129,7 @@ def plan_mini_batch(
         data = regular(data)
         check_batch(data, packed, levels.fused_kernels)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
-        order, levels = sequences.order(), levels.within_stock(tokens_of_stock(np.diff(sequences.offsets), limits))
+        order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         cut = partial(
             cut_micro_batches,
             order,
@@ -177,15 +177,12 @@ def _laid_out(
     group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool
 ) -> list[tuple[MicroBatch, Layout]]:
     """The micro-batches of a group as they run."""
-    if len(group) == 1:
-        return [(group[0], sequences.select(group[0].sequences).lay_out(packed))]
-    first = first_label(group, sequences.prompt_lengths)
-    chunks: list[PackedLayout] = []
-    for micro_batch in group:
-        assert micro_batch.chunk is not None
-        selected = sequences.select(micro_batch.sequences)
-        chunks.append(selected.lay_out_chunk(micro_batch.chunk, first, forward_only))
-    running: list[tuple[MicroBatch, Layout]] = list(zip(group, share_state_positions(chunks), strict=True))
+    layouts: list[Layout] = []
+    if packed:
+        layouts += lay_out(group, sequences, forward_only)
+    else:
+        layouts += [sequences.select(micro_batch.sequences).lay_out_padded() for micro_batch in group]
+    running = list(zip(group, layouts, strict=True))
     return running if forward_only else running[::-1]
 
 
@@ -200,4 +197,4 @@ def _told(
         updates = [FORWARDS_OF_AN_UPDATE * flops.forward([layout]) for layout in layouts]
         costs.append(np.array([updates, prefills]).T)
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    return _Told(costs, flags, sequences.content.needs_encoder, levels.room.device if levels.room else math.inf)
+    return _Told(costs, flags, any(sequences.images), levels.room.device if levels.room else math.inf)

@@ -23,9 +23,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.config import PrefixGrouperOptions
-from verl_pg_plugin.engine.batch import Sequences
 from verl_pg_plugin.engine.plan import PlannedMicroBatch
-from verl_pg_plugin.layout import IntArray
+from verl_pg_plugin.layout import IntArray, Sequences
 
 logger = logging.getLogger(__name__)
 

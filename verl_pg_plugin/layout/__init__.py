@@ -2,7 +2,7 @@
 
 from typing import TypeAlias
 
-from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
 from verl_pg_plugin.layout.packed import (
     Chunk,
     PackedLayout,
@@ -12,6 +12,7 @@ from verl_pg_plugin.layout.packed import (
     share_state_positions,
 )
 from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
+from verl_pg_plugin.layout.sequences import Sequences
 
 Layout: TypeAlias = PackedLayout | PaddedLayout
 """What a forward runs."""
@@ -23,10 +24,12 @@ __all__ = [
     "PackedLayout",
     "PaddedLayout",
     "PrefixOrder",
+    "Sequences",
     "build_chunk_layout",
     "build_packed_layout",
     "build_padded_layout",
     "build_prefix_order",
+    "counted",
     "idle_prefill",
     "share_state_positions",
 ]

@@ -76,3 +76,8 @@ def _common_prefix(a: IntArray, b: IntArray) -> int:
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n
+
+
+def counted(offsets: IntArray) -> IntArray:
+    """Positions (N,) that count 0, 1, 2, ... in every sequence."""
+    return np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_pg_plugin.layout.order import IntArray
+from verl_pg_plugin.layout.order import IntArray, counted
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     lines = [np.concatenate([prefix, *group]) for prefix, group in zip(prefixes, responses, strict=True)]
     shape = len(lines), max(map(len, lines))
     input_ids, position_ids, labels = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    position = counted(offsets)
     for g, line in enumerate(lines):
         input_ids[g, : len(line)] = tokens[line]
         position_ids[g, : len(line)] = position[line]

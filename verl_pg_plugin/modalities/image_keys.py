@@ -39,31 +39,29 @@ class Kind:
     token_id: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Image:
     """An image or a frame of a video, where it occurs: the vision encoder looks at each frame alone.
 
     Attributes:
-        sequence: which.
         kind: image or video.
-        first: logical index of its first placeholder.
+        first: its first placeholder, counted from the start of the sequence.
         num_tokens: placeholders, which follow each other.
-        patches: where in the kind's pixels.
+        pixels: (patches, numbers), a view.
         grid: rows and columns of patches.
     """
 
-    sequence: int
     kind: Kind
     first: int
     num_tokens: int
-    patches: slice
+    pixels: torch.Tensor
     grid: tuple[int, int]
 
 
 def find_images(
     tokens: IntArray, offsets: IntArray, given: list[dict[str, Any]], kinds: tuple[Kind, ...], patches_per_token: int
-) -> list[Image]:
-    """Every image of B sequences, in the order of their first placeholders.
+) -> list[list[Image]]:
+    """The images of each of B sequences, in the order of their first placeholders.
 
     Args:
         tokens, offsets: (N,) ids, and (B+1,) bounds of the sequences.
@@ -76,7 +74,7 @@ def find_images(
     """
     names = {name for kind in kinds for name in (kind.pixels, kind.grids)} | WITHOUT_EFFECT
     places = {kind: np.flatnonzero(tokens == kind.token_id) for kind in kinds}
-    found: list[Image] = []
+    found: list[list[Image]] = []
     for sequence, (start, stop) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         of_one = given[sequence] if given else {}
         if unknown := sorted(name for name, value in of_one.items() if value is not None and name not in names):
@@ -87,9 +85,9 @@ def find_images(
         of_sequence: list[Image] = []
         for kind, at in places.items():
             first, last = np.searchsorted(at, [start, stop])
-            of_sequence += _images_of(sequence, of_one, kind, at[first:last], patches_per_token)
-        found += sorted(of_sequence, key=lambda image: image.first)
-        if of_sequence and found[-1].first + found[-1].num_tokens == stop:
+            of_sequence += _images_of(sequence, of_one, kind, at[first:last] - start, patches_per_token)
+        found.append(sorted(of_sequence, key=lambda image: image.first))
+        if of_sequence and found[-1][-1].first + found[-1][-1].num_tokens == stop - start:
             raise BatchError(
                 f"sequence {sequence} ends in an image, and no token follows that its last token could predict; drop "
                 "it, or raise data.max_response_length so that tool results are not cut off"
@@ -101,22 +99,22 @@ def _images_of(
     sequence: int, given: Mapping[str, Any], kind: Kind, places: IntArray, patches_per_token: int
 ) -> Iterator[Image]:
     """Images of one kind in one sequence, whose placeholders stand at ``places``."""
-    grids, pixels = (given.get(name) for name in (kind.grids, kind.pixels))
+    grids, pixels = given.get(kind.grids), given.get(kind.pixels)
     sizes: list[list[int]] = [] if grids is None else grids.tolist()
     frames = [(height, width) for num_frames, height, width in sizes for _ in range(num_frames)]
     needed = sum(height * width for height, width in frames)
-    num_given = 0 if pixels is None else len(pixels)
-    if num_given != needed:
-        raise BatchError(f"sequence {sequence}: {kind.pixels} has {num_given} patches, {kind.grids} ask for {needed}")
+    pixels = () if pixels is None else pixels
+    if len(pixels) != needed:
+        raise BatchError(f"sequence {sequence}: {kind.pixels} has {len(pixels)} patches, {kind.grids} ask for {needed}")
     patch = token = 0
     for height, width in frames:
         num_tokens = height * width // patches_per_token
         mine = places[token : token + num_tokens]
         if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
             break
-        patches = slice(patch, patch + height * width)
-        yield Image(sequence, kind, int(mine[0]), num_tokens, patches, grid=(height, width))
-        patch, token = patches.stop, token + num_tokens
+        stop = patch + height * width
+        yield Image(kind, int(mine[0]), num_tokens, pixels[patch:stop], grid=(height, width))
+        patch, token = stop, token + num_tokens
     if token != len(places) or patch != needed:
         raise BatchError(
             f"sequence {sequence} has {len(places)} placeholders {kind.token_id}, its {len(sizes)} {kind.name}s need "
@@ -131,14 +129,14 @@ FIRST_KEY = 1 << 31
 
 
 def build_keys(
-    tokens: IntArray, offsets: IntArray, positions: IntArray, images: list[Image], given: list[dict[str, Any]]
+    tokens: IntArray, offsets: IntArray, positions: IntArray, images: list[list[Image]]
 ) -> tuple[IntArray, IntArray]:
-    """Keys, and what is indivisible, (N,) each; see ``Content``.
+    """Keys, and what is indivisible, (N,) each; see ``Sequences``.
 
     Args:
-        tokens, offsets, given: see ``find_images``.
+        tokens, offsets: see ``find_images``.
         positions: (P, N).
-        images: all that the batch has, in order.
+        images: what that returns.
     """
     keys, inside = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
     before = np.roll(positions, 1, axis=1)
@@ -147,10 +145,9 @@ def build_keys(
     unusual = (steps != 1).any(axis=0)
     key_of: dict[Hashable, int] = {}
     known: dict[Hashable, list[torch.Tensor]] = {}
-    for image in images:
-        span = slice(image.first, image.first + image.num_tokens)
-        pixels = given[image.sequence][image.kind.pixels][image.patches]
-        shown = (_content(known, image, pixels), steps[:, span].tobytes())
+    for start, image in ((start, image) for start, of_one in zip(offsets, images, strict=False) for image in of_one):
+        span = slice(start + image.first, start + image.first + image.num_tokens)
+        shown = (_content(known, image), steps[:, span].tobytes())
         keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
         inside[span] = np.arange(image.num_tokens)
         unusual[span] = False
@@ -159,14 +156,14 @@ def build_keys(
     return keys, inside
 
 
-def _content(known: dict[Hashable, list[torch.Tensor]], image: Image, pixels: torch.Tensor) -> Hashable:
+def _content(known: dict[Hashable, list[torch.Tensor]], image: Image) -> Hashable:
     """What stands for a content: equal ones are the same kind, grid, dtype and pixels.
 
     The sum of all words finds those that should be equal, and then they are compared: no hash decides. Both run on all
     threads at the speed of memory; a batch of 32 images of 1,024 tokens holds 0.8 GB.
     """
-    words = pixels.contiguous().cpu().view(torch.int64)  # every patch has a multiple of 8 bytes
-    shown = (image.kind.name, image.grid, pixels.dtype, pixels.shape, int(words.sum()))
+    words = image.pixels.contiguous().cpu().view(torch.int64)  # every patch has a multiple of 8 bytes
+    shown = (image.kind.name, image.grid, image.pixels.dtype, image.pixels.shape, int(words.sum()))
     alike = known.setdefault(shown, [])
     number = next((number for number, other in enumerate(alike) if torch.equal(other, words)), len(alike))
     if number == len(alike):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,18 +13,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.attention.context import UlyssesAttention
-from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, counted
 from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
-from verl_pg_plugin.modalities.text import (
-    NOTHING,
-    SHARING_OFF,
-    BatchError,
-    Content,
-    counted,
-    multi_modal_inputs,
-    read_positions,
-    read_tokens,
-)
+from verl_pg_plugin.modalities.text import NOTHING, SHARING_OFF, BatchError, multi_modal_inputs, read_positions
 
 IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
@@ -66,21 +57,19 @@ class Images:
         """
         module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
-    def read(self, data: TensorDict) -> Content:
-        tokens, offsets = read_tokens(data)
-        given = multi_modal_inputs(data)
-        images = self._find(tokens, offsets, given)
-        positions = self._positions(data, offsets, has_images=bool(images))
-        keys, inside = build_keys(tokens, offsets, positions, images, given)
-        return Content(tokens, keys, offsets, positions, inside, needs_encoder=bool(images))
+    def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
+        kinds, tokens, offsets = (self.images, self.videos), sequences.tokens, sequences.offsets
+        images = find_images(tokens, offsets, multi_modal_inputs(data), kinds, self.merge_size**2)
+        positions = self._positions(data, offsets, has_images=any(images))
+        keys, inside = build_keys(tokens, offsets, positions, images)
+        return replace(sequences, keys=keys, positions=positions, inside=inside, images=images)
 
-    def padding_ids(self, layout: Layout, runs_encoder: bool) -> IntArray:
+    def padding_ids(self, layout: PackedLayout, runs_encoder: bool) -> IntArray:
         """The placeholder of a blank image where the tokens show none."""
-        assert isinstance(layout, PackedLayout)
         shown = np.isin(layout.input_ids, (self.images.token_id, self.videos.token_id)).any()
         return np.array([self.images.token_id]) if runs_encoder and not shown else NOTHING
 
-    def inputs(self, layout: Layout, micro_batch: TensorDict, runs_encoder: bool) -> dict[str, torch.Tensor]:
+    def inputs(self, layout: PackedLayout, sequences: Sequences, runs_encoder: bool) -> dict[str, torch.Tensor]:
         """Images whose tokens are in the layout, once each and in their order.
 
         Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP
@@ -91,36 +80,13 @@ class Images:
                 self.images.pixels: torch.zeros(self.merge_size**2, self.patch_numbers),
                 self.images.grids: torch.tensor([(1, self.merge_size, self.merge_size)]),
             }
-        given = multi_modal_inputs(micro_batch)
-        shown, _ = self._shown(layout, micro_batch)
+        shown = shown_images(layout, sequences)
         tensors: dict[str, torch.Tensor] = {}
         for kind in (self.images, self.videos):
-            of_kind = [image for image in shown if image.kind is kind]
-            if of_kind:
-                pixels = [given[image.sequence][kind.pixels][image.patches] for image in of_kind]
-                tensors[kind.pixels] = torch.cat(pixels)
+            if of_kind := [image for image in shown if image.kind is kind]:
+                tensors[kind.pixels] = torch.cat([image.pixels for image in of_kind])
                 tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
         return tensors
-
-    def patches(self, layout: Layout, micro_batch: TensorDict) -> tuple[IntArray, IntArray]:
-        """Without those of a blank image."""
-        shown, every = (
-            np.array([image.patches.stop - image.patches.start for image in images], dtype=np.int64)
-            for images in self._shown(layout, micro_batch)
-        )
-        return shown, every
-
-    def _shown(self, layout: Layout, micro_batch: TensorDict) -> tuple[list[Image], list[Image]]:
-        """Images whose tokens are in the layout, in their order, and all of the micro-batch."""
-        assert isinstance(layout, PackedLayout)
-        tokens, offsets = read_tokens(micro_batch)
-        images = self._find(tokens, offsets, multi_modal_inputs(micro_batch))
-        by_first = {image.first: image for image in images}
-        starts = layout.token_index[np.isin(layout.token_index, list(by_first))]
-        return [by_first[at] for at in starts.tolist()], images
-
-    def _find(self, tokens: IntArray, offsets: IntArray, given: list[dict[str, Any]]) -> list[Image]:
-        return find_images(tokens, offsets, given, (self.images, self.videos), self.merge_size**2)
 
     def _positions(self, data: TensorDict, offsets: IntArray, has_images: bool) -> IntArray:
         """(4, N) positions; text alone may have one counter, or none, which is then counted."""
@@ -134,6 +100,14 @@ class Images:
                 f"agent loop makes them, and has {shape}; {SHARING_OFF}"
             )
         return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
+
+
+def shown_images(layout: Layout, sequences: Sequences) -> list[Image]:
+    """Images whose tokens are in the layout, in their order."""
+    assert isinstance(layout, PackedLayout)
+    starts = zip(sequences.offsets.tolist(), sequences.images, strict=False)
+    by_first = {start + image.first: image for start, images in starts for image in images}
+    return [by_first[at] for at in layout.token_index[np.isin(layout.token_index, list(by_first))].tolist()]
 
 
 def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,14 +12,7 @@ from itertools import count
 
 import numpy as np
 
-from verl_pg_plugin.layout import (
-    IntArray,
-    PackedLayout,
-    build_chunk_layout,
-    build_packed_layout,
-    build_prefix_order,
-    share_state_positions,
-)
+from verl_pg_plugin.layout import IntArray, Sequences
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
@@ -28,7 +21,7 @@ from verl_pg_plugin.planning.micro_batches import (
     MicroBatch,
     MicroBatchLimits,
     cut_micro_batches,
-    first_label,
+    lay_out,
     tokens_of_stock,
 )
 from verl_pg_plugin.planning.order import FloatArray
@@ -43,51 +36,26 @@ FIRST_RESPONSE_TOKEN = 2**31
 """Tokens of responses, where only lengths are known: different from each other and from those of prompts."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """B sequences of prompt + response, those of one prompt next to each other.
+def batch_of_prompts(prompts: Sequence[IntArray], responses: Sequence[Sequence[int]]) -> Sequences:
+    """Token ids of each of G prompts, and lengths of the responses to each; no two begin with the same token.
 
-    Attributes:
-        tokens: (N,) of all sequences, one after the other.
-        offsets: (B+1,) bounds.
-        prompt_lengths: (B,) leading tokens that are the prompt.
+    Raises:
+        ValueError: there is no sequence, or an empty prompt or response.
     """
+    token = count(FIRST_RESPONSE_TOKEN)
+    pairs = [(prompt, n) for prompt, lengths in zip(prompts, responses, strict=True) for n in lengths]
+    if not pairs or any(len(prompt) < 1 for prompt, _ in pairs):
+        raise ValueError("a batch needs sequences with at least one token of a prompt")
+    if any(n < 1 for _, n in pairs):
+        raise ValueError("a response has no token")
+    lengths = np.array([len(prompt) + n for prompt, n in pairs])
+    tokens = np.concatenate([np.append(prompt, np.full(n, next(token))) for prompt, n in pairs])
+    return Sequences(tokens, np.append(0, np.cumsum(lengths)), np.array([len(prompt) for prompt, _ in pairs]))
 
-    tokens: IntArray
-    offsets: IntArray
-    prompt_lengths: IntArray
 
-    @classmethod
-    def of_prompts(cls, prompts: Sequence[IntArray], responses: Sequence[Sequence[int]]) -> Batch:
-        """Token ids of each of G prompts, and lengths of the responses to each; no two begin with the same token.
-
-        Raises:
-            ValueError: there is no sequence, or an empty prompt or response.
-        """
-        token = count(FIRST_RESPONSE_TOKEN)
-        pairs = [(prompt, n) for prompt, lengths in zip(prompts, responses, strict=True) for n in lengths]
-        if not pairs or any(len(prompt) < 1 for prompt, _ in pairs):
-            raise ValueError("a batch needs sequences with at least one token of a prompt")
-        if any(n < 1 for _, n in pairs):
-            raise ValueError("a response has no token")
-        lengths = np.array([len(prompt) + n for prompt, n in pairs])
-        tokens = np.concatenate([np.append(prompt, np.full(n, next(token))) for prompt, n in pairs])
-        return cls(tokens, np.append(0, np.cumsum(lengths)), np.array([len(prompt) for prompt, _ in pairs]))
-
-    @classmethod
-    def of_lengths(cls, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Batch:
-        """As ``of_prompts``, with prompts that share nothing with each other."""
-        return cls.of_prompts([np.full(length, g) for g, length in enumerate(prompts)], responses)
-
-    @property
-    def lengths(self) -> IntArray:
-        """(B,) tokens."""
-        return np.diff(self.offsets)
-
-    def select(self, sequences: list[int]) -> Batch:
-        bounds = self.offsets.tolist()
-        tokens = np.concatenate([self.tokens[bounds[i] : bounds[i + 1]] for i in sequences])
-        return Batch(tokens, np.append(0, np.cumsum(self.lengths[sequences])), self.prompt_lengths[sequences])
+def batch_of_lengths(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequences:
+    """As ``batch_of_prompts``, with prompts that share nothing with each other."""
+    return batch_of_prompts([np.full(length, g) for g, length in enumerate(prompts)], responses)
 
 
 @dataclass(frozen=True)
@@ -149,7 +117,7 @@ class Forecast:
         return fixed + max(head + self.kept_gib, self.activation_gib)
 
 
-def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
+def forecast(batch: Sequences, flops: ModelFlops, settings: Settings) -> Forecast:
     """Predict one rank's mini-batch.
 
     Raises:
@@ -163,7 +131,7 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         micro_batches = -(-tokens // settings.budget)
         alone.append(float(_flops(flops, settings, forward_only, tokens, pairs, tokens, micro_batches, True).sum()))
         priced = np.zeros(3)
-        for layout in (layout for group in groups for layout in lay_out(batch, group, forward_only)):
+        for layout in (layout for group in groups for layout in lay_out(group, batch, forward_only)):
             labels = len(layout.head_index)
             level = levels.choose(layout.num_tokens, labels, *layout.cache_use)
             seen = float(flops.attention(*layout.segments).sum())
@@ -183,7 +151,6 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         old_log_prob, update = (float(a / (b / speeds).sum()) for a, b in zip(alone, shared, strict=True))
         return old_log_prob, update
 
-    packed = build_packed_layout(batch.tokens, batch.offsets, batch.prompt_lengths)
     old_log_prob, update = speedups(settings.compile_layers)
     most, waiting, _, level = max(memory, key=lambda found: found[0])
     return Forecast(
@@ -191,7 +158,7 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
         micro_batches=len(memory),
         logical_tokens=tokens,
         physical_tokens=physical_tokens,
-        flop_ratio=float(flops.alone(batch.lengths).sum() / flops.forward([packed])),
+        flop_ratio=float(flops.alone(batch.lengths).sum() / flops.forward([batch.lay_out()])),
         old_log_prob=old_log_prob,
         update=update,
         sharing_alone=speedups(compiled=False),
@@ -203,13 +170,13 @@ def forecast(batch: Batch, flops: ModelFlops, settings: Settings) -> Forecast:
     )
 
 
-def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]:
+def plan(batch: Sequences, settings: Settings) -> tuple[list[list[MicroBatch]], ...]:
     """The micro-batches of a forward-only phase and of the update.
 
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    order, limits = build_prefix_order(batch.tokens, batch.offsets), MicroBatchLimits(settings.budget)
+    order, limits = batch.order(), MicroBatchLimits(settings.budget)
     levels, plans = _levels(batch, settings), []
     for forward_only in (True, False):
         weights = cache_weights(levels, forward_only) if settings.carry else None
@@ -218,23 +185,8 @@ def plan(batch: Batch, settings: Settings) -> tuple[list[list[MicroBatch]], ...]
     return tuple(plans)
 
 
-def _levels(batch: Batch, settings: Settings) -> Levels:
+def _levels(batch: Sequences, settings: Settings) -> Levels:
     return settings.levels.within_stock(tokens_of_stock(batch.lengths, MicroBatchLimits(settings.budget)))
-
-
-def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[PackedLayout]:
-    """The packed tokens of each chunk of a split group, or of one ordinary micro-batch, as the engine lays them out."""
-    layouts = []
-    for micro_batch in group:
-        part = batch.select(micro_batch.sequences)
-        arrays = part.tokens, part.offsets, part.prompt_lengths
-        if micro_batch.chunk is None:
-            layouts.append(build_packed_layout(*arrays))
-        else:
-            label = first_label(group, batch.prompt_lengths)
-            chunk = micro_batch.chunk
-            layouts.append(build_chunk_layout(*arrays, chunk=chunk, first_label=label, forward_only=forward_only))
-    return share_state_positions(layouts)
 
 
 def _flops(

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from verl_pg_plugin.layout import Chunk, IntArray, PrefixOrder
+from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Sequences, share_state_positions
 from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.sessions import selected
 
@@ -154,6 +154,22 @@ def first_label(group: list[MicroBatch], prompt_lengths: IntArray) -> int:
     """Lowest position whose label lies in a response of a split group; ``prompt_lengths`` (B,) of the mini-batch."""
     members = [s for part in group if part.chunk for s in part.sequences[: part.chunk.num_sequences]]
     return int(prompt_lengths[members].min()) - 1
+
+
+def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -> list[PackedLayout]:
+    """The packed tokens of each chunk of a split group, in forward order, or of one ordinary micro-batch.
+
+    ``sequences`` are those of the mini-batch.
+    """
+    layouts = []
+    for micro_batch in group:
+        selected = sequences.select(micro_batch.sequences)
+        if micro_batch.chunk is None:
+            layouts.append(selected.lay_out())
+        else:
+            label = first_label(group, sequences.prompt_lengths)
+            layouts.append(selected.lay_out_chunk(micro_batch.chunk, label, forward_only))
+    return share_state_positions(layouts)
 
 
 class _Span(NamedTuple):

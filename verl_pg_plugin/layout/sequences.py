@@ -1,0 +1,132 @@
+"""A mini-batch as numbers on the host: its sequences, what of them may be shared, and their layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
+from verl_pg_plugin.layout.packed import (
+    Chunk,
+    PackedLayout,
+    build_chunk_layout,
+    build_packed_layout,
+    idle_prefill,
+)
+from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
+
+OptionalArray = TypeVar("OptionalArray", IntArray, IntArray | None)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """B sequences of prompt + response with N tokens in all, laid one after the other.
+
+    Attributes:
+        tokens: (N,) ids, as the model's embedding takes them.
+        offsets: (B+1,) bounds of the sequences.
+        prompt_lengths: (B,) leading tokens that are the prompt.
+        classes: (B,) or None; sequences of different class, that is temperature, share nothing.
+        keys: (N,) integers; two sequences may share a token only where theirs are equal. None where the ids say so.
+        positions: (P, N) as the model takes them; None where they count from 0 in every sequence.
+        inside: (N,) tokens of the same image in front of this one; None where nothing is indivisible.
+        images: of each sequence, in their order; empty where a model reads text alone.
+    """
+
+    tokens: IntArray
+    offsets: IntArray
+    prompt_lengths: IntArray
+    classes: IntArray | None = None
+    keys: IntArray | None = None
+    positions: IntArray | None = None
+    inside: IntArray | None = None
+    images: Sequence[Sequence[Any]] = ()
+
+    @property
+    def lengths(self) -> IntArray:
+        """(B,) tokens."""
+        return np.diff(self.offsets)
+
+    def order(self) -> PrefixOrder:
+        """The sequences sorted, and what neighbours share."""
+        return build_prefix_order(self._keys, self.offsets, self.classes, self.inside)
+
+    def select(self, indices: list[int]) -> Sequences:
+        """In the order of ``indices``."""
+        bounds = self.offsets.tolist()
+        spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
+
+        def take(values: OptionalArray) -> OptionalArray:
+            return None if values is None else np.concatenate([values[..., span] for span in spans], axis=-1)
+
+        return Sequences(
+            tokens=take(self.tokens),
+            offsets=np.cumsum([0, *(span.stop - span.start for span in spans)]),
+            prompt_lengths=self.prompt_lengths[indices],
+            classes=None if self.classes is None else self.classes[indices],
+            keys=take(self.keys),
+            positions=take(self.positions),
+            inside=take(self.inside),
+            images=[self.images[i] for i in indices] if self.images else (),
+        )
+
+    def unshared(self) -> Sequences:
+        """The same sequences, none of which shares anything in packed mode."""
+        return replace(self, classes=np.arange(len(self.prompt_lengths)))
+
+    def responses_apart(self) -> Sequences:
+        """The same sequences, no two of which share a token that predicts a response token.
+
+        For losses that depend on what the response's own teacher said.
+        """
+        keys = self._keys.astype(np.int64)
+        own = counted(self.offsets) >= np.repeat(self.prompt_lengths, self.lengths)
+        keys[own] = keys.max() + 1 + np.arange(own.sum())
+        return replace(self, keys=keys)
+
+    @cached_property
+    def prompt_groups(self) -> IntArray:
+        """(B,) number of the prompt; sequences whose prompts are equal, and of one class, have the same."""
+        classes = np.zeros(len(self.prompt_lengths), np.int64) if self.classes is None else self.classes
+        spans = zip(classes.tolist(), self.offsets.tolist(), self.prompt_lengths.tolist(), strict=False)
+        prompts = [(group, self._keys[start : start + length].tobytes()) for group, start, length in spans]
+        numbers: dict[tuple[int, bytes], int] = {}
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
+
+    def lay_out(self) -> PackedLayout:
+        """The packed tokens of one forward."""
+        return self._as_the_model_takes_them(build_packed_layout(*self._arrays))
+
+    def lay_out_padded(self) -> PaddedLayout:
+        """The tokens of one forward in upstream's padded groups."""
+        return build_padded_layout(self.tokens, self.offsets, self.prompt_lengths)
+
+    def lay_out_chunk(self, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
+        """See ``build_chunk_layout``."""
+        layout = build_chunk_layout(*self._arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
+        prefill = layout.prefill and self._as_the_model_takes_them(layout.prefill)
+        return replace(self._as_the_model_takes_them(layout), prefill=prefill)
+
+    def lay_out_idle_prefill(self) -> PackedLayout:
+        """See ``idle_prefill``."""
+        return self._as_the_model_takes_them(idle_prefill(self._keys, self.offsets, self.inside))
+
+    @property
+    def _keys(self) -> IntArray:
+        return self.tokens if self.keys is None else self.keys
+
+    @property
+    def _arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray | None, IntArray | None]:
+        return self._keys, self.offsets, self.prompt_lengths, self.classes, self.inside
+
+    def _as_the_model_takes_them(self, layout: PackedLayout) -> PackedLayout:
+        """A layout that was made from the keys, with the tokens and positions that they stand for."""
+        if self.keys is None:
+            return layout
+        index = layout.token_index
+        positions = layout.position_ids if self.positions is None else self.positions[:, index]
+        return replace(layout, input_ids=self.tokens[index], labels=self.tokens[index + 1], position_ids=positions)
