@@ -25,7 +25,9 @@ from tests.support import (
 )
 from verl_pg_plugin.attention import kernels, passes
 from verl_pg_plugin.attention.kernels import KERNELS
+from verl_pg_plugin.engine import engine as engine_module
 from verl_pg_plugin.engine import prepare
+from verl_pg_plugin.planning.activation_level import Room
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(14, [5, 3, 8, 2], 1), *group(9, [4, 4], 2), *group(6, [7, 1], 3)]
@@ -44,6 +46,14 @@ def fail_on_rank_one(rank: int, path: str) -> list[str]:
             update(engine, batch)
         except (ValueError, RuntimeError) as error:
             messages.append(str(error))
+    with (
+        patch.object(engine_module, "get_device_name", lambda: "cuda"),
+        patch.object(engine_module, "room_of_rank", side_effect=[OSError("no room") if rank else Room(1.0, 1.0)]),
+        patch.object(engine, "ulysses_sequence_parallel_size", 2),
+        pytest.raises((OSError, RuntimeError)) as raised,
+    ):
+        engine._levels(forward_only=False)
+    messages.append(str(raised.value))
     update(engine, good)
     return messages
 
@@ -120,6 +130,7 @@ def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list
         "no responses",
         "ppo_max_token_len_per_gpu",
         "this rank has 1 sequences and another needs 9 micro-batches",
+        "no room",
     )
     assert len(first) == len(second) == len(expected)
     for told, raised, cause in zip(first, second, expected, strict=True):

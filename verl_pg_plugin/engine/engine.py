@@ -13,7 +13,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,7 +45,7 @@ from verl_pg_plugin.engine.prepare import (
     prepare_model,
     refuse,
 )
-from verl_pg_plugin.engine.ranks import gather
+from verl_pg_plugin.engine.ranks import agreement, gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
 from verl_pg_plugin.engine.verify import Responses, Tolerance, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
@@ -200,10 +200,10 @@ class SharedPrefixEngine(FSDPEngine):
             return levels
         weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
         unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
-        room = room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes)
-        if levels.ranks > 1:  # those that share tokens cut them alike
-            room = Room(*map(min, zip(*gather((room.device, room.host, room.reserve)), strict=True)))
-        return replace(levels, room=room)
+        rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
+        with rooms as found:  # of ranks that share tokens: they cut them alike
+            found.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))
+        return replace(levels, room=Room(*map(min, zip(*map(astuple, found), strict=True))))
 
     @cached_property
     def _host_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """What ranks tell each other; an error on one of them is raised on all.
 
-A mini-batch has one agreement, in front of its first forward. What fails later fails on its rank alone: the others wait
-for it in the collectives of the model, and torch or Ray ends the run.
+Ranks agree in front of a mini-batch's first forward. What fails later fails on its rank alone: the others wait for it
+in the collectives of the model, and torch or Ray ends the run.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def agreement() -> Iterator[list[Any]]:
     told: list[Any] = []
     try:
         yield told
+        assert len(told) == 1, "a rank tells one value"
     except Exception as error:  # a process that is told to stop tells nothing
         gather((f"{type(error).__name__}: {error}", None))
         raise
