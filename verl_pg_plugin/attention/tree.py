@@ -32,7 +32,10 @@ value, their gradients, and those that flash-attn 2 writes for each query head b
 token attention's backward takes no more than the MLP's, which ``planning.memory`` counts.
 """
 ALWAYS_GATHERED = 131_072
-"""Gathered keys that the backward may hold however few the tokens: 3.2 GB with these heads, of what devices reserve."""
+"""Gathered keys that the backward may hold however few the tokens: 3.2 GB with these heads, of what devices reserve.
+
+So it is with latent attention's 16 heads, each of which has a key of 192 and a padded value; 128 take eight times that.
+"""
 SAVED_PER_TOKEN = 3
 """Gathered keys per token from which on one more problem, which saves them, is faster than gathering them.
 
