@@ -161,7 +161,7 @@ class AttentionPath:
             self.pairs = sum(length * (length + 1) // 2 for length in lengths)
         else:
             self.places = torch.arange(len(problem.q), device=device)
-            packed = PackedAttention(problem.layout, kernel, device)
+            packed = PackedAttention(problem.layout, kernel)
             self.pairs = num_pairs(problem.layout)
         self.attend: Attend = lambda q, k, v: packed.attend_packed(q, k, v, options)
         self.inputs = [x[self.places].requires_grad_() for x in (problem.q, problem.k, problem.v)]

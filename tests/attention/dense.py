@@ -133,7 +133,7 @@ def packed_outcome(
 ) -> Outcome:
     """``PackedAttention`` of the same tensors."""
     device = tensors.q.device
-    packed = PackedAttention(layout, kernel or select_kernel("sdpa", device.type), device)
+    packed = PackedAttention(layout, kernel or select_kernel("sdpa", device.type))
     q, k, v, *sinks = leaves = tensors.leaves()
     out = packed.attend_packed(q, k, v, AttentionOptions(q.shape[-1] ** -0.5, window_size, softcap, 0, *sinks))
     return Outcome(out.detach(), *torch.autograd.grad(out, leaves, tensors.grad_out))

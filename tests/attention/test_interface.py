@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from tests.attention.dense import random_tensors
 from tests.layout.tries import batch_of
 from verl_pg_plugin.attention import interface
-from verl_pg_plugin.attention.context import PackedAttention, UlyssesAttention
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions
 
@@ -29,7 +29,7 @@ class Bidirectional(Layer):
 
 
 def packed() -> PackedAttention:
-    return PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+    return PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
 
 
 def call(module: nn.Module | None = None, **kwargs: Any) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_every_call_of_the_registered_function_is_counted_so_a_skipped_layer_is_
 def test_heads_that_cannot_be_spread_are_named(
     heads: int, kv_heads: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = UlyssesAttention(packed(), LAYOUT.num_tokens, dist.group.WORLD)
+    rows = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
     query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)
     with pytest.raises(ValueError, match=f"{heads} query and {kv_heads} key/value heads .* over {ranks} ranks"):

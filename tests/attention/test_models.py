@@ -41,7 +41,7 @@ def load(path: str | Path, attention: str) -> transformers.PreTrainedModel:
 
 def packed_logits(model: transformers.PreTrainedModel) -> torch.Tensor:
     """(T, V) logits of the packed tokens."""
-    attention = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+    attention = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
     output = model(
         input_ids=torch.from_numpy(LAYOUT.input_ids).unsqueeze(0),
         position_ids=torch.from_numpy(LAYOUT.position_ids).unsqueeze(0),

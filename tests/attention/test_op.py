@@ -84,7 +84,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
         rows = torch.tensor([row_of[key] for _, key in keys])
         leaves = [x[rows].requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
         sinks_H = [] if tensors.sinks is None else [tensors.sinks.clone().requires_grad_()]
-        context = PackedAttention(layout, SDPA, "cpu", access)
+        context = PackedAttention(layout, SDPA, access)
         out = context.attend_packed(*leaves, replace(options, sinks=sinks_H[0] if sinks_H else None))
         if not out.requires_grad:
             return []
@@ -112,7 +112,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
 
 def test_padding_follows_the_other_tokens_and_attends_to_nothing() -> None:
     layout = GROUP.layout()
-    packed = PackedAttention(layout, SDPA, "cpu")
+    packed = PackedAttention(layout, SDPA)
     tensors = random_tensors(layout.num_tokens + 3, heads=4, kv_heads=2, head_dim=8, seed=6, dtype=torch.float64)
     options = AttentionOptions(8**-0.5)
     padded = packed.attend_packed(tensors.q, tensors.k, tensors.v, options)
@@ -230,7 +230,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
     """Two calls in a layer, as in LongCat Flash, and two backwards of one graph."""
     layout, recorded = GROUP.layout(), Recorded()
     tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=0, dtype=torch.float32, sinks=True)
-    context, options = PackedAttention(layout, recorded.kernel, "cpu"), AttentionOptions(0.3)
+    context, options = PackedAttention(layout, recorded.kernel), AttentionOptions(0.3)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         once = context.attend_packed(q.sin(), k.sin(), v, replace(options, sinks=sinks))
@@ -265,7 +265,7 @@ def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
 
 def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
     layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
-    context, made = PackedAttention(layout, SDPA, "cpu"), []
+    context, made = PackedAttention(layout, SDPA), []
 
     def windows(layout: PackedLayout, width: int) -> int:
         made.append(width)

@@ -65,7 +65,7 @@ def in_chunks(kind: str, samples: list[Sample], budget: int, forward_only: bool,
         logits = model(
             input_ids=torch.from_numpy(layout.input_ids)[None],
             position_ids=torch.from_numpy(layout.position_ids)[None],
-            prefix_grouper=PackedAttention(layout, kernel, "cpu", access),
+            prefix_grouper=PackedAttention(layout, kernel, access),
             logits_to_keep=torch.from_numpy(layout.head_index),
             use_cache=False,
         ).logits.squeeze(0)

@@ -33,7 +33,7 @@ def hybrid_over(batch: Batch, kind: str, dtype: torch.dtype = torch.float64):
     inputs = {
         "input_ids": F.pad(torch.from_numpy(layout.input_ids), (0, PADDING)).unsqueeze(0),
         "position_ids": F.pad(torch.from_numpy(layout.position_ids), (0, PADDING)).unsqueeze(0),
-        "prefix_grouper": PackedAttention(layout, select_kernel("sdpa", "cpu"), "cpu"),
+        "prefix_grouper": PackedAttention(layout, select_kernel("sdpa", "cpu")),
         "logits_to_keep": torch.from_numpy(layout.head_index),
         "use_cache": False,
     }
@@ -119,7 +119,7 @@ def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, inputs = hybrid_over(trie_of_depth(2), "qwen3_next")
-    of_no_tokens = PackedAttention(None, select_kernel("sdpa", "cpu"), "cpu")
+    of_no_tokens = PackedAttention(None, select_kernel("sdpa", "cpu"))
     with pytest.raises(RuntimeError, match="got no layout"):
         model(inputs["input_ids"], use_cache=False, prefix_grouper=of_no_tokens)
     # Since transformers 5.15 layers call a function of their file.

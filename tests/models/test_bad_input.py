@@ -14,7 +14,7 @@ IDS = random_ids(2, 6)
 ONES = torch.ones(2, 6, dtype=torch.long)
 GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
 ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
-PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
+PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from verl.utils.ulysses import (
 from tests.engine.ranks import on_ranks
 from tests.models.models import LAYOUT, SAMPLES, grouped, load, packed, padded, reference, result, save_qwen3, unpack
 from tests.support import Result, assert_same
-from verl_pg_plugin.attention.context import PackedAttention, UlyssesAttention
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION
 from verl_pg_plugin.attention.kernels import select_kernel
 
@@ -42,8 +42,7 @@ def sliced_by_the_caller(model: Any) -> Result:
         torch.from_numpy(LAYOUT.position_ids).unsqueeze(0),
         dist.get_world_size(),
     )
-    attention = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), "cpu")
-    ulysses = UlyssesAttention(attention, LAYOUT.num_tokens, dist.group.WORLD)
+    ulysses = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
     logits = model(tokens, position_ids=position_ids, prefix_grouper=ulysses).logits
     logits = gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
     assert ulysses.calls[ATTENTION] == model.config.num_hidden_layers

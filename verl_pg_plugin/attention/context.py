@@ -41,12 +41,14 @@ class AttentionContext(ABC):
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
         cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
+        group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
     """
 
-    def __init__(self, layout: Layout | None, perturb: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.layout, self.perturb = layout, perturb
+    def __init__(self, layout: Layout | None, kernel: Kernel, perturb: Callable[[Tensor], Tensor] | None) -> None:
+        self.layout, self.kernel, self.perturb = layout, kernel, perturb
         self.calls: Counter[str] = Counter()
         self.cache: CacheAccess | None = None
+        self.group: dist.ProcessGroup | None = None
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod
@@ -63,15 +65,17 @@ class AttentionContext(ABC):
 
     def to_heads(self, x: Tensor) -> Tensor:
         """(1, L, H, ...) of this rank's tokens to (1, T, H / ranks, ...) of all tokens and this rank's heads."""
-        return x
+        return x if self.group is None else gather_seq_scatter_heads(x, seq_dim=1, head_dim=2, group=self.group)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The way back."""
-        return x
+        return x if self.group is None else gather_heads_scatter_seq(x, head_dim=2, seq_dim=1, group=self.group)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """This rank's part of a parameter (H, ...)."""
-        return x
+        if self.group is None:
+            return x
+        return x.tensor_split(dist.get_world_size(self.group))[dist.get_rank(self.group)]
 
     def mixed(self, mixer: str, out: Tensor) -> Tensor:
         """Count a layer and return what it computed."""
@@ -93,7 +97,10 @@ class AttentionContext(ABC):
 
 
 class PackedAttention(AttentionContext):
-    """T packed tokens on a device.
+    """T packed tokens, all on this rank or an equal slice on each rank of a group.
+
+    All-to-alls around what mixes tokens trade a slice of the tokens and all heads for all tokens and a slice of the
+    heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so in between each rank runs what one would.
 
     Attributes:
         num_tokens: T; tokens after them are padding, which attends to nothing.
@@ -103,97 +110,61 @@ class PackedAttention(AttentionContext):
         self,
         layout: PackedLayout | None,
         kernel: Kernel,
-        device: torch.device | str,
         cache: CacheAccess | None = None,
         perturb: Callable[[Tensor], Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(layout, perturb)
-        self.kernel, self.device, self.cache = kernel, device, cache
+        super().__init__(layout, kernel, perturb)
+        self.cache, self.group = cache, group
         self.num_tokens = 0 if layout is None else layout.num_tokens
         self._unshared: Tree | None = None
 
     @classmethod
     def unshared(cls, kernel: Kernel, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
-        context, tokens = cls(None, kernel, cu_seqlens.device), slice(0, num_tokens)
+        context, tokens = cls(None, kernel), slice(0, num_tokens)
         context.num_tokens = num_tokens
         context._unshared = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))])
         return context
 
-    def tree(self, window: int) -> Tree:
-        """The pieces of layers with that window."""
-        if self._unshared is not None:
-            return self._unshared
-        assert isinstance(self.layout, PackedLayout)
-        if window >= np.diff(self.layout.cu_seqlens_k).max() - 1:
-            window = -1
-        return self.index(Tree.of, self.device, window)
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        return self.attend_packed(q_THD, k_TGD, v_TGD, options).unsqueeze(0)
+        """With a group, a collective that each of its ranks must enter with its own tokens.
+
+        Raises:
+            ValueError: the heads cannot be spread over the ranks.
+        """
+        if self.group is not None:
+            ranks, num_heads, num_kv_heads = dist.get_world_size(self.group), query.shape[1], key.shape[1]
+            if num_heads % ranks or (num_kv_heads % ranks and ranks % num_kv_heads):
+                raise ValueError(
+                    f"{num_heads} query and {num_kv_heads} key/value heads cannot be spread over {ranks} ranks; "
+                    "set ulysses_sequence_parallel_size to a divisor of both"
+                )
+            # A rank needs at least one key/value head of its own.
+            repeats = max(ranks // num_kv_heads, 1)
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+            if options.sinks is not None:
+                options = replace(options, sinks=self.own_heads(options.sinks))
+        q_THD, k_TGD, v_TGD = (self.to_heads(x.transpose(1, 2)).squeeze(0) for x in (query, key, value))
+        return self.to_tokens(self.attend_packed(q_THD, k_TGD, v_TGD, options).unsqueeze(0))
 
     def attend_packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> Tensor:
         """(T, H, D) of (T, H, D) queries and (T, G, D) keys and values; zero at padding."""
         num_padding = len(q_THD) - self.num_tokens
         if num_padding:
             q_THD, k_TGD, v_TGD = (x[: self.num_tokens] for x in (q_THD, k_TGD, v_TGD))
-        out_THD = attend(q_THD, k_TGD, v_TGD, self.tree(options.window_size), self.kernel, options, self.cache)
+        tree = self._tree(q_THD.device, options.window_size)
+        out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache)
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
-
-class UlyssesAttention(AttentionContext):
-    """An equal slice of the tokens on each rank of a group.
-
-    All-to-alls around what mixes tokens trade a slice of the tokens and all heads for all tokens and a slice of the
-    heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so in between each rank runs what one would.
-
-    Attributes:
-        inner: the tokens as this rank would attend to them if it held all T.
-        num_tokens: of all slices that come out of the all-to-all, padding at their end included or not.
-        group: the ranks that share the tokens, in the order of their slices.
-    """
-
-    def __init__(self, inner: AttentionContext, num_tokens: int, group: dist.ProcessGroup) -> None:
-        super().__init__(inner.layout, inner.perturb)
-        self.inner, self.num_tokens, self.group, self.cache = inner, num_tokens, group, inner.cache
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """A collective that every rank of the group must enter.
-
-        Args:
-            query: (1, H, L, D) this rank's L tokens; key, value: (1, G, L, D).
-
-        Returns:
-            (1, L, H, D), zero at padding.
-
-        Raises:
-            ValueError: the heads cannot be spread over the ranks.
-        """
-        sp_size, num_heads, num_kv_heads = dist.get_world_size(self.group), query.shape[1], key.shape[1]
-        if num_heads % sp_size or (num_kv_heads % sp_size and sp_size % num_kv_heads):
-            raise ValueError(
-                f"{num_heads} query and {num_kv_heads} key/value heads cannot be spread over {sp_size} ranks; "
-                "set ulysses_sequence_parallel_size to a divisor of both"
-            )
-        # A rank needs at least one key/value head of its own.
-        repeats = max(sp_size // num_kv_heads, 1)
-        local_query, local_key, local_value = (
-            self.to_heads(x.transpose(1, 2)).transpose(1, 2)
-            for x in (query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1))
-        )
-        if options.sinks is not None:
-            options = replace(options, sinks=self.own_heads(options.sinks))
-        return self.to_tokens(self.inner.attend(local_query, local_key, local_value, options))
-
-    def to_heads(self, x: Tensor) -> Tensor:
-        return gather_seq_scatter_heads(x, seq_dim=1, head_dim=2, unpadded_dim_size=self.num_tokens, group=self.group)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        return gather_heads_scatter_seq(x, head_dim=2, seq_dim=1, group=self.group)
-
-    def own_heads(self, x: Tensor) -> Tensor:
-        return x.tensor_split(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+    def _tree(self, device: torch.device, window: int) -> Tree:
+        """The pieces of layers with that window."""
+        if self._unshared is not None:
+            return self._unshared
+        assert isinstance(self.layout, PackedLayout)
+        if window >= np.diff(self.layout.cu_seqlens_k).max() - 1:
+            window = -1
+        return self.index(Tree.of, device, window)
 
 
 class PaddedGroupsAttention(AttentionContext):
@@ -210,8 +181,8 @@ class PaddedGroupsAttention(AttentionContext):
         layout: PaddedLayout | None = None,
         perturb: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(layout, perturb)
-        self.grouper, self.kernel = grouper, kernel
+        super().__init__(layout, kernel, perturb)
+        self.grouper = grouper
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Upstream's two passes: prefixes among themselves, then each response over its prefix and itself."""

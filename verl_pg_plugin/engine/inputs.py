@@ -18,7 +18,7 @@ import torch.distributed as dist
 from verl.utils.ulysses import gather_outputs_and_unpad
 
 from verl_pg_plugin.attention.cache import CacheAccess, CachedTokens, PrefixCache
-from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
+from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, PaddedLayout, Sequences
@@ -141,10 +141,6 @@ def make_inputs(
     def padded(values: IntArray) -> IntArray:
         return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, num_tokens - values.shape[-1])])
 
-    context: AttentionContext = PackedAttention(layout, kernel, device, cache, perturb=perturb)
-    if sp_group is not None:
-        context = UlyssesAttention(context, num_tokens, sp_group)
-
     own = slice(*np.searchsorted(layout.head_index, [start, stop]))
     columns, label_sequence = layout.head_index[own] - start, layout.head_sequence[own]
     if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
@@ -154,7 +150,7 @@ def make_inputs(
     if content is None:  # where there is more, the model itself takes this rank's tokens
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
-        context=context,
+        context=PackedAttention(layout, kernel, cache, perturb, sp_group),
         input_ids=_sent(input_ids[None], device),
         position_ids=_sent(position_ids[..., None, :], device),
         head_columns=_sent(columns, device),
@@ -181,7 +177,7 @@ def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device, p
     head_columns, place = np.unique(column, return_inverse=True)
     grouper = PrefixGrouper(layout.group_info, device=device)
     return ModelInputs(
-        context=PaddedGroupsAttention(grouper, kernel, layout, perturb=perturb),
+        context=PaddedGroupsAttention(grouper, kernel, layout, perturb),
         input_ids=_sent(layout.input_ids, device),
         position_ids=_sent(layout.position_ids, device),
         head_columns=_sent(head_columns, device),

@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.attention.context import UlyssesAttention
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, counted
 from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
 from verl_pg_plugin.modalities.text import NOTHING, SHARING_OFF, BatchError, multi_modal_inputs, read_positions
@@ -117,9 +116,9 @@ def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     show an image, and ``deepstack_visual_embeds``, (their number, E) for each of the first layers.
     """
     shared = kwargs.get("prefix_grouper")
-    if not isinstance(shared, UlyssesAttention):
+    if shared is None or shared.group is None:
         return None
-    num_tokens = shared.num_tokens // dist.get_world_size(shared.group)
+    num_tokens = kwargs["inputs_embeds"].shape[1] // dist.get_world_size(shared.group)
     start = num_tokens * dist.get_rank(shared.group)
     own = slice(start, start + num_tokens)
     changed = {

@@ -25,7 +25,7 @@ from verl.utils.ulysses import (
     ulysses_pad_and_slice_inputs,
 )
 
-from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention, UlyssesAttention
+from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.interface import ATTENTION_NAME, packed_attention
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.layout import PackedLayout
@@ -125,7 +125,7 @@ def use_layout(
             raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    packed = PackedAttention(layout, kernel_of(config._attn_implementation, input_ids.device.type), input_ids.device)
+    packed = PackedAttention(layout, kernel_of(config._attn_implementation, input_ids.device.type))
     return _over_ranks(input_ids, position_ids, packed)
 
 
@@ -180,9 +180,9 @@ def _over_ranks(
     sp_size = get_ulysses_sequence_parallel_world_size()
     if sp_size == 1:
         return ModelInputs(input_ids, position_ids, NO_MASK, over_all_tokens, padded_index, padded_shape)
-    shared = UlyssesAttention(over_all_tokens, input_ids.shape[1], get_ulysses_sequence_parallel_group())
+    over_all_tokens.group = get_ulysses_sequence_parallel_group()
     input_ids, position_ids, num_sp_padding = ulysses_pad_and_slice_inputs(input_ids, position_ids, sp_size)
-    return ModelInputs(input_ids, position_ids, NO_MASK, shared, padded_index, padded_shape, num_sp_padding)
+    return ModelInputs(input_ids, position_ids, NO_MASK, over_all_tokens, padded_index, padded_shape, num_sp_padding)
 
 
 class PackedAttentionMixin(nn.Module):
