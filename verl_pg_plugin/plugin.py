@@ -27,8 +27,8 @@ def register() -> None:
     """
     import verl_pg_plugin.cpu  # noqa: F401
 
-    after_import("verl.trainer.ppo.v1", _keep_groups_in_v1)
-    after_import("verl.trainer.ppo.ray_trainer", _reach_v0)
+    after_import("verl.trainer.ppo.v1.trainer_base", _keep_groups)
+    after_import("verl.trainer.ppo.ray_trainer", _keep_groups)
     after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before_validation(_engage_or_exit)
     if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
@@ -45,36 +45,16 @@ def _engage_before_run() -> None:
     _or_warn(upstream.call_before_run, _engage_or_exit)
 
 
-def _keep_groups_in_v1() -> None:
-    """In the process of verl's task runner, which looks its trainer up by name."""
-    from verl_pg_plugin.config.keys import TRAINER_PREFIX
-
-    def keep_groups(trainer_cls: type) -> type:
-        from verl_pg_plugin.trainer import keep_groups  # what other processes need not load
-
-        return keep_groups(trainer_cls)
-
-    _or_warn(upstream.look_up_group_trainers, TRAINER_PREFIX, keep_groups)
-
-
-def _reach_v0() -> None:
+def _keep_groups() -> None:
     """In the process of the trainer, and in those that import its module for something else."""
+    from verl_pg_plugin.trainer import keep_groups, verls_trainers  # what other processes need not load
 
-    def regroup(*args: Any) -> None:
-        from verl_pg_plugin.trainer.groups import regroup_v0
-
-        regroup_v0(*args)
-
-    def updated(*args: Any) -> None:
-        from verl_pg_plugin.trainer.groups import log_gain
-
-        log_gain(*args)
-
-    _or_warn(upstream.regroup_after_v0_balance, regroup, updated)
+    for trainer_cls in verls_trainers():
+        _or_warn(keep_groups, trainer_cls)
 
 
-def _or_warn(patch: Callable[..., None], *args: Any) -> None:
-    """An import of verl's must not fail for it: without the patch V1 ends, and V0 keeps groups as far as it can."""
+def _or_warn(patch: Callable[..., object], *args: Any) -> None:
+    """An import of verl's must not fail for it: without the patch groups stay as dispatch cuts them."""
     try:
         patch(*args)
     except (upstream.UpstreamChangedError, ImportError) as error:

@@ -101,55 +101,23 @@ def call_before_run(action: Callable[[Any], None]) -> None:
     _wrap(patched, "run_ppo", _after(action), "config", "task_runner_class")
 
 
-def look_up_group_trainers(prefix: str, keep_groups: Callable[[type], type]) -> None:
-    """Let verl find, under ``prefix`` and the name of any V1 trainer, that trainer with groups kept together.
-
-    What: ``verl.trainer.ppo.v1.get_trainer_cls`` returns ``keep_groups(cls)`` for such a name, unless somebody has
-    registered a class under the whole name. The task runner imports it from there when it runs; put in once per process
-    and left there.
-    Why: the registry holds one class per name, and others register theirs at any time, also after this plugin has been
-    loaded; verl has no hook between looking a trainer up and building it.
-    Versions: verl 0.9.1.
-    Remove when: V1 trainers take a balance, or the order of groups is verl's own.
-    """
-    from verl.trainer.ppo import v1
-    from verl.trainer.ppo.v1 import trainer_base
-
-    def make(look_up: Any) -> Any:
-        def look_up_with_groups(name: str) -> type:
-            plain = name.removeprefix(prefix)
-            if plain == name or name in trainer_base.TRAINER_REGISTRY:
-                return look_up(name)
-            return keep_groups(look_up(plain))
-
-        return look_up_with_groups
-
-    _wrap(v1, "get_trainer_cls", make, "name")
-
-
-def verls_groups_off(trainer: Any) -> AbstractContextManager[None]:
-    """Within the block a V0 trainer balances as without the flag: its own balance of groups refuses a number of them
-    that the ranks do not divide.
-    """
-    return _replaced(trainer, "use_prefix_grouper", False)
-
-
-def regroup_after_v0_balance(
-    regroup: Callable[[Any, Any, dict[str, Any], str], None], updated: Callable[[Any, dict[str, Any]], None]
+def regroup_after_balance(
+    trainer_cls: type,
+    regroup: Callable[[Any, Any, dict[str, Any], str], None],
+    updated: Callable[[Any, dict[str, Any]], None],
 ) -> None:
-    """Let V0 trainers assign whole groups by what they cost, whatever their number, and show what updates computed.
+    """Let trainers assign whole groups by what they cost, whatever their number, and show what updates computed.
 
-    What: ``verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch`` of a trainer whose ``use_prefix_grouper`` is set
-    balances as without it, and then calls ``regroup(trainer, batch, metrics, logging_prefix)``; its ``_update_actor``
-    calls ``updated(trainer, metrics)`` at the end. Put in once per process and left there; trainers that share nothing
-    are left as before.
-    Why: with the flag verl refuses a number of groups that the ranks do not divide, weighs a prompt once for each of
-    its responses, and lets mini-batches fall where they may. V0's task runners, verl's own and those of its recipes,
-    name their trainer's class, so that no other class can be handed in.
+    What: ``_balance_batch`` of verl's V1 ``PPOTrainer``, its V0 ``RayPPOTrainer`` or a class with methods of its own
+    calls ``regroup(trainer, batch, metrics, logging_prefix)`` at the end, ``_update_actor`` ``updated(trainer,
+    metrics)``. Put in once per process and left there. V0's own balance of groups, behind the attribute
+    ``use_prefix_grouper`` that nothing else reads, is left out.
+    Why: verl assigns single samples. V0's balance of groups refuses a number of them that the ranks do not divide,
+    weighs a prompt once for each of its responses, and lets mini-batches fall where they may. Task runners name their
+    trainer's class or look it up in a registry that others fill at any time.
     Versions: verl 0.9.1.
-    Remove when: V0 looks its trainer up by config, or is gone.
+    Remove when: trainers take a balance, or the order of groups is verl's own.
     """
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     def balance_and_regroup(balance: Any) -> Any:
         def balance_then_regroup(
@@ -157,29 +125,27 @@ def regroup_after_v0_balance(
             batch: Any,
             metrics: dict[str, Any],
             logging_prefix: str = "global_seqlen",
-            keep_minibatch: bool = False,
-        ) -> None:
-            if not getattr(self, "use_prefix_grouper", False):  # recipes set it by hand, or not
-                return balance(self, batch, metrics, logging_prefix, keep_minibatch)
-            with verls_groups_off(self):
-                balance(self, batch, metrics, logging_prefix, keep_minibatch)
-            regroup(self, batch, metrics, logging_prefix)
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            self.use_prefix_grouper = False
+            replaced = balance(self, batch, metrics, logging_prefix, *args, **kwargs)
+            regroup(self, batch if replaced is None else replaced, metrics, logging_prefix)
+            return replaced
 
         return balance_then_regroup
 
     def update_and_show(update: Any) -> Any:
-        def update_then_show(self: Any, batch: Any) -> Any:
-            output = update(self, batch)
-            if getattr(self, "use_prefix_grouper", False):
-                updated(self, output.meta_info["metrics"])
+        def update_then_show(self: Any, batch: Any, *metrics: Any, **kwargs: Any) -> Any:
+            output = update(self, batch, *metrics, **kwargs)
+            updated(self, *(metrics or kwargs.values() or [output.meta_info["metrics"]]))  # V0 returns them
             return output
 
         return update_then_show
 
-    _found(RayPPOTrainer, "_update_actor", "self", "batch")  # or neither is replaced
-    taken = "self", "batch", "metrics", "logging_prefix", "keep_minibatch"
-    _wrap(RayPPOTrainer, "_balance_batch", balance_and_regroup, *taken)
-    _wrap(RayPPOTrainer, "_update_actor", update_and_show, "self", "batch")
+    _found(trainer_cls, "_update_actor", "self", "batch", more=True)  # or neither is replaced
+    _wrap(trainer_cls, "_balance_batch", balance_and_regroup, "self", "batch", "metrics", more=True)
+    _wrap(trainer_cls, "_update_actor", update_and_show, "self", "batch", more=True)
 
 
 def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:

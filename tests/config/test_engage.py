@@ -23,9 +23,8 @@ def stock_config(runnable_overrides: list[str]):
     return composed
 
 
-@pytest.mark.parametrize("use_v1", [True, False])
-def test_one_flag_brings_the_engines_the_options_and_the_trainer(use_v1: bool, stock_config) -> None:
-    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64", f"trainer.use_v1={use_v1}")
+def test_one_flag_brings_the_engines_and_the_options(stock_config) -> None:
+    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64")
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
@@ -34,28 +33,11 @@ def test_one_flag_brings_the_engines_the_options_and_the_trainer(use_v1: bool, s
         assert section.use_prefix_grouper is True
         assert section.prefix_grouper.logits_chunk_size == 64
         assert section.prefix_grouper.carry == "auto"
-    if use_v1:
-        assert config.trainer.v1.trainer_mode == "pg_sync"
-        assert config.trainer.v1.pg_sync == config.trainer.v1.sync
-    else:
-        assert config.trainer.v1.trainer_mode == "sync", "V0 looks nothing up by name"
     with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
         config.trainer.no_such_key = 1
     once = OmegaConf.to_yaml(config)
     engage(config)
     assert OmegaConf.to_yaml(config) == once, "engaging twice changes something"
-
-
-def test_a_trainer_that_somebody_else_registers_is_asked_for_with_groups_kept(
-    stock_config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
-
-    monkeypatch.setitem(trainer_base.TRAINER_REGISTRY, "theirs", type("Theirs", (PPOTrainerSync,), {}))
-    config = stock_config(*FLAG, "trainer.v1.trainer_mode=theirs", "+trainer.v1.theirs.steps=4")
-    engage(config)
-    assert config.trainer.v1.trainer_mode == "pg_theirs"
-    assert config.trainer.v1.pg_theirs.steps == 4
 
 
 @pytest.mark.parametrize("flags", [(), ("actor_rollout_ref.model.use_remove_padding=False",)], ids=["rmpad", "padded"])

@@ -29,6 +29,7 @@ ACTOR = "actor_rollout_ref.actor"
             ],
         ),
         (main_ppo, (f"{ACTOR}.loss_agg_mode=no-such-mode",), ["no-such-mode"]),
+        (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
         (
             verls_main_ppo,
@@ -36,13 +37,13 @@ ACTOR = "actor_rollout_ref.actor"
             [f"fix: {ACTOR}.fsdp_config.qat.enable=False"],
         ),
     ],
-    ids=["ours", "ours, as verl objects", "verl's, unknown class", "verl's V0"],
+    ids=["ours", "ours, as verl objects", "ours, interpolation", "verl's, unknown class", "verl's V0"],
 )
 def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
 ):
     """In this process: ``run_ppo``, which starts Ray, must not be reached."""
-    monkeypatch.setattr(entry_point, "run_ppo", None)
+    monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
     flags = (f"{ACTOR}.use_prefix_grouper=True", f"hydra.run.dir={tmp_path}")
     monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, *flags, *overrides])
     with pytest.raises(SystemExit) as raised:
@@ -53,42 +54,15 @@ def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [(f"{ACTOR}.ulysses_sequence_parallel_size", "${no.such.key}"), ("trainer.v1.trainer_mode", "no.such.key")],
-    ids=["interpolation", "trainer"],
-)
-def test_what_leads_nowhere_is_a_user_error(make_config, key, value):
-    with pytest.raises(main_ppo.USER_ERRORS, match=r"no\.such\.key"):
-        main_ppo.prepare(make_config(Mode.PACKED, {key: value}))
-
-
-@pytest.mark.parametrize("mode", [Mode.PADDED, Mode.RMPAD])
-def test_stock_modes_run_verls_own_task_runners(make_config, mode):
-    config = make_config(mode)
-    assert main_ppo.prepare(config) is TaskRunnerV1
-    assert config.trainer.v1.trainer_mode == "sync"
-    assert main_ppo.prepare(make_config(mode, {"trainer.use_v1": False})) is TaskRunner
-
-
-@pytest.mark.parametrize("trainer_mode", ["sync", "colocate_async"])
-def test_packed_mode_selects_the_group_keeping_trainer(make_config, trainer_mode):
-    config = make_config(Mode.PACKED, {"trainer.v1.trainer_mode": trainer_mode})
-    runner = main_ppo.prepare(config)
-    assert config.trainer.v1.trainer_mode == f"pg_{trainer_mode}"
-    assert config.trainer.v1[f"pg_{trainer_mode}"] == config.trainer.v1[trainer_mode]
-    assert issubclass(runner.__ray_actor_class__, TaskRunnerV1.__ray_actor_class__)
-
-
-def test_packed_mode_runs_under_the_v0_trainer(make_config):
-    runner = main_ppo.prepare(make_config(Mode.PACKED, {"trainer.use_v1": False}))
-    assert issubclass(runner.__ray_actor_class__, TaskRunner.__ray_actor_class__)
-
-
-def test_a_verl_without_a_line_of_trainers_is_met_with_the_other_one(monkeypatch):
-    monkeypatch.delattr("verl.trainer.main_ppo.TaskRunnerV1")
-    with pytest.raises(ValueError, match=r"trainer.use_v1=True: .* set trainer.use_v1=False"):
-        main_ppo.verls_task_runner(use_v1=True)
+@pytest.mark.parametrize("mode", [Mode.RMPAD, Mode.PACKED])
+@pytest.mark.parametrize("use_v1", [True, False])
+def test_a_run_that_can_start_gets_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(verls_main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
+    flags = (f"{ACTOR}.use_prefix_grouper={mode.shares_prefixes}", f"trainer.use_v1={use_v1}")
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, *flags, f"hydra.run.dir={tmp_path}"])
+    main_ppo.main()
+    assert started == [TaskRunnerV1 if use_v1 else TaskRunner]
 
 
 ONE_LINE_OF_TRAINERS = """

@@ -34,7 +34,6 @@ def make_config(tmp_path: Path) -> Callable[..., DictConfig]:
         Qwen3Config(vocab_size=64, **sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
         config = OmegaConf.create(
             {
-                "trainer": {"v1": {"trainer_mode": "pg_sync"}},
                 "actor_rollout_ref": {
                     "model": {
                         "_target_": "verl.workers.config.HFModelConfig",

@@ -9,13 +9,11 @@ import pytest
 import torch
 from omegaconf import DictConfig
 from verl import DataProto
-from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin, upstream
 from verl_pg_plugin.trainer import keep_groups
-from verl_pg_plugin.trainer.groups import log_gain, regroup_v0
 
 PROMPT, RESPONSE = 12, 40
 
@@ -42,6 +40,11 @@ def ranks(batch: DataProto) -> list[list[str]]:
     return [part.tolist() for part in np.split(batch.non_tensor_batch["uid"], 2)]
 
 
+@pytest.fixture(autouse=True)
+def in_force() -> None:
+    plugin._keep_groups()
+
+
 @pytest.fixture
 def trainer(make_config: Callable[..., DictConfig]) -> Stock:
     return Stock(make_config(actor_rollout_ref__actor__ppo_mini_batch_size=3))
@@ -55,7 +58,6 @@ def test_a_number_of_groups_that_the_ranks_do_not_divide_is_dealt_out(trainer: S
     assert sorted(batch.batch["row"].tolist()) == list(range(6))
     first, second = ranks(batch)
     assert len(set(first) & set(second)) == 1, "only the group that had to be cut is on both"
-    assert trainer.use_prefix_grouper is True
 
 
 def test_mini_batches_hold_whole_groups_and_no_rank_waits(trainer: Stock) -> None:
@@ -72,24 +74,11 @@ def test_mini_batches_hold_whole_groups_and_no_rank_waits(trainer: Stock) -> Non
 
 
 def test_a_trainer_that_shares_nothing_is_balanced_as_verl_does_it(trainer: Stock) -> None:
-    trainer.use_prefix_grouper = False
+    trainer.config.actor_rollout_ref.actor.use_prefix_grouper = False
     batch, metrics = make_batch("aabb", [40, 2, 40, 2]), {}
     trainer._balance_batch(batch, metrics)
     assert [sum(rank.count(uid) for uid in "a") for rank in ranks(batch)] == [1, 1], "by length, groups torn apart"
     assert not any(name.startswith("prefix_grouper") for name in metrics)
-
-
-def test_the_flag_is_back_when_verls_balance_fails(trainer: Stock) -> None:
-    with pytest.raises(AssertionError, match="5 % 2"):
-        trainer._balance_batch(make_batch("aabbc", [5] * 5), {})
-    assert trainer.use_prefix_grouper is True
-
-
-def test_both_ways_to_keep_groups_give_the_same_order(trainer: Stock) -> None:
-    one, other = (make_batch("aabbccddeeff", [3, 9, 4, 4, 30, 2, 8, 8, 1, 40, 6, 6]) for _ in range(2))
-    trainer._balance_batch(one, {})
-    keep_groups(Stock)(trainer.config)._balance_batch(other, {})
-    assert one.batch["row"].tolist() == other.batch["row"].tolist() != list(range(12))
 
 
 @pytest.mark.parametrize("method", ["_balance_batch", "_update_actor"])
@@ -97,20 +86,7 @@ def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.Monke
     monkeypatch.setattr(RayPPOTrainer, "_balance_batch", inspect.unwrap(RayPPOTrainer._balance_batch))
     monkeypatch.setattr(RayPPOTrainer, method, lambda self, other: None)
     with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
-        upstream.regroup_after_v0_balance(regroup_v0, log_gain)
-
-
-def test_an_import_of_a_verl_without_the_method_or_its_class_warns_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(RayPPOTrainer, "_balance_batch")
-    plugin._reach_v0()
-    assert (
-        "left alone: verl.trainer.ppo.ray_trainer.RayPPOTrainer._balance_batch is gone; tested with verl" in caplog.text
-    )
-    monkeypatch.delattr(ray_trainer, "RayPPOTrainer")
-    plugin._reach_v0()
-    assert "left alone: cannot import name 'RayPPOTrainer'" in caplog.text
+        keep_groups(RayPPOTrainer)
 
 
 def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all_did(
@@ -119,13 +95,12 @@ def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all
     counted = {"actor/prefix_grouper/logical_tokens": [800.0], "actor/prefix_grouper/physical_tokens": [200.0]}
 
     def update(self: Any, batch: Any) -> DataProto:
-        return DataProto(meta_info={"metrics": counted if self.use_prefix_grouper else {"actor/pg_loss": [0.1]}})
+        return DataProto(meta_info={"metrics": counted})
 
-    balance = inspect.unwrap(RayPPOTrainer._balance_batch)
-    monkeypatch.setattr(RayPPOTrainer, "_balance_batch", balance)  # put back behind the test
     monkeypatch.setattr(RayPPOTrainer, "_update_actor", update)
-    plugin._reach_v0()
-    plugin._reach_v0()
+    plugin._keep_groups()
+    plugin._keep_groups()
+    trainer._balance_batch(make_batch("aabbcc", [5] * 6), {})
     trainer.total_training_steps = 2
     for trainer.global_steps in (1, 2):
         trainer._update_actor(None)
@@ -135,6 +110,6 @@ def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all
         "step 2/2: 25.0% of tokens not computed, dedup ratio 1.33",
         "shared prefixes, mean over the run: 50.0% of tokens not computed, dedup ratio 2.00",
     ]
-    trainer.use_prefix_grouper = False
+    del counted["actor/prefix_grouper/physical_tokens"]  # of an update that shares nothing
     trainer._update_actor(None)
     assert len(caplog.messages) == 3

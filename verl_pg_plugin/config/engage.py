@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from importlib.resources import files
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER, group_keeping
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.preflight import check, sharing_issues
 from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
@@ -24,7 +25,7 @@ STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
 
 
 def engage(config: DictConfig) -> None:
-    """Give a config whose flag is set our engine configs, options and trainer, in place; again changes nothing.
+    """Give a config whose flag is set our engine configs and options, in place; again changes nothing.
 
     Args:
         config: composed from verl's ``ppo_trainer``; options of ours are in its section ``prefix_grouper`` if any.
@@ -36,19 +37,6 @@ def engage(config: DictConfig) -> None:
         return
     add_sections(config)
     check(config)
-    if mode_of(config).shares_prefixes:
-        select_trainer(config)
-
-
-def select_trainer(config: DictConfig) -> None:
-    """Ask V1 for its trainer with groups kept together, in place; V0 has one trainer and no names."""
-    if not config.trainer.get("use_v1"):
-        return
-    mode = config.trainer.v1.trainer_mode
-    with open_dict(config):
-        if mode in config.trainer.v1:  # the trainer's own settings
-            config.trainer.v1[group_keeping(mode)] = config.trainer.v1[mode]
-        config.trainer.v1.trainer_mode = group_keeping(mode)
 
 
 def add_sections(config: DictConfig) -> None:
@@ -84,8 +72,13 @@ def engage_or_exit(config: DictConfig) -> None:
         if found := [issue for issue in sharing_issues(config) if not issue.is_warning]:
             raise ConfigError(found)
         return
+    exit_on_errors(engage, config)
+
+
+def exit_on_errors(check_or_engage: Callable[[DictConfig], None], config: DictConfig) -> None:
+    """End the process without a traceback, with exit code 2, where a config cannot run."""
     try:
-        engage(config)
+        check_or_engage(config)
     except (ConfigError, OmegaConfBaseException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_USER_ERROR) from None

@@ -13,6 +13,6 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 def prompt_replay_buffer(**kwargs: Any) -> ReplayBuffer:
     """verl's replay buffer for the trainer mode; ``kwargs`` is what its trainer gives to a custom sampler."""
-    synchronous = kwargs["trainer_mode"].removeprefix("pg_") == "sync"
     poll_interval = kwargs["sampler_kwargs"].get("poll_interval", 0.1)
-    return (ReplayBuffer if synchronous else ReplayBufferAsync)(**kwargs, poll_interval=poll_interval)
+    buffer_cls = ReplayBuffer if kwargs["trainer_mode"] == "sync" else ReplayBufferAsync
+    return buffer_cls(**kwargs, poll_interval=poll_interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.layout import IntArray
 from verl_pg_plugin.planning.balance import balance_groups
 from verl_pg_plugin.planning.cost import ModelFlops
@@ -38,25 +39,30 @@ def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
     return 1 if batch_size % mini_batch_size else batch_size // mini_batch_size
 
 
-def regroup_v1(
-    trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str, num_mini_batches: NumMiniBatches
-) -> None:
-    """Reorder a ``KVBatchMeta`` of keys ``{uid}_{session}_{index}`` and tags; see ``group_order``."""
+def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str) -> None:
+    """Reorder V1's ``KVBatchMeta`` or V0's ``DataProto`` of a run that shares prefixes; see ``group_order``."""
+    if not mode_of(trainer.config).shares_prefixes:
+        return
+    if getattr(trainer, "model_flops", None) is None:
+        trainer.model_flops = actor_flops(trainer.config)
+    is_v1 = hasattr(batch, "tags")
+    columns = columns_of_v1(batch) if is_v1 else columns_of_v0(batch)
+    order = group_order(trainer, metrics, logging_prefix, **columns)
+    batch.reorder(order.tolist() if is_v1 else torch.from_numpy(order))
+
+
+def columns_of_v1(batch: Any) -> dict[str, Any]:
+    """What ``group_order`` asks of a ``KVBatchMeta``, whose keys are ``{uid}_{session}_{index}``."""
     keys = [key.rsplit("_", 2) for key in batch.keys]
     uids = [uid for uid, _, _ in keys]
-    order = group_order(
-        trainer,
-        metrics,
-        logging_prefix,
-        num_mini_batches(trainer, len(uids)),
-        uids=uids,
-        sessions=np.array([int(session) for _, session, _ in keys]),
-        places=np.array([int(place) for _, _, place in keys]),
-        prompt_lengths=np.array([tag["prompt_len"] for tag in batch.tags]),
-        response_lengths=np.array([tag["response_len"] for tag in batch.tags]),
-        common_tokens=_common_tokens_v1(batch, uids),
-    )
-    batch.reorder(order.tolist())
+    return {
+        "uids": uids,
+        "sessions": np.array([int(session) for _, session, _ in keys]),
+        "places": np.array([int(place) for _, _, place in keys]),
+        "prompt_lengths": np.array([tag["prompt_len"] for tag in batch.tags]),
+        "response_lengths": np.array([tag["response_len"] for tag in batch.tags]),
+        "common_tokens": _common_tokens_v1(batch, uids),
+    }
 
 
 def _common_tokens_v1(batch: Any, uids: list[str]) -> int:
@@ -71,39 +77,25 @@ def _common_tokens_v1(batch: Any, uids: list[str]) -> int:
     return common_prefix([prompt.numpy() for prompt in fields["prompts"].unbind()])
 
 
-def regroup_v0(
-    trainer: Any,
-    batch: Any,
-    metrics: dict[str, Any],
-    logging_prefix: str,
-    num_mini_batches: NumMiniBatches = mini_batches_of_config,
-) -> None:
-    """Reorder a ``DataProto`` of ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``; see ``group_order``."""
-    if getattr(trainer, "model_flops", None) is None:
-        trainer.model_flops = actor_flops(trainer.config)
+def columns_of_v0(batch: Any) -> dict[str, Any]:
+    """The same of a ``DataProto`` with ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``."""
     prompts = batch.batch["prompts"]
     mask, width = batch.batch["attention_mask"].long(), prompts.shape[1]
     uids = batch.non_tensor_batch["uid"].tolist()
-    order = group_order(
-        trainer,
-        metrics,
-        logging_prefix,
-        num_mini_batches(trainer, len(uids)),
-        uids=uids,
-        sessions=np.arange(len(uids)),  # V0 has one sequence a session
-        places=np.zeros(len(uids), dtype=np.int64),
-        prompt_lengths=mask[:, :width].sum(dim=1).numpy(),
-        response_lengths=mask[:, width:].sum(dim=1).numpy(),
-        common_tokens=common_prefix([prompts[i, mask[i, :width] > 0].numpy() for i in some_prompts(uids)]),
-    )
-    batch.reorder(torch.from_numpy(order))
+    return {
+        "uids": uids,
+        "sessions": np.arange(len(uids)),  # V0 has one sequence a session
+        "places": np.zeros(len(uids), dtype=np.int64),
+        "prompt_lengths": mask[:, :width].sum(dim=1).numpy(),
+        "response_lengths": mask[:, width:].sum(dim=1).numpy(),
+        "common_tokens": common_prefix([prompts[i, mask[i, :width] > 0].numpy() for i in some_prompts(uids)]),
+    }
 
 
 def group_order(
     trainer: Any,
     metrics: dict[str, Any],
     logging_prefix: str,
-    num_mini_batches: int,
     *,
     uids: Sequence[str],
     sessions: IntArray,
@@ -115,10 +107,9 @@ def group_order(
     """(B,) order of a batch in which ranks and mini-batches hold whole groups and finish together.
 
     Args:
-        trainer: of verl's; has ``model_flops``.
+        trainer: of verl's; has ``model_flops`` and ``num_mini_batches``.
         metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours about cost.
         logging_prefix: of verl's figures.
-        num_mini_batches: optimizer steps that the trainer divides the batch into.
         uids: (B,) sequences with one prompt have one uid; two runs with other uids get the same order.
         sessions, places: (B,) which of a prompt's sessions a sequence is from, and which of its sequences it is.
         prompt_lengths, response_lengths: (B,) tokens.
@@ -128,6 +119,7 @@ def group_order(
         ValueError: the batch does not divide into ranks and mini-batches.
     """
     group, num_ranks = np.unique(uids, return_inverse=True)[1], num_ranks_of(trainer.actor_rollout_wg)
+    num_mini_batches = trainer.num_mini_batches(trainer, len(uids))
     order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths, common_tokens)
     price = trainer.model_flops.segments
     balance = balance_groups(order, group, response_lengths, price, num_ranks, num_mini_batches)
@@ -165,19 +157,32 @@ def num_ranks_of(workers: Any) -> int:
     return max(workers._dispatch_info["actor"]) + 1
 
 
-def log_gain(trainer: Any, metrics: Mapping[str, Any]) -> None:
-    """Log what sharing saved in a step, and at the last step in all steps of this process.
+def updated(trainer: Any, metrics: dict[str, Any]) -> None:
+    """Log what sharing saved in an update, and at the last step in all steps of this process.
 
-    The numbers are tokens of a mini-batch, as in the metrics; no seconds, which nobody measures without sharing.
+    The numbers are tokens of a mini-batch, as in the metrics; no seconds, which nobody measures without sharing. A
+    trainer that never called its balance is warned about once.
 
     Args:
         trainer: of verl's; keeps the sums as ``gained_tokens``.
-        metrics: of an update, numbers or one for each rank or mini-batch. One that shared nothing logs nothing.
+        metrics: of an update, numbers or one for each rank or mini-batch. V1's hold those of the balance too, and get
+            the tokens that it expected over those that the engine has computed.
     """
-    names = "actor/prefix_grouper/logical_tokens", "actor/prefix_grouper/physical_tokens"
-    if not all(name in metrics for name in names):
-        return
-    counted = np.array([np.mean(metrics[name]) for name in names])
+    logical, physical, padding = (f"actor/prefix_grouper/{name}_tokens" for name in ("logical", "physical", "padding"))
+    if physical not in metrics:
+        return  # nothing was shared
+    if not hasattr(trainer, "model_flops"):
+        trainer.model_flops = None
+        logger.warning(
+            "%s updates its actor with a batch that never went through _balance_batch: groups stay as dispatch cuts"
+            " them, which costs sharing and no exactness. Set trainer.balance_batch=True, or call "
+            "self._balance_batch(batch, metrics) before old log-probs are computed",
+            type(trainer).__qualname__,
+        )
+    if ESTIMATED_TOKENS in metrics:
+        computed = float(metrics[physical] - metrics[padding])
+        metrics["prefix_grouper/balance/estimated_over_real_rows"] = metrics[ESTIMATED_TOKENS] / computed
+    counted = np.array([np.mean(metrics[logical]), np.mean(metrics[physical])])
     step, total = getattr(trainer, "global_steps", 0), getattr(trainer, "total_training_steps", None)
     logger.info("step %d/%s: %s", step, total or "?", _in_words(*counted))
     trainer.gained_tokens = getattr(trainer, "gained_tokens", 0) + counted
