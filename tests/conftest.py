@@ -35,6 +35,6 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def value_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tests.engine.value_models import save_value_model  # imports verl
+    from tests.support import save_value_model  # imports verl
 
     return save_value_model(tmp_path_factory.mktemp("value"))

@@ -1,8 +1,23 @@
-"""The rule for low precision: an error against float32 at most 1.1 times that of stock rmpad."""
+"""The rule for low precision: an error against float32 at most 1.1 times that of stock rmpad. And float64."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import transformers
+from verl.utils.torch_dtypes import PrecisionType
 
 from tests.support import Result
+from verl_pg_plugin.engine import verify
+from verl_pg_plugin.engine.engine import SharedPrefixEngine
 
 PRECISIONS = {
     name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
@@ -54,3 +69,42 @@ def assert_no_worse(actual: dict[str, float], stock: dict[str, float]) -> None:
         if error > FACTOR * stock[name]
     ]
     assert not worse, "; ".join(worse)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Engines and references are built and compute in float64, for sums that nearly cancel in float32."""
+    auto_classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    with ExitStack() as stack:
+        for auto in auto_classes:
+            stack.enter_context(patch.object(auto, "from_pretrained", partial(_load, auto, auto.from_pretrained)))
+        stack.enter_context(patch.object(PrecisionType, "to_dtype", staticmethod(lambda precision: torch.float64)))
+        stack.enter_context(patch.object(SharedPrefixEngine, "_autocast", lambda engine: nullcontext()))
+        for of_dtype in (verify._ROUNDING_STEP, verify._LEAST_TOLERANCE):
+            stack.enter_context(patch.dict(of_dtype, {torch.float64: of_dtype[torch.float32]}))
+        yield
+
+
+def _load(auto: Any, stock: Any, pretrained_model_name_or_path: str, **options: Any) -> Any:
+    config = options.get("config") or transformers.AutoConfig.from_pretrained(pretrained_model_name_or_path)
+    if "attn_implementation" in options:
+        config._attn_implementation = options["attn_implementation"]
+    of_float32 = auto._model_mapping[type(config)]
+    model = getattr(float64_copy(of_float32.__module__), of_float32.__name__)(config).double()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
+    model.load_state_dict(stock(pretrained_model_name_or_path, dtype=torch.float32).state_dict())
+    return model
+
+
+def float64_copy(name: str) -> ModuleType:
+    """A copy of a module of transformers that casts to float64 where that casts to float32."""
+    copy_name, stock = f"{name}_float64", importlib.import_module(name)
+    if copy_name not in sys.modules:
+        text = Path(str(stock.__file__)).read_text()
+        text = re.sub(r"torch\.float(32)?\b", "torch.float64", text).replace(".float()", ".double()")
+        copy = ModuleType(copy_name)
+        copy.__file__, copy.__package__ = stock.__file__, stock.__package__
+        sys.modules[copy_name] = copy
+        exec(compile(text, str(stock.__file__), "exec"), copy.__dict__)
+    return sys.modules[copy_name]

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
-from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
 from verl_pg_plugin.plugin import register
-from verl_pg_plugin.synthetic import Sample, random_group
+from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
 VOCAB = 97
 
@@ -50,6 +50,17 @@ def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **over
     return str(path)
 
 
+def save_value_model(path: Path, model_type: str = "qwen3") -> str:
+    """A token classifier with one label on the layers of ``save_tiny_model``, written by transformers."""
+    layers = save_tiny_model(path / "causal_lm", model_type)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(layers, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    torch.nn.init.normal_(model.score.bias)
+    model.save_pretrained(path / "value")
+    return str(path / "value")
+
+
 def save_adapter(model: transformers.PreTrainedModel, path: Path, rank: int = 4) -> str:
     """A LoRA adapter on every linear layer that changes the model's output."""
     torch.manual_seed(1)
@@ -67,11 +78,22 @@ def group(prompt_length: int, response_lengths: Sequence[int], seed: int) -> lis
     return random_group(np.random.default_rng(seed), VOCAB, prompt_length, response_lengths)
 
 
+def critic_batch(samples: list[Sample], **settings: Any) -> TensorDict:
+    """``make_batch`` with the fields of verl's critic update."""
+    batch = make_batch(samples, **settings)
+    rng = np.random.default_rng(5)
+    for name in ("values", "returns"):
+        rows = [torch.tensor(rng.normal(0.0, 0.3, len(s.response)), dtype=torch.float32) for s in samples]
+        batch[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return batch
+
+
 def make_engine(
     model_path: str,
     *,
-    packed: bool,
+    packed: bool = True,
     padded: bool = False,
+    critic: bool = False,
     strategy: str = "fsdp2",
     engine: dict | None = None,
     model: dict | None = None,
@@ -81,6 +103,7 @@ def make_engine(
 
     ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too.
     """
+    model_type = "value_model" if critic else "language_model"
     register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
     engine = engine or {}
     options = {name: engine[name] for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
@@ -98,6 +121,7 @@ def make_engine(
     model_config = HFModelConfig(
         **{
             "path": model_path,
+            "model_type": model_type,
             "load_tokenizer": False,
             "use_remove_padding": not padded,
             "override_config": {"attn_implementation": "sdpa"},
@@ -105,7 +129,7 @@ def make_engine(
             **(model or {}),
         }
     )
-    built = (engine_cls or EngineRegistry.get_engine_cls("language_model", strategy))(
+    built = (engine_cls or EngineRegistry.get_engine_cls(model_type, strategy))(
         model_config=model_config,
         engine_config=engine_config,
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
@@ -127,6 +151,19 @@ def actor_loss(**overrides: Any) -> Callable:
         **overrides,
     }
     return partial(ppo_loss, config=FSDPActorConfig(**settings))
+
+
+def critic_loss() -> Callable:
+    """verl's clipped value loss."""
+    return partial(value_loss, config=FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1))
+
+
+def is_critics(batch: TensorDict) -> bool:
+    return "returns" in batch.keys()  # noqa: SIM118 - a TensorDict iterates over its batch
+
+
+def default_loss(batch: TensorDict) -> Callable:
+    return critic_loss() if is_critics(batch) else actor_loss()
 
 
 def clone(batch: TensorDict) -> TensorDict:
@@ -211,25 +248,28 @@ def update(engine: Any, batch: TensorDict, loss: Callable | None = None, **setti
     tu.assign_non_tensor(data, **settings)
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(data, loss or actor_loss())
+        output = engine.forward_backward_batch(data, loss or default_loss(batch))
         scale = engine.scaler.get_scale() if engine.scaler else 1.0  # of the loss, under fp16
         gradients = {name: gradient / scale for name, gradient in full_gradients(engine.module).items()}
     outputs = {name: response_values(values, batch) for name, values in output["model_output"].items()}
     return Result(outputs, gradients, sum(output["loss"]), output["metrics"])
 
 
+def old_outputs(engine: Any, batch: TensorDict) -> dict[str, list[torch.Tensor]]:
+    inferred = infer(engine, batch)["model_output"]
+    return {name: response_values(values, batch) for name, values in inferred.items()}
+
+
 def run_engine(engine: Any, batch: TensorDict, loss: Callable | None = None) -> Result:
     """Old log-probs path for the outputs, update path for the gradients."""
-    inferred = infer(engine, batch)["model_output"]
-    outputs = {name: response_values(values, batch) for name, values in inferred.items()}
+    outputs = old_outputs(engine, batch)
     return replace(update(engine, batch, loss), outputs=outputs)
 
 
 def run_reference(
     model_path: str,
     batch: TensorDict,
-    loss: Callable,
-    dtype: torch.dtype = torch.float32,
+    loss: Callable | None = None,
     adapter: str | None = None,
     cut: Sequence[Sequence[int]] | None = None,
     **model_options: Any,
@@ -238,31 +278,46 @@ def run_reference(
 
     ``adapter`` is the path of a LoRA adapter; ``cut`` the sequences of each micro-batch, on which some losses depend.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=dtype, attn_implementation="eager", **model_options
-    )
+    classes, images = transformers.AutoModelForCausalLM, batch.get("multi_modal_inputs")
+    if is_critics(batch):
+        classes, model_options = transformers.AutoModelForTokenClassification, {"num_labels": 1, **model_options}
+    elif images is not None:
+        classes, images = transformers.AutoModelForImageTextToText, [getattr(of, "data", of) for of in images]
+    model = classes.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager", **model_options)
     if adapter:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    temperature = batch["temperature"]
-    temperatures = torch.as_tensor(temperature, dtype=dtype).reshape(-1).expand(len(batch)).tolist()
-    rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": [], "sum_pi_squared": []}
-    for ids, t in zip(batch["input_ids"].unbind(), temperatures, strict=True):
-        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits.squeeze(0) / t
+    dtype = next(model.parameters()).dtype
+    temperatures = torch.as_tensor(batch["temperature"], dtype=dtype).reshape(-1).expand(len(batch)).tolist()
+    rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": [], "sum_pi_squared": [], "values": []}
+    for i, (ids, t) in enumerate(zip(batch["input_ids"].unbind(), temperatures, strict=True)):
+        shown = {name: x for name, x in images[i].items() if name != "images_seqlens"} if images else {}
+        if images:
+            shown["position_ids"] = batch["position_ids"].unbind()[i].unsqueeze(1)
+        logits = model(input_ids=ids.unsqueeze(0), use_cache=False, **shown).logits.squeeze(0)
+        if is_critics(batch):
+            rows["values"].append(logits.squeeze(-1))
+            continue
+        logits = logits / t
         log_p = logits.log_softmax(-1)
         labels = torch.cat([ids[1:], ids[:1]])
         rows["log_probs"].append(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
         rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
     if not tu.get_non_tensor_data(batch, "calculate_entropy", default=False):
-        del rows["entropy"]
-    return learned(model, rows, batch, loss, cut)
+        rows["entropy"] = []
+    result = learned(model, {name: values for name, values in rows.items() if values}, batch, loss, cut)
+    if not images or not any(images):
+        return result
+    # Packed mode runs the vision encoder for all of its weights, wherever one sequence has an image.
+    unused = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    return replace(result, gradients=result.gradients | unused)
 
 
 def learned(
     model: Any,
     rows: dict[str, list[torch.Tensor]],
     batch: TensorDict,
-    loss: Callable,
+    loss: Callable | None = None,
     cut: Sequence[Sequence[int]] | None = None,
 ) -> Result:
     """Outputs, gradients and loss of a model that computed the rows of each output; metrics are of the last part."""
@@ -274,18 +329,22 @@ def learned(
             name: torch.nested.as_nested_tensor([of_name[i] for i in indices], layout=torch.jagged)
             for name, of_name in rows.items()
         }
-        of_part, metrics = loss(model_output=outputs, data=data)
+        of_part, metrics = (loss or default_loss(batch))(model_output=outputs, data=data)
         value = value + of_part
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Result({name: response_values(v, batch) for name, v in rows.items()}, gradients, value.item(), metrics)
 
 
-def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> None:
+def assert_same(actual: Result, expected: Result, tolerance: float | None = None) -> None:
     """Per token and per parameter; ``tolerance`` is relative to the largest magnitude of the compared tensor.
 
+    It is 1e-5, and 1e-10 where all is in float64.
     The scale of a log-prob is at least 1, since its error is that of the logits it is computed from.
     """
+    if tolerance is None:
+        tensors = [*actual.gradients.values(), *(row for rows in actual.outputs.values() for row in rows)]
+        tolerance = 1e-10 if all(x.dtype == torch.float64 for x in tensors) else 1e-5
     for name, rows in actual.outputs.items():
         for row, (got, want) in enumerate(zip(rows, expected.outputs[name], strict=True)):
             error = (got.double() - want.double()).abs()
@@ -302,7 +361,13 @@ def assert_same(actual: Result, expected: Result, tolerance: float = 1e-5) -> No
         assert error <= bound, f"gradient of {name}: off by {error:.3g}, largest {want.abs().max():.3g}"
 
 
-def check_exact(engine: Any, path: str, batch: TensorDict, loss: Callable | None = None, **reference: Any) -> None:
-    """Outputs and gradients of ``batch`` are those of every sequence alone; ``reference`` as for ``run_reference``."""
-    loss = loss or actor_loss()
-    assert_same(run_engine(engine, batch, loss), run_reference(path, batch, loss, **reference))
+def check_exact(engine: Any, path: str, batch: TensorDict, loss: Callable | None = None, **reference: Any) -> Result:
+    """Outputs of both paths, loss and gradients of ``batch`` are those of every sequence alone.
+
+    ``reference`` is as for ``run_reference``.
+    """
+    outputs, expected = old_outputs(engine, batch), run_reference(path, batch, loss, **reference)
+    got = update(engine, batch, loss, return_model_output=True)
+    assert_same(got, expected)
+    assert_same(replace(got, outputs=outputs), expected)
+    return got

@@ -32,7 +32,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$P
 echo "tests on transformers $version" >&2
 .venv/bin/python -m pytest -m "not slow" \
   tests/test_compat.py tests/attention/test_models.py tests/models/test_forward.py \
-  tests/mixers/test_engine.py tests/mixers/test_gated_delta.py tests/mixers/test_carried.py \
+  tests/mixers/test_mixers.py tests/mixers/test_gated_delta.py \
   tests/engine/test_compiled_layers.py \
   tests/architectures "${images[@]}" \
   tests/engine/test_exactness.py -k "not test_exactness or architectures or sliding_window or every_token" "$@"

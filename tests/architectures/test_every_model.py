@@ -18,12 +18,19 @@ from torch.utils.checkpoint import CheckpointError
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.engine.test_exactness import CASES
-from tests.engine.value_models import critic_batch, critic_loss, make_value_engine, run_value_reference
-from tests.mixers import hybrids, test_engine
+from tests.mixers import hybrids
 from tests.modalities import tiny_vision
 from tests.modalities.image_cases import TEXT_ALONE
-from tests.precision import BF16
-from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
+from tests.precision import BF16, in_float64
+from tests.support import (
+    Result,
+    assert_same,
+    check_exact,
+    critic_batch,
+    make_engine,
+    run_engine,
+    run_reference,
+)
 from verl_pg_plugin.architectures import (
     CHECKPOINTS_FORWARD,
     FLOAT32_ANGLE_TYPES,
@@ -60,15 +67,13 @@ def save_causal(folder: Path, model_type: str) -> str:
 def engine_of(model_type: str, folder: Path, engine: dict | None = None, model: dict | None = None) -> Any:
     """Of a tiny model, written into ``folder``, with gradient checkpointing wherever there is any."""
     checkpointing = {"enable_gradient_checkpointing": supports_checkpointing(model_type)}
-    return make_engine(
-        save_causal(folder, model_type), packed=True, engine=engine, model={**checkpointing, **(model or {})}
-    )
+    return make_engine(save_causal(folder, model_type), engine=engine, model={**checkpointing, **(model or {})})
 
 
 def assert_exact(engine: Any, model_type: str, folder: Path, samples: Sequence[Sample] = SAMPLES) -> None:
     """Log-probs, entropies, squared probabilities where the head computes them, and gradients."""
     batch = make_batch(samples, calculate_sum_pi_squared=engine.log_prob_head is None or not engine.log_prob_head.fused)
-    actual, expected = run_engine(engine, batch, actor_loss()), run_reference(str(folder), batch, actor_loss())
+    actual, expected = run_engine(engine, batch), run_reference(str(folder), batch)
     zero = ZERO_GRADIENTS.get(model_type, set())
     assert_same(without(actual, zero), without(expected, zero))
     for name in zero:
@@ -82,8 +87,8 @@ def assert_critic_is_exact(model_type: str, folder: Path) -> None:
     transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
     batch = critic_batch(SAMPLES)
     batch["returns"] = batch["returns"] + 2  # above all values, or what adds up to the bias's gradient cancels
-    engine = make_value_engine(str(folder))
-    assert_same(run_engine(engine, batch, critic_loss()), run_value_reference(str(folder), batch))
+    engine = make_engine(str(folder), critic=True)
+    check_exact(engine, str(folder), batch)
 
 
 def without(result: Result, names: set[str]) -> Result:
@@ -125,14 +130,11 @@ def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: P
 def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_path: Path) -> None:
     text_alone = kind in hybrids.KINDS
     path = (hybrids.save_hybrid if text_alone else tiny_vision.save_vision_model)(tmp_path, kind)
-    engine = make_engine(path, packed=True, model=FUSED_HEAD)
-    assert engine.log_prob_head.fused is not None
-    if text_alone:
-        got = run_engine(engine, make_batch(test_engine.SAMPLES), actor_loss())
-        test_engine.assert_exact(got, test_engine.rows_alone(path, kind))
-    else:
-        got = run_engine(engine, tiny_vision.image_batch(tiny_vision.load(path), TEXT_ALONE), actor_loss())
-        assert_same(got, tiny_vision.without_encoder(tiny_vision.expected(path, TEXT_ALONE)), tolerance=2e-5)
+    with in_float64():
+        engine = make_engine(path, model=FUSED_HEAD)
+        assert engine.log_prob_head.fused is not None
+        batch = make_batch(hybrids.SAMPLES) if text_alone else tiny_vision.image_batch(path, TEXT_ALONE)
+        check_exact(engine, path, batch)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_torch_before_2_13_trains_every_type_that_is_not_refused(
     engine = engine_of(model_type, tmp_path, BF16)
     fails = pytest.raises(CheckpointError, match="different metadata")
     with fails if model_type in FLOAT32_ANGLE_TYPES and not CHECKPOINTS_FORWARD else nullcontext():
-        run_engine(engine, make_batch(SAMPLES), actor_loss())
+        run_engine(engine, make_batch(SAMPLES))
 
 
 @pytest.mark.parametrize(("version", "casts"), [("2.11.0+cu130", False), ("2.12.1", False), ("2.13.0", True)])

@@ -110,7 +110,6 @@ def assert_as_close_as_stock(
     stock = make_engine(path, packed=False, engine=BF16, model=model | padded)
     packed = make_engine(
         path,
-        packed=True,
         engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled},
         model=model,
     )

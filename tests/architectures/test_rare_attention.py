@@ -9,7 +9,7 @@ import torch
 from tests.architectures.test_every_model import SAMPLES, save_causal
 from tests.engine.carried_cases import ONE_GROUP, carrying, carrying_engine
 from tests.engine.ranks import on_ranks
-from tests.support import Result, actor_loss, assert_same, make_engine, run_engine, run_reference
+from tests.support import Result, assert_same, make_engine, run_engine, run_reference
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -19,31 +19,31 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path) -> None:
     engine = carrying_engine(save_causal(tmp_path, model_type))
     with carrying(engine):
-        got = run_engine(engine, make_batch(ONE_GROUP, max_token_len_per_gpu=36), actor_loss())
-    assert_same(got, run_reference(str(tmp_path), make_batch(ONE_GROUP), actor_loss()))
+        got = run_engine(engine, make_batch(ONE_GROUP, max_token_len_per_gpu=36))
+    assert_same(got, run_reference(str(tmp_path), make_batch(ONE_GROUP)))
 
 
 def test_sinks_keep_their_gradient_where_attention_is_recomputed_and_are_missed_where_it_is_not_corrected(
     tmp_path: Path,
 ) -> None:
-    engine = make_engine(save_causal(tmp_path, "gpt_oss"), packed=True, engine={"activations": "inputs"})
-    want = run_reference(str(tmp_path), make_batch(SAMPLES), actor_loss())
-    assert_same(run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=160), actor_loss()), want)
+    engine = make_engine(save_causal(tmp_path, "gpt_oss"), engine={"activations": "inputs"})
+    want = run_reference(str(tmp_path), make_batch(SAMPLES))
+    assert_same(run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=160)), want)
     with patch.object(torch, "logaddexp", lambda lse, sinks: lse):
-        wrong = run_engine(engine, make_batch(SAMPLES), actor_loss())
+        wrong = run_engine(engine, make_batch(SAMPLES))
     with pytest.raises(AssertionError, match="off by"):
         assert_same(wrong, want)
 
 
 def run_on_rank(rank: int, path: str) -> Result:
-    engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
-    return run_engine(engine, make_batch(ONE_GROUP, sp_size=2), actor_loss())
+    engine = make_engine(path, engine={"ulysses_sequence_parallel_size": 2})
+    return run_engine(engine, make_batch(ONE_GROUP, sp_size=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
 def test_heads_spread_over_two_ranks_are_exact(model_type: str, tmp_path: Path) -> None:
     path = save_causal(tmp_path, model_type)
-    expected = run_reference(path, make_batch(ONE_GROUP), actor_loss())
+    expected = run_reference(path, make_batch(ONE_GROUP))
     for result in on_ranks(2, run_on_rank, path):
         assert_same(result, expected)

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[list[Sample], int]] = {
 
 def carrying_engine(path: str, weights: CacheWeights = CacheWeights(), **options: Any) -> Any:  # noqa: B008
     """``make_engine`` in packed mode, carrying whatever it can: the prefixes of tests are short."""
-    engine = make_engine(path, packed=True, **options)
+    engine = make_engine(path, **options)
     carry_always(engine, weights)
     return engine
 

@@ -21,7 +21,7 @@ from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS as EXPERTS
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.image_cases import MIXED
-from tests.modalities.tiny_vision import KINDS, image_batch, load, save_vision_model
+from tests.modalities.tiny_vision import KINDS, image_batch, save_vision_model
 from tests.precision import BF16
 from tests.support import (
     Result,
@@ -161,7 +161,7 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, monkeypatc
     compiler = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(compiled_layers.torch, "compile", compiler)
     fsdp1_takes_models_on_a_cpu()
-    engine, batch = make_engine(qwen3, packed=True, **WAYS[way]), CUT
+    engine, batch = make_engine(qwen3, **WAYS[way]), CUT
     if way == "padded groups":
         batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     if splits := way.startswith("split"):
@@ -170,7 +170,7 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, monkeypatc
     with carrying(engine) if splits else nullcontext():
         got = check_all_levels(engine, batch, per_layer=5 if way == "padded groups" else 3)  # which attend twice
     if way in ("fsdp2", "fsdp", "compiled", "padded groups"):
-        assert_same(got, run_reference(qwen3, batch, actor_loss()))
+        assert_same(got, run_reference(qwen3, batch))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next", "images"])
@@ -178,7 +178,7 @@ def test_layers_of_every_kind_agree_at_every_level(kind: str, tmp_path: Path) ->
     """Experts; layers without attention, which keep their inputs at every level; images between the tokens."""
     if kind == "images":
         path = save_vision_model(tmp_path, KINDS[1])
-        batch = image_batch(load(path), MIXED, max_token_len_per_gpu=60)
+        batch = image_batch(path, MIXED, max_token_len_per_gpu=60)
     else:
         path = (
             save_hybrid(tmp_path, kind)
@@ -186,7 +186,7 @@ def test_layers_of_every_kind_agree_at_every_level(kind: str, tmp_path: Path) ->
             else save_tiny_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
         )
         batch = CUT
-    check_all_levels(make_engine(path, packed=True), batch, per_layer=None)
+    check_all_levels(make_engine(path), batch, per_layer=None)
 
 
 def run_two_ranks(rank: int, path: str) -> dict[str, bool]:
@@ -195,7 +195,7 @@ def run_two_ranks(rank: int, path: str) -> dict[str, bool]:
     found = {}
     for size in (1, 2):
         samples = SAMPLES if size == 2 or rank else SAMPLES[::-1]
-        engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": size})
+        engine = make_engine(path, engine={"ulysses_sequence_parallel_size": size})
         copier, batch = watched(engine), make_batch(samples, max_token_len_per_gpu=40)
         results = [update_at(level, engine, batch) for level in (Level.ALL, *(KEEPING if size == 2 else mine))]
         assert copier.copies["out"] > copier.copies["back"] > 0
@@ -229,7 +229,7 @@ def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_p
     config = tiny_config("longcat_flash", v_head_dim=24)
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
     batch, calls, results = make_batch(SAMPLES), Counter(), []
-    engine = make_engine(str(tmp_path), packed=True)
+    engine = make_engine(str(tmp_path))
     recording(engine, lambda name: calls.update([name]))
     infer(engine, batch)
     once = calls["forward"]
@@ -238,7 +238,7 @@ def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_p
         results.append(update_at(level, engine, batch))
         assert calls["forward"] == once * (1 if level is Level.ALL or level.keeps_attention else 2) > 0
     assert same_bits(results)
-    assert_same(results[0], run_reference(str(tmp_path), batch, actor_loss()))
+    assert_same(results[0], run_reference(str(tmp_path), batch))
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
 
 
 def test_no_more_than_two_layers_are_on_the_device_and_neighbours_come_back_early(qwen3: str, calls: list) -> None:
-    engine, seen = make_engine(qwen3, packed=True), {"forward": [], "backward": []}
+    engine, seen = make_engine(qwen3), {"forward": [], "backward": []}
 
     def look(name: str) -> None:
         layers = [call for ref in calls if (call := ref()) is not None]
@@ -275,7 +275,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
 ) -> None:
     """On a GPU that is made up: levels of the micro-batches, and the same bits."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
-    engine = make_engine(qwen3, packed=True)
+    engine = make_engine(qwen3)
     results = [update_at("auto", engine, CUT)]
     monkeypatch.setattr(engine_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(activation_level, "OVER_STOCK", 100.0)
@@ -298,15 +298,15 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
 def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
     """And verify mode, whose forwards verl's own offload would count, runs beside it."""
     model = {"enable_activation_offload": True}
-    engine = make_engine(qwen3, packed=True, model=model, engine={"verify": "every_1"})
+    engine = make_engine(qwen3, model=model, engine={"verify": "every_1"})
     copier, got = watched(engine), update_at("auto", engine, CUT)
     assert copier.copies["out"] > 0
-    assert_same(got, run_reference(qwen3, CUT, actor_loss()))
+    assert_same(got, run_reference(qwen3, CUT))
 
 
 @pytest.mark.parametrize("level", KEEPING)
 def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, level: Level, calls: list) -> None:
-    engine = make_engine(qwen3, packed=True)
+    engine = make_engine(qwen3)
     gc.disable()
     try:
         update_at(level, engine, make_batch(SAMPLES))
@@ -317,7 +317,7 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
 
 
 def test_two_backwards_of_one_graph_take_the_same_from_the_host(qwen3: str) -> None:
-    engine = make_engine(qwen3, packed=True)
+    engine = make_engine(qwen3)
     copier, first = watched(engine), {}
 
     def twice(**outputs: Any) -> Any:

@@ -41,7 +41,7 @@ def same_numbers_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(path: str, kernel: str = "flash_attn_2", **options: Any) -> Any:
-    return make_engine(path, packed=True, engine={**BF16, "attention_kernel": kernel, **options})
+    return make_engine(path, engine={**BF16, "attention_kernel": kernel, **options})
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -59,7 +59,7 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, kernel: str, options
 
 def test_fsdp1_and_slabs_that_neighbours_share_change_no_bit(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "SLAB", 100_000)
-    engine = make_engine(qwen3, packed=True, strategy="fsdp", engine=BF16)
+    engine = make_engine(qwen3, strategy="fsdp", engine=BF16)
     assert same_bits([update_at(level, engine, two_groups(4096)) for level in (*Level, *ON_HOST)])
 
 

@@ -17,11 +17,10 @@ from tests.engine.carried_cases import (
     split_groups,
 )
 from tests.engine.test_moe import MODELS as EXPERTS
-from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine
 from tests.support import (
-    actor_loss,
     assert_same,
     check_exact,
+    critic_batch,
     make_engine,
     run_engine,
     run_reference,
@@ -61,7 +60,7 @@ def batch_of(case: str) -> TensorDict:
 def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: str) -> None:
     """Those of the update too, where the chunks run in reverse."""
     batch = batch_of(case)
-    expected = run_reference(qwen3, batch, actor_loss())
+    expected = run_reference(qwen3, batch)
     with carrying(engine):
         assert_same(run_engine(engine, batch), expected)
         assert_same(update(engine, batch, return_model_output=True), expected)
@@ -101,7 +100,7 @@ def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> No
     batch = batch_of("one_group_of_8")
     rows = {}
     for carry in ("auto", "never"):
-        of = engine if carry == "auto" else make_engine(qwen3, packed=True, engine={"carry": carry})
+        of = engine if carry == "auto" else make_engine(qwen3, engine={"carry": carry})
         (rows[carry],) = update(of, batch).metrics["prefix_grouper/physical_tokens"]
     assert rows["auto"] == 19 + sum(len(sample.response) for sample in ONE_GROUP)
     assert rows["never"] > rows["auto"] + 19
@@ -125,11 +124,11 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
     monkeypatch.setattr(PrefixCache, "pop", forgetful)
     batch = batch_of("a_trie_of_three_levels")
     with pytest.raises(AssertionError, match="gradient of"):
-        assert_same(update(engine, batch), run_reference(qwen3, batch, actor_loss()))
+        assert_same(update(engine, batch), run_reference(qwen3, batch))
 
 
 def test_values_of_cached_tokens_reach_the_critic(value_model: str) -> None:
-    engine = make_value_engine(value_model)
+    engine = make_engine(value_model, critic=True)
     carry_always(engine)
     with carrying(engine):
-        check_exact_values(engine, value_model, critic_batch(MIXED, max_token_len_per_gpu=56))
+        check_exact(engine, value_model, critic_batch(MIXED, max_token_len_per_gpu=56))

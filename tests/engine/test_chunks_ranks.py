@@ -10,7 +10,6 @@ from tests.engine.carried_cases import CASES, MIXED, ONE_GROUP, carrying, carryi
 from tests.engine.ranks import on_ranks
 from tests.support import (
     Result,
-    actor_loss,
     assert_same,
     fsdp1_takes_models_on_a_cpu,
     group,
@@ -65,7 +64,7 @@ def results(qwen3: str) -> list[dict[tuple[str, str], Result]]:
 def test_ranks_with_unequal_numbers_of_oversized_groups_are_exact(
     qwen3: str, results: list[dict[tuple[str, str], Result]], strategy: str, split: str
 ) -> None:
-    expected = run_reference(qwen3, batch_of(split), actor_loss())
+    expected = run_reference(qwen3, batch_of(split))
     for rank, found in enumerate(results):
         assert_same(found[strategy, split], expected.of_rank(part(split, rank)))
 
@@ -77,7 +76,7 @@ def run_ulysses(rank: int, path: str) -> Any:
 
 
 def test_ulysses_ranks_carry_the_keys_of_their_heads(qwen3: str) -> None:
-    expected = run_reference(qwen3, make_batch(MIXED), actor_loss())
+    expected = run_reference(qwen3, make_batch(MIXED))
     for result in on_ranks(2, run_ulysses, qwen3):
         assert_same(result, expected)
 
@@ -93,6 +92,6 @@ def run_hybrid(rank: int, path: str, split: str) -> tuple[list[int], Result]:
 @pytest.mark.slow
 def test_sequence_and_data_parallel_ranks_carry_together(qwen3: str) -> None:
     split = "two against one"
-    expected = run_reference(qwen3, batch_of(split), actor_loss())
+    expected = run_reference(qwen3, batch_of(split))
     for mine, result in on_ranks(4, run_hybrid, qwen3, split):
         assert_same(result, expected.of_rank(mine))

@@ -97,7 +97,7 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
 
     def build(backend: Any) -> Any:
         monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend=backend))
-        return make_engine(qwen3, packed=True, engine={"compile_layers": True})
+        return make_engine(qwen3, engine={"compile_layers": True})
 
     return build
 

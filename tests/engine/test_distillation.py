@@ -98,7 +98,7 @@ def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
     qwen3: str, policy_gradient: bool, task_rewards: bool, tokens: int, chunk: int
 ) -> None:
     loss, only = loss_of("forward_kl_topk", policy_gradient, task_rewards), not policy_gradient and not task_rewards
-    engine = make_engine(qwen3, packed=True, engine={"logits_chunk_size": chunk})
+    engine = make_engine(qwen3, engine={"logits_chunk_size": chunk})
     batch = top_k_batch([*MIXED, *BEGINNINGS], only, temperature=0.7, max_token_len_per_gpu=tokens)
     found, expected = update(engine, batch, loss), top_k_alone(qwen3, batch, loss)
     assert_same(found, expected)
@@ -133,7 +133,7 @@ def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> N
 
 def test_top_k_in_padded_groups(qwen3: str) -> None:
     batch, loss = top_k_batch(MIXED, **PADDED), loss_of("forward_kl_topk", False, False)
-    assert_same(update(make_engine(qwen3, packed=True, padded=True), batch, loss), top_k_alone(qwen3, batch, loss))
+    assert_same(update(make_engine(qwen3, padded=True), batch, loss), top_k_alone(qwen3, batch, loss))
 
 
 def update_under_ulysses(rank: int, path: str) -> list[Result]:
@@ -157,7 +157,7 @@ def test_top_k_under_ulysses(qwen3: str) -> None:
 
 def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
     fused = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-    engine = make_engine(qwen3, packed=True, model=fused)
+    engine = make_engine(qwen3, model=fused)
     batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
     loss = loss_of("k1", True, False)
     update(engine, batch, loss)

@@ -62,7 +62,7 @@ MODES: dict[str, dict[str, Any]] = {"packed": {}, "padded groups": PADDED}
 
 @pytest.fixture(scope="module")
 def engines(qwen3: str, packed: Any) -> dict[str, Any]:
-    return {"packed": packed, "padded groups": make_engine(qwen3, packed=True, padded=True)}
+    return {"packed": packed, "padded groups": make_engine(qwen3, padded=True)}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -84,9 +84,7 @@ MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
 def test_windows_and_long_sequences(mode: str, model: str, tmp_path: Path) -> None:
     model_type, sizes, samples = MODELS[model]
     path = save_tiny_model(tmp_path, model_type, **sizes)
-    check_exact(
-        make_engine(path, packed=True, padded=mode == "padded groups"), path, make_batch(samples, **MODES[mode])
-    )
+    check_exact(make_engine(path, padded=mode == "padded groups"), path, make_batch(samples, **MODES[mode]))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_temperature_of_each_sample_within_one_padded_group(engines: dict[str, A
 )
 def test_options_keep_the_numbers_of_padded_groups(qwen3: str, options: dict) -> None:
     """Which never compute the head in chunks."""
-    engine = make_engine(qwen3, packed=True, padded=True, **options)
+    engine = make_engine(qwen3, padded=True, **options)
     assert engine.log_prob_head is None
     check_exact(engine, qwen3, make_batch(MIXED, **PADDED))
 
@@ -180,7 +178,7 @@ COUNTED: dict[str, tuple[str, list[Sample], dict, dict[str, float]]] = {
 def test_metrics_count_tokens_that_were_computed(engines: dict[str, Any], qwen3: str, case: str) -> None:
     mode, samples, settings, expected = COUNTED[case]
     padding = {"pad_to_length": True, "pad_to_length_bucket": 60}
-    engine = make_engine(qwen3, packed=True, engine=padding) if mode == "padding" else engines[mode]
+    engine = make_engine(qwen3, engine=padding) if mode == "padding" else engines[mode]
     metrics = update(engine, make_batch(samples, **settings)).metrics
     assert {name: metrics[f"prefix_grouper/{name}"] for name in expected} == {n: [x] for n, x in expected.items()}
 

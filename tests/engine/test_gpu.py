@@ -37,7 +37,7 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(qwen3: str, strategy: str, ch
     stock = make_engine(qwen3, packed=False, strategy=strategy, engine=BF16, model=flash)
     baseline = errors(run_engine(stock, batch, LOSS), reference)
     options = {**BF16, "logits_chunk_size": chunk}
-    packed = make_engine(qwen3, packed=True, strategy=strategy, engine=options, model=flash)
+    packed = make_engine(qwen3, strategy=strategy, engine=options, model=flash)
     assert_no_worse(errors(run_engine(packed, batch, LOSS), reference), baseline)
 
 
@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_error_of_carried_groups_is_that_of_whole_groups(qwen3: str, option: str) -> None:
-    engines = {4096: make_engine(qwen3, packed=True, **OPTIONS[option]), 480: carrying_engine(qwen3, **OPTIONS[option])}
+    engines = {4096: make_engine(qwen3, **OPTIONS[option]), 480: carrying_engine(qwen3, **OPTIONS[option])}
     found: dict[int, list[dict[str, float]]] = {budget: [] for budget in engines}
     for seed in (1, 2, 3):
         reference = run_reference(qwen3, two_groups(4096, seed), LOSS)
@@ -75,14 +75,14 @@ def peak_bytes(engine: Any, batch: TensorDict) -> tuple[float, dict]:
 
 def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, **SIZES, vocab_size=60_000)
-    engine = make_engine(path, packed=True, engine={**BF16, "logits_chunk_size": 256})
+    engine = make_engine(path, engine={**BF16, "logits_chunk_size": 256})
     few, many = (peak_bytes(engine, make_batch(group(64, [256] * n, 1)))[0] for n in (4, 32))
     assert many - few < 0.2 * (28 * 256 * 60_000 * 2), "of the logits of 28 more"
 
 
 def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
     """Responses are short, so that chunks of both groups have as many tokens within a few percent."""
-    engine = make_engine(save_tiny_model(tmp_path, **SIZES), packed=True, engine=BF16)
+    engine = make_engine(save_tiny_model(tmp_path, **SIZES), engine=BF16)
 
     def peak(responses: int) -> float:
         batch = make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096)

@@ -13,7 +13,6 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.engine.ranks import on_ranks
 from tests.support import (
     Result,
-    actor_loss,
     assert_same,
     group,
     make_engine,
@@ -30,7 +29,7 @@ SETTINGS = {"temperature": 0.7, "calculate_sum_pi_squared": True}
 
 
 def run_on_rank(rank: int, path: str) -> Result:
-    engine = make_engine(path, packed=True, engine={"logits_chunk_size": 4})
+    engine = make_engine(path, engine={"logits_chunk_size": 4})
     batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **SETTINGS), [2 * rank, 2 * rank + 1])
     return run_engine(engine, batch)
 
@@ -38,7 +37,7 @@ def run_on_rank(rank: int, path: str) -> Result:
 def test_a_tied_head_on_two_ranks_with_temperature_and_all_outputs(tmp_path: Path) -> None:
     """tests/options/test_ranks.py has heads of their own."""
     path = save_tiny_model(tmp_path, tie_word_embeddings=True)
-    reference = run_reference(path, make_batch(SAMPLES, **SETTINGS), actor_loss())
+    reference = run_reference(path, make_batch(SAMPLES, **SETTINGS))
     for rank, result in enumerate(on_ranks(2, run_on_rank, path)):
         assert_same(result, reference.of_rank([2 * rank, 2 * rank + 1]))
 

@@ -92,7 +92,7 @@ def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits
         samples, budget = CASES["one_group_of_8"]
         run_engine(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
     else:
-        run_engine(make_engine(qwen3, packed=True, engine=options), make_batch(MIXED, max_token_len_per_gpu=64))
+        run_engine(make_engine(qwen3, engine=options), make_batch(MIXED, max_token_len_per_gpu=64))
     assert not of_ours(waits)
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
     assert any("verl/workers/utils" in name for name in waits.files)

@@ -116,7 +116,7 @@ def loss_metrics(engine: Any, sequences: list[int] | None = None, **cut: Any) ->
 
 def on_rank(rank: int, path: str) -> dict[str, Any]:
     sequences = [[0, 1, 2], [3, 4, 5]][rank]
-    return loss_metrics(make_engine(path, packed=True), sequences, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    return loss_metrics(make_engine(path), sequences, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
 
 
 @pytest.mark.parametrize(

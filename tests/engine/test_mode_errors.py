@@ -27,14 +27,14 @@ def test_unsupported_options_are_named_at_once(qwen3: str) -> None:
     named = r"use_dynamic_bsz.*use_fused_kernels.*pad_to_length.*use_prefix_grouper=False"
     model = {"use_remove_padding": False, "use_fused_kernels": True}
     with pytest.raises(ValueError, match=named):
-        make_engine(qwen3, packed=True, engine={"pad_to_length": True}, model=model)
+        make_engine(qwen3, engine={"pad_to_length": True}, model=model)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_dropout_is_refused_in_every_mode_that_shares(tmp_path: Path, padded: bool) -> None:
     path = save_tiny_model(tmp_path, attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1.*override_config\.attention_dropout=0\.0"):
-        make_engine(path, packed=True, padded=padded)
+        make_engine(path, padded=padded)
 
 
 def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_dropout_of_an_adapter_is_refused(qwen3: str, tmp_path: Path) -> None:
     peft.get_peft_model(model, config).save_pretrained(tmp_path)
     lora = {"lora_rank": 4, "lora_adapter_path": str(tmp_path)}
     with pytest.raises(ValueError, match=r"lora_dropout.*p=0\.1.*use_prefix_grouper=False"):
-        make_engine(qwen3, packed=True, model=lora)
+        make_engine(qwen3, model=lora)
 
 
 def test_architecture_outside_the_attention_interface_is_named() -> None:

@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict] = {
 def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, variant: str) -> None:
     """verl's FSDP engine reads logits alone: the load-balancing loss of the model's output goes nowhere."""
     path = save_tiny_model(tmp_path, model_type, **MODELS[model_type])
-    engine = make_engine(path, packed=True, model=VARIANTS[variant])
+    engine = make_engine(path, model=VARIANTS[variant])
     if variant in IMPLEMENTATIONS:
         assert engine.module.config._experts_implementation == variant
     assert bool(engine.log_prob_head and engine.log_prob_head.fused) == (variant == "fused kernels")

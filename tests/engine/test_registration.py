@@ -123,4 +123,4 @@ def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(
         PrefixGrouperEngineConfig(strategy="fsdp2", use_prefix_grouper=True)
     monkeypatch.setattr(PrefixGrouperEngineConfig, "__post_init__", lambda config: None)
     with pytest.raises(RuntimeError, match="silently share nothing"):  # also where a config was not looked at
-        make_engine(qwen3, packed=True, engine_cls=PrefixGrouperFSDPEngineWithLMHead)
+        make_engine(qwen3, engine_cls=PrefixGrouperFSDPEngineWithLMHead)

@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_sequences_alone(
 
 
 def update_under_ulysses(rank: int, path: str) -> Result:
-    engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
+    engine = make_engine(path, engine={"ulysses_sequence_parallel_size": 2})
     return update(engine, sft_batch(rows(), 40), LOSS)
 
 

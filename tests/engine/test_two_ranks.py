@@ -38,7 +38,7 @@ def fail_on_rank_one(rank: int, path: str) -> list[str]:
     long = make_batch(SAMPLES, max_token_len_per_gpu=15)
     lone = [sample for seed in range(1 if rank else 9) for sample in group(5, [3], seed)]
     few = make_batch(lone, max_token_len_per_gpu=8)
-    engine = make_engine(path, packed=True)
+    engine = make_engine(path)
     messages = []
     wrong = [bad, make_batch(SAMPLES).exclude("responses"), long]
     for batch in (*(wrong if rank == 1 else [good] * 3), few):
@@ -79,7 +79,7 @@ def build_on_unlike_machines(rank: int, path: str) -> dict[str, str]:
             for each in patches:
                 stack.enter_context(each)
             try:
-                ended[name] = make_engine(path, packed=True, engine=options).kernel.name
+                ended[name] = make_engine(path, engine=options).kernel.name
             except (ValueError, RuntimeError) as error:
                 ended[name] = f"{type(error).__name__}: {error}"
     return ended
@@ -148,7 +148,7 @@ def save_and_resume(rank: int, path: str, folder: str) -> list[dict[str, torch.T
             engine.train_batch(clone(batch), actor_loss())
         return {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
 
-    engine = make_engine(path, packed=True)
+    engine = make_engine(path)
     step(engine)
     engine.save_checkpoint(folder, global_step=1)
     weights = [step(engine)]

@@ -8,14 +8,17 @@ import pytest
 from verl.utils import model as verl_model
 
 from tests.engine.test_exactness import CASES, MIXED
-from tests.engine.value_models import (
-    check_exact_values,
+from tests.models.models import save_qwen3
+from tests.support import (
+    assert_same,
+    check_exact,
+    clone,
     critic_batch,
     critic_loss,
-    make_value_engine,
+    make_engine,
+    run_engine,
+    save_tiny_model,
 )
-from tests.models.models import save_qwen3
-from tests.support import assert_same, clone, run_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -25,16 +28,16 @@ FIXED = {"use_remove_padding": False, "use_dynamic_bsz": False, "micro_batch_siz
 
 @pytest.fixture(scope="module")
 def packed(value_model: str, process_group: None) -> Any:
-    return make_value_engine(value_model)
+    return make_engine(value_model, critic=True)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, value_model: str, case: str) -> None:
-    check_exact_values(packed, value_model, critic_batch(CASES[case]))
+    check_exact(packed, value_model, critic_batch(CASES[case]))
 
 
 def test_padded_groups(value_model: str) -> None:
-    check_exact_values(make_value_engine(value_model, padded=True), value_model, critic_batch(MIXED, **FIXED))
+    check_exact(make_engine(value_model, padded=True, critic=True), value_model, critic_batch(MIXED, **FIXED))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -43,14 +46,14 @@ def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path
     patched = tmp_path / "patched"
     shutil.copytree(value_model, patched)
     patch(patched)
-    engine = make_value_engine(str(patched), padded=padded, model={"trust_remote_code": True})
+    engine = make_engine(str(patched), padded=padded, model={"trust_remote_code": True}, critic=True)
     assert any(base.__name__ == "Qwen3ForValue" for base in type(engine.module).__mro__)
-    check_exact_values(engine, value_model, critic_batch(MIXED, **(FIXED if padded else {})))
+    check_exact(engine, value_model, critic_batch(MIXED, **(FIXED if padded else {})))
 
 
 def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
     """verl's critic usually starts from the actor's checkpoint."""
-    engine = make_value_engine(save_qwen3(tmp_path))
+    engine = make_engine(save_qwen3(tmp_path), critic=True)
     batch, losses = critic_batch(MIXED), []
     for _ in range(4):
         with engine.train_mode():
@@ -61,12 +64,12 @@ def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> Non
 def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "olmo2")
     with pytest.raises(ValueError, match=r"no token classifier for 'olmo2'.*critic\.model\.path"):
-        make_value_engine(path)
+        make_engine(path, critic=True)
 
 
 def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(value_model: str, packed: Any) -> None:
     """verl alone asks for flash-attn, which no CPU has."""
     batch = critic_batch(MIXED[:3])
-    off = make_value_engine(value_model, sharing=False)
+    off = make_engine(value_model, packed=False, critic=True)
     assert verl_model.load_valuehead_model.__module__ == "verl.utils.model", "verl's own loader is put back"
-    assert_same(run_engine(off, batch, critic_loss()), run_engine(packed, batch, critic_loss()))
+    assert_same(run_engine(off, batch), run_engine(packed, batch))

@@ -15,9 +15,16 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.carried_cases import carrying_engine
 from tests.engine.ranks import on_ranks
-from tests.engine.value_models import check_exact_values, critic_batch, critic_loss, make_value_engine
 from tests.precision import PRECISIONS
-from tests.support import group, infer, make_engine, save_tiny_model, update
+from tests.support import (
+    check_exact,
+    critic_batch,
+    group,
+    infer,
+    make_engine,
+    save_tiny_model,
+    update,
+)
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors, rounding_noise
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.modalities.text import SHARING_OFF
@@ -99,7 +106,7 @@ def verified(metrics: dict[str, list[float]]) -> float:
 @pytest.mark.parametrize("scale", [0.05, 0.5])
 def test_random_groups_pass_whatever_the_scale_of_the_weights(tmp_path: Path, precision: str, scale: float) -> None:
     path = save_tiny_model(tmp_path, initializer_range=scale)
-    engine = make_engine(path, packed=True, engine={**ALWAYS, **PRECISIONS[precision]})
+    engine = make_engine(path, engine={**ALWAYS, **PRECISIONS[precision]})
     batches = [make_batch(random_samples(seed), calculate_sum_pi_squared=True) for seed in range(6)]
     assert sum(verified(inferred(engine, batch)) for batch in batches) + verified(updated(engine, batches[-1])) >= 12
 
@@ -107,7 +114,7 @@ def test_random_groups_pass_whatever_the_scale_of_the_weights(tmp_path: Path, pr
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_layout_is_caught(qwen3: str, precision: str, fault: str) -> None:
-    engine = make_engine(qwen3, packed=True, engine={**FIRST, **PRECISIONS[precision]})
+    engine = make_engine(qwen3, engine={**FIRST, **PRECISIONS[precision]})
     with pytest.raises(MismatchError, match="log_probs"):
         infer(break_layouts(engine, FAULTS[fault]), make_batch(SAMPLES, calculate_entropy=False))
 
@@ -115,7 +122,7 @@ def test_a_fault_in_the_layout_is_caught(qwen3: str, precision: str, fault: str)
 def verify_under_ulysses(rank: int, path: str) -> tuple[list[float], list[float], str]:
     """Samples and largest errors of a clean run, and the message of a fault, where two ranks share each sequence."""
     options = {**ALWAYS, "ulysses_sequence_parallel_size": 2}
-    engine, batch = make_engine(path, packed=True, engine=options), make_batch(SAMPLES, max_token_len_per_gpu=60)
+    engine, batch = make_engine(path, engine=options), make_batch(SAMPLES, max_token_len_per_gpu=60)
     metrics = [step(engine, batch) for step in (inferred, updated)]
     errors = [of_step["prefix_grouper/verify_max_error"][0] for of_step in metrics]
     with pytest.raises(MismatchError) as caught:
@@ -137,7 +144,7 @@ def test_ranks_that_share_sequences_verify_them_together(qwen3: str) -> None:
 def test_bf16_on_a_gpu_passes_clean_and_fails_broken(tmp_path: Path, fault: str | None) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "head_dim": 64}
     path = save_tiny_model(tmp_path, **sizes, num_attention_heads=8, vocab_size=8000, initializer_range=0.05)
-    engine = make_engine(path, packed=True, engine={**ALWAYS, **PRECISIONS["bf16"]})
+    engine = make_engine(path, engine={**ALWAYS, **PRECISIONS["bf16"]})
     if fault is None:
         for seed in range(20):
             infer(engine, make_batch([*group(700, [300, 40, 512, 129], seed), *random_samples(seed)]))
@@ -150,7 +157,7 @@ def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
     batch = make_batch(SAMPLES)
     tu.assign_non_tensor_stack(batch, "uid", [f"prompt-{i // 2}" for i in range(len(SAMPLES))])
     with pytest.raises(MismatchError) as caught:
-        infer(break_layouts(make_engine(qwen3, packed=True, engine=FIRST)), batch)
+        infer(break_layouts(make_engine(qwen3, engine=FIRST)), batch)
     message = str(caught.value)
     for part in (
         r"^sample \d \(uid prompt-\d\) of the 7 in forward-only micro-batch 0",
@@ -173,7 +180,7 @@ WHEN: dict[str, tuple[str, list, list[int]]] = {
 @pytest.mark.parametrize("when", WHEN)
 def test_as_many_micro_batches_are_verified_as_asked(qwen3: str, when: str) -> None:
     verify, steps, expected = WHEN[when]
-    engine = make_engine(qwen3, packed=True, engine={"verify": verify})
+    engine = make_engine(qwen3, engine={"verify": verify})
     assert [verified(step(engine, batch)) for step, batch in steps] == expected
 
 
@@ -186,7 +193,7 @@ def test_first_is_not_spent_on_the_owner_of_a_split_group(qwen3: str) -> None:
 
 def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
     """They share tokens, and no sequence attends to tokens of another: a wrong key would go unseen."""
-    engine = break_layouts(make_engine(qwen3, packed=True, engine=FIRST))
+    engine = break_layouts(make_engine(qwen3, engine=FIRST))
     turns = make_batch([Sample(range(4 * k + 3), range(4 * k + 3, 4 * k + 5)) for k in range(4)])
     assert [verified(inferred(engine, turns)) for _ in range(2)] == [2, 0]
     with pytest.raises(MismatchError, match="update micro-batch 0"):
@@ -194,7 +201,7 @@ def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) 
 
 
 def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
-    loose, strict = (make_engine(qwen3, packed=True, engine={**FIRST, "verify_tolerance": t}) for t in (10.0, 1e-9))
+    loose, strict = (make_engine(qwen3, engine={**FIRST, "verify_tolerance": t}) for t in (10.0, 1e-9))
     assert inferred(break_layouts(loose), WHOLE)["prefix_grouper/verify_max_error"][0] > 0.01
     with pytest.raises(MismatchError, match="tolerance 1e-09"):
         infer(strict, WHOLE)
@@ -202,15 +209,15 @@ def test_a_tolerance_of_the_user_replaces_the_measured_one(qwen3: str) -> None:
 
 def test_a_critic_is_verified_by_its_values(value_model: str) -> None:
     batch = critic_batch(SAMPLES)
-    check_exact_values(make_value_engine(value_model, options=FIRST), value_model, batch)
+    check_exact(make_engine(value_model, engine=FIRST, critic=True), value_model, batch)
     with pytest.raises(MismatchError, match="values of response token"):
-        update(break_layouts(make_value_engine(value_model, options=FIRST)), batch, critic_loss())
+        update(break_layouts(make_engine(value_model, engine=FIRST, critic=True)), batch)
 
 
 def test_a_layer_that_skips_the_packed_attention_fails_in_the_verifying_forward(
     qwen3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(qwen3, packed=True, engine=FIRST)
+    engine = make_engine(qwen3, engine=FIRST)
     monkeypatch.setattr(engine, "shared_model", replace(engine.shared_model, layers=Counter(attention=3)))
     with pytest.raises(RuntimeError, match=f"ran in 2 of 3 layers.*{SHARING_OFF}"):
         infer(engine, WHOLE)

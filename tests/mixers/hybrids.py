@@ -1,15 +1,11 @@
-"""Tiny models with Gated DeltaNet layers, in float32 as transformers has them and in float64, and tries for them.
+"""Tiny models with Gated DeltaNet layers, and tries for them.
 
 As transformers initialises ``A_log``, a layer forgets what it has read within a row or two and a state that is not
 handed over would hardly be missed; here it is drawn from -5 to -1.
 """
 
-import importlib
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +14,8 @@ import transformers
 from torch import nn
 
 from tests.layout.tries import Batch, batch_of
-from tests.support import VOCAB
+from tests.support import VOCAB, group
+from verl_pg_plugin.synthetic import Sample
 
 EXPERTS = {
     "moe_intermediate_size": 24,
@@ -26,12 +23,8 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "shared_expert_intermediate_size": 24,
 }
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3NextForCausalLM", EXPERTS),
-    "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
-    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", EXPERTS),
-}
-"""Class and further sizes by model type."""
+KINDS: dict[str, dict[str, Any]] = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "qwen3_5_moe_text": EXPERTS}
+"""Further sizes by model type."""
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -51,13 +44,15 @@ SIZES = {
     "linear_num_value_heads": 4,
 }
 
-
-NEARLY_CANCEL = ("A_log", "dt_bias", "in_proj_ba.weight", "in_proj_a.weight", "in_proj_b.weight")
-"""Parameters whose gradients are sums of large terms."""
+SAMPLES = [
+    *group(70, [25, 9, 1, 77], 1),
+    *group(3, [5, 3], 2),
+    *(Sample([1, 2, 3, 4], [5, 6, *tail]) for tail in ([7, 8, 9, 1], [7, 8, 2], [3])),
+]
 
 
 def config_of(kind: str, **overrides: Any) -> Any:
-    return transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind][1], **overrides})
+    return transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **overrides})
 
 
 def remember(model: nn.Module) -> nn.Module:
@@ -74,38 +69,6 @@ def save_hybrid(path: Path, kind: str = "qwen3_next", seed: int = 0, **overrides
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **overrides), dtype=torch.float32)
     remember(model).save_pretrained(path)
     return str(path)
-
-
-def modeling_file(kind: str, dtype: torch.dtype) -> ModuleType:
-    """transformers' module; for float64 a copy of its text that casts to float64 where it casts to float32."""
-    folder = kind.removesuffix("_text")
-    name = f"transformers.models.{folder}.modeling_{folder}"
-    stock = importlib.import_module(name)
-    if dtype == torch.float32:
-        return stock
-    copy_name = f"{name}_float64"
-    if copy_name not in sys.modules:
-        text = Path(str(stock.__file__)).read_text()
-        text = re.sub(r"torch\.float(32)?\b", "torch.float64", text).replace(".float()", ".double()")
-        copy = ModuleType(copy_name)
-        copy.__file__, copy.__package__ = stock.__file__, stock.__package__
-        sys.modules[copy_name] = copy
-        exec(compile(text, str(stock.__file__), "exec"), copy.__dict__)
-    return sys.modules[copy_name]
-
-
-def build_hybrid(kind: str, dtype: torch.dtype = torch.float64, attention: str = "eager") -> Any:
-    """The same weights at every call, drawn in float32."""
-    torch.manual_seed(0)
-    config = config_of(kind)
-    config._attn_implementation = attention
-    model = getattr(modeling_file(kind, dtype), KINDS[kind][0])(config).to(dtype)
-    torch.manual_seed(1)
-    for weight in model.parameters():
-        weight.data.copy_(torch.randn(weight.shape) * 0.2)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
-    return remember(model)
 
 
 def trie_of_depth(depth: int) -> Batch:
@@ -129,3 +92,8 @@ def stretched(batch: Batch, times: int) -> Batch:
         tuple(tuple(token for token in sequence for _ in range(times)) for sequence in batch.sequences),
         tuple(length * times for length in batch.prompt_lengths),
     )
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    pairs = zip(batch.sequences, batch.prompt_lengths, strict=True)
+    return [Sample(tokens[:length], tokens[length:]) for tokens, length in pairs]

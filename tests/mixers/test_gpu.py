@@ -155,7 +155,7 @@ def test_bf16_error_is_at_most_that_of_stock_padded_mode(hybrid: str) -> None:
     padded = make_batch(SAMPLES, use_remove_padding=False, use_dynamic_bsz=False, micro_batch_size_per_gpu=13)
     stock = make_engine(hybrid, packed=False, engine=BF16, model={**FLASH, "use_remove_padding": False})
     baseline = errors(run_engine(stock, padded, loss), reference)
-    result = errors(run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss), reference)
+    result = errors(run_engine(make_engine(hybrid, engine=BF16, model=FLASH), batch, loss), reference)
     assert_no_worse(result, baseline)
 
 
@@ -165,8 +165,8 @@ def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: st
     batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
     with without_fla():
         reference = run_reference(hybrid, batch, loss)
-    plain = errors(run_engine(make_engine(hybrid, packed=True, engine=BF16, model=FLASH), batch, loss), reference)
-    engine = make_engine(hybrid, packed=True, engine={**BF16, **options}, model=FLASH)
+    plain = errors(run_engine(make_engine(hybrid, engine=BF16, model=FLASH), batch, loss), reference)
+    engine = make_engine(hybrid, engine={**BF16, **options}, model=FLASH)
     found = errors(run_engine(engine, batch, loss), reference)
     assert all(found[name] <= 1.25 * plain[name] for name in found)
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.modalities.image_cases import OPEN, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
-from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, load, save_vision_model
+from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, save_vision_model
 from tests.support import actor_loss, clone, infer, make_engine
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.modalities import Images
@@ -25,13 +25,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(path: str) -> Any:
-    return load(path)
-
-
-@pytest.fixture(scope="module")
 def packed(path: str, process_group: None) -> Any:
-    return make_engine(path, packed=True)
+    return make_engine(path)
 
 
 def with_inputs(row: int, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[TensorDict], None]:
@@ -90,16 +85,16 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_error_names_the_cause(packed: Any, model: Any, case: str) -> None:
+def test_error_names_the_cause(packed: Any, path: str, case: str) -> None:
     change, message = BAD[case]
-    batch = clone(image_batch(model, TWO_GROUPS))
+    batch = clone(image_batch(path, TWO_GROUPS))
     change(batch)
     with packed.train_mode(), pytest.raises(BatchError, match=message):
         packed.forward_backward_batch(batch, actor_loss())
 
 
-def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, model: Any) -> None:
-    batch = image_batch(model, [Shot([SYSTEM, QUESTION], [[40], OPEN])])
+def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, path: str) -> None:
+    batch = image_batch(path, [Shot([SYSTEM, QUESTION], [[40], OPEN])])
     with pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
         infer(packed, batch)
 
@@ -108,18 +103,18 @@ def log_probs(engine: Any, batch: TensorDict) -> torch.Tensor:
     return infer(engine, batch)["model_output"]["log_probs"].values()
 
 
-def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, model: Any) -> None:
+def test_text_alone_needs_no_positions_and_no_inputs(packed: Any, path: str) -> None:
     """As batches of a text data set come, or those of verl's processor with nothing to process."""
-    batch = image_batch(model, TEXT_ALONE)
+    batch = image_batch(path, TEXT_ALONE)
     want = log_probs(packed, batch)
     for drop in (["multi_modal_inputs"], ["position_ids"], ["multi_modal_inputs", "position_ids"]):
         assert torch.equal(log_probs(packed, batch.exclude(*drop)), want)
 
 
-def test_positions_of_sequences_of_one_length_are_read(packed: Any, model: Any) -> None:
+def test_positions_of_sequences_of_one_length_are_read(packed: Any, path: str) -> None:
     """torch then stores their four dimensions as the ragged axis, as it comes out of verl's transfer queue."""
     samples = [TURNS[0], TURNS[2]]
-    batch = image_batch(model, samples)
+    batch = image_batch(path, samples)
     rows = batch["position_ids"].unbind()
     other = clone(batch)
     other["position_ids"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
@@ -141,9 +136,9 @@ DIFFERENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*DIFFERENT, "kind", "positions"])
-def test_images_that_differ_in_anything_are_not_shared(model: Any, name: str) -> None:
+def test_images_that_differ_in_anything_are_not_shared(path: str, name: str) -> None:
     """In positions too: Qwen2.5-VL's say at which speed a video is shown."""
-    batch, modality = image_batch(model, TURNS[:2]), Images.of(config_of("qwen3_vl"))
+    batch, modality = image_batch(path, TURNS[:2]), Images.of(config_of("qwen3_vl"))
     first, second = (len(turn.tokens) - 1 for turn in TURNS[:2])
     assert read_sequences(batch, modality).lay_out().num_tokens == first + 1
     if name == "positions":

@@ -6,9 +6,9 @@ verl replaces forwards in the classes of such models for the whole process, so t
 import numpy as np
 import pytest
 
-from tests.modalities.tiny_vision import Shot, Shown, image_batch, load, run_alone, save_vision_model, shots
+from tests.modalities.tiny_vision import Shot, Shown, image_batch, save_vision_model, shots
 from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors
-from tests.support import actor_loss, clone, make_engine, run_engine
+from tests.support import actor_loss, make_engine, run_engine, run_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
@@ -37,11 +37,10 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.Temp
         tmp_path_factory.mktemp("qwen3_vl"), "qwen3_vl", encoder=TOWER, rope_parameters=ROPE, **SIZES
     )
     samples, loss = pictured_groups(), actor_loss(**SMOOTH_LOSS)
-    batch = image_batch(load(path), samples, max_token_len_per_gpu=1200)
-    reference = run_alone(path, samples, clone(batch), loss)
+    batch = image_batch(path, samples, max_token_len_per_gpu=1200)
+    reference = run_reference(path, batch, loss)
     engines = [
-        make_engine(path, packed=True, engine={**BF16, "compile_layers": compiled}, model=FLASH)
-        for compiled in (False, True)
+        make_engine(path, engine={**BF16, "compile_layers": compiled}, model=FLASH) for compiled in (False, True)
     ]
     found = [errors(run_engine(packed, batch, loss), reference) for packed in engines]
     stock = make_engine(path, packed=False, engine=BF16, model=FLASH)

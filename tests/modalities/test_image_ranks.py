@@ -1,29 +1,23 @@
 """Images over two processes: a rank without any, rows of an image on both ranks, and a bad batch on one of them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import carry_always, carrying
+from tests.engine.carried_cases import carrying, carrying_engine
 from tests.engine.ranks import on_ranks
 from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
-from tests.modalities.tiny_vision import (
-    HYBRID_KINDS,
-    IMAGE,
-    KINDS,
-    assert_exact,
-    expected,
-    image_batch,
-    load,
-    save_vision_model,
-    without_encoder,
-)
-from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine
+from tests.modalities.tiny_vision import HYBRID_KINDS, IMAGE, KINDS, image_batch, save_vision_model
+from tests.precision import in_float64
+from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine, run_reference
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
 """Six rows with images for rank 0, six without for rank 1."""
+SPREAD = {"images": (MIXED, 1 << 20), "text": (TEXT_ALONE, 1 << 20), "split groups": (CHAIN, 31)}
+"""Samples whose rows are spread over both ranks by Ulysses, and the token budget of a micro-batch."""
 
 
 def own_rows(rank: int) -> list[int]:
@@ -31,7 +25,7 @@ def own_rows(rank: int) -> list[int]:
 
 
 def fail_on_rank_one(engine: Any, rank: int, path: str) -> str:
-    good = image_batch(load(path), TWO_GROUPS)
+    good = image_batch(path, TWO_GROUPS)
     bad = clone(good)
     bad["input_ids"].values()[-2] = IMAGE
     with engine.train_mode():
@@ -41,26 +35,21 @@ def fail_on_rank_one(engine: Any, rank: int, path: str) -> str:
     return str(raised.value)
 
 
-def run_split(rank: int, path: str) -> tuple[dict[str, Result], str]:
-    """By number of tokens of a micro-batch: rank 1 has text alone. Then what is said to a batch that is bad there."""
-    engine = make_engine(path, packed=True)
-    results = {}
-    for name, budget in {"one micro-batch": 1 << 20, "several": 50}.items():
-        batch = image_batch(load(path), SPLIT, max_token_len_per_gpu=budget)
-        mine = tu.index_select_tensor_dict(batch, own_rows(rank))
-        results[name] = run_engine(engine, mine, actor_loss())
+def run_split(rank: int, path: str) -> tuple[list[Result], str]:
+    """In one micro-batch and in several: rank 1 has text alone. Then what is said to a batch that is bad there."""
+    engine = make_engine(path)
+    batches = [image_batch(path, SPLIT, max_token_len_per_gpu=budget) for budget in (1 << 20, 50)]
+    results = [run_engine(engine, tu.index_select_tensor_dict(batch, own_rows(rank))) for batch in batches]
     return results, fail_on_rank_one(engine, rank, path)
 
 
-def run_spread(rank: int, path: str, carries: bool = True) -> dict[str, Result]:
-    """Ulysses: the rows of each micro-batch are spread over both ranks."""
-    engine = make_engine(path, packed=True, engine={"ulysses_sequence_parallel_size": 2})
-    samples = {"images": MIXED, "text": TEXT_ALONE} if carries else {"images": MIXED}
-    results = {name: run_engine(engine, image_batch(load(path), some)) for name, some in samples.items()}
-    if carries:
-        carry_always(engine)
-        with carrying(engine):
-            results["chain"] = run_engine(engine, image_batch(load(path), CHAIN, max_token_len_per_gpu=31))
+def run_spread(rank: int, path: str, is_hybrid: bool) -> dict[str, Result]:
+    results = {}
+    with in_float64() if is_hybrid else nullcontext():
+        engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2})
+        for name, (samples, budget) in SPREAD.items():
+            with carrying(engine) if name == "split groups" else nullcontext():
+                results[name] = run_engine(engine, image_batch(path, samples, max_token_len_per_gpu=budget))
     return results
 
 
@@ -70,27 +59,15 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def ranks(path: str) -> list[tuple[dict[str, Result], str]]:
+def ranks(path: str) -> list[tuple[list[Result], str]]:
     return on_ranks(2, run_split, path)
 
 
 def test_a_rank_without_images_waits_for_nobody(ranks: list, path: str) -> None:
+    expected = run_reference(path, image_batch(path, SPLIT))
     for rank, (results, _) in enumerate(ranks):
-        for result in results.values():
-            assert_same(result, expected(path, SPLIT).of_rank(own_rows(rank)))
-
-
-def test_rows_of_images_are_spread_over_ranks(path: str) -> None:
-    for results in on_ranks(2, run_spread, path):
-        assert_same(results["images"], expected(path, MIXED))
-        assert_same(results["text"], without_encoder(expected(path, TEXT_ALONE)))
-        assert_same(results["chain"], expected(path, CHAIN))
-
-
-def test_images_of_hybrids_are_spread_over_ranks(tmp_path: Path) -> None:
-    path = save_vision_model(tmp_path, HYBRID_KINDS[0])
-    for got in on_ranks(2, run_spread, path, False):
-        assert_exact(got["images"], expected(path, MIXED), HYBRID_KINDS[0])
+        for result in results:
+            assert_same(result, expected.of_rank(own_rows(rank)))
 
 
 def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
@@ -98,3 +75,13 @@ def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list)
     assert "sequence 5 has 25 placeholders 90, its 1 images need 24" in raised
     assert told.startswith("rank 1: BatchError: ")
     assert raised in told
+
+
+@pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], pytest.param(KINDS[0], marks=pytest.mark.slow)])
+def test_rows_of_images_are_spread_over_ranks(kind: str, tmp_path: Path) -> None:
+    path, is_hybrid = save_vision_model(tmp_path, kind), kind in HYBRID_KINDS
+    with in_float64() if is_hybrid else nullcontext():
+        expected = {name: run_reference(path, image_batch(path, samples)) for name, (samples, _) in SPREAD.items()}
+    for results in on_ranks(2, run_spread, path, is_hybrid):
+        for name, result in results.items():
+            assert_same(result, expected[name])

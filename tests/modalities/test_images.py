@@ -1,32 +1,38 @@
 """Rows with images are shared, and give the numbers of every row alone."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from tests.engine.carried_cases import carrying, carrying_engine
 from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TEXT_ALONE, TURNS, TWO_GROUPS, film
-from tests.modalities.tiny_vision import (
-    HYBRID_KINDS,
-    KINDS,
-    assert_exact,
-    expected,
-    image_batch,
-    load,
-    save_vision_model,
-    without_encoder,
-)
-from tests.support import actor_loss, assert_same, infer, make_engine, run_engine
+from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, save_vision_model
+from tests.precision import in_float64
+from tests.support import actor_loss, check_exact, infer
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
+WHOLE = 1 << 30
+CASES: dict[str, tuple[list, int]] = {
+    "mixed": (MIXED, WHOLE),
+    "turns": (TURNS, WHOLE),
+    "forks": (FORKS, WHOLE),
+    "films": ([], WHOLE),
+    "split groups": (CHAIN, 60),
+    "images in split responses": (TURNS, 52),
+    "forks behind an image in split groups": (FORKS, 60),
+}
+"""Samples, films apart, which differ by kind; and the token budget of a micro-batch."""
 
 
 @pytest.fixture(scope="module", params=[*KINDS[:2], KINDS[3], HYBRID_KINDS[0], *LONG])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with in_float64() if request.param in HYBRID_KINDS else nullcontext():
+        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -36,28 +42,21 @@ def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def packed(path: str, process_group: None) -> Any:
-    return make_engine(path, packed=True)
+    return carrying_engine(path)
 
 
-@pytest.mark.parametrize("case", ["mixed", "turns", "film", "forks"])
+@pytest.mark.parametrize("case", CASES)
 def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, kind: str, case: str) -> None:
-    cases = {"mixed": MIXED, "turns": TURNS, "forks": FORKS, "film": film(kind)}
-    got = run_engine(packed, image_batch(load(path), cases[case]), actor_loss())
-    assert_exact(got, expected(path, cases[case]), kind)
-
-
-def test_a_group_that_is_split_behind_its_images_equals_the_rows_alone(path: str, kind: str) -> None:
-    """Of hybrids the states behind the images are read too."""
-    engine = carrying_engine(path)
-    with carrying(engine):
-        got = run_engine(engine, image_batch(load(path), CHAIN, max_token_len_per_gpu=60), actor_loss())
-    assert_exact(got, expected(path, CHAIN), kind)
+    """Of split groups of hybrids the states behind the images are read too."""
+    samples, budget = CASES[case]
+    batch = image_batch(path, samples or film(kind), max_token_len_per_gpu=budget)
+    with carrying(packed) if budget < WHOLE else nullcontext():
+        check_exact(packed, path, batch)
 
 
 def test_text_alone_trains_without_the_vision_encoder(packed: Any, path: str) -> None:
-    batch, stock = image_batch(load(path), TEXT_ALONE), load(path)
-    got = run_engine(packed, batch, actor_loss())
-    assert_same(got, without_encoder(expected(path, TEXT_ALONE)), tolerance=2e-5)
+    batch, stock = image_batch(path, TEXT_ALONE), load(path)
+    check_exact(packed, path, batch)
     assert set(packed.module.state_dict()) == set(stock.state_dict())
     # verl's forward, which it puts into the classes for good, would drop which tokens are shared.
     assert type(stock).forward.__module__ == type(stock).__module__
@@ -71,7 +70,7 @@ def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> Non
     patches: list[int] = []
     encoder = next(part for name, part in packed.module.named_modules() if name.endswith("visual"))
     hook = encoder.register_forward_pre_hook(lambda _, args, kwargs: patches.append(len(args[0])), with_kwargs=True)
-    metrics = infer(packed, image_batch(load(path), TWO_GROUPS))["metrics"]
+    metrics = infer(packed, image_batch(path, TWO_GROUPS))["metrics"]
     hook.remove()
     assert patches == metrics["prefix_grouper/patches"] == [96 * 2]
     assert metrics["prefix_grouper/logical_patches"] == [96 * 6]

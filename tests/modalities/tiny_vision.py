@@ -1,20 +1,18 @@
-"""Tiny vision-language models, samples with images as verl hands them over, and every row alone as the reference."""
+"""Tiny vision-language models, and samples with images as verl hands them over."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from peft import PeftModel
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils import torch_functional as verl_F
 
 from tests.mixers import hybrids
-from tests.support import Result, actor_loss, assert_same, learned
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
@@ -76,7 +74,7 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
             sizes = {name: size for name, size in sizes.items() if name not in unknown} | width
         parts = {"text_config": {**TEXT, "rope_parameters": rope, **text}, "vision_config": sizes}
     elif kind in HYBRID_KINDS:
-        sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"][1], "vocab_size": VOCAB, **text}
+        sizes = {**hybrids.SIZES, **hybrids.KINDS[f"{kind}_text"], "vocab_size": VOCAB, **text}
         rope = {**QWEN3_TEXT["rope_parameters"], "partial_rotary_factor": 1.0}
         parts = {"text_config": {**sizes, "rope_parameters": rope}, "vision_config": QWEN35_ENCODER}
     else:
@@ -171,6 +169,11 @@ def shots(prompt: Sequence[Part], *responses: Sequence[int]) -> list[Shot]:
     return [Shot(prompt, [response]) for response in responses]
 
 
+@cache
+def load(path: str) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+
 def position_ids(model: Any, shot: Shot) -> torch.Tensor:
     """(4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
     ids = torch.tensor([shot.tokens])
@@ -180,10 +183,10 @@ def position_ids(model: Any, shot: Shot) -> torch.Tensor:
     return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
 
 
-def image_batch(model: Any, samples: Sequence[Shot], **settings: Any) -> TensorDict:
-    """The samples as verl's V1 trainer hands them to an engine, what its agent loop adds to images included."""
+def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDict:
+    """As verl's V1 trainer hands the samples to an engine, with what its agent loop adds to images."""
     batch = make_batch([shot.sample for shot in samples], **settings)
-    positions = [position_ids(model, shot) for shot in samples]
+    positions = [position_ids(load(path), shot) for shot in samples]
     batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
     rows = []
     for shot in samples:
@@ -192,59 +195,3 @@ def image_batch(model: Any, samples: Sequence[Shot], **settings: Any) -> TensorD
         rows.append({**{name: tensor.clone() for name, tensor in shot.inputs.items()}, **lengths})
     tu.assign_non_tensor_stack(batch, "multi_modal_inputs", rows)
     return batch
-
-
-def load(path: str, attention: str = "sdpa") -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attention
-    )
-
-
-def run_alone(
-    path: str, samples: Sequence[Shot], batch: TensorDict, loss: Callable, adapter: str | None = None
-) -> Result:
-    """Every row alone through transformers' own classes; the loss over all of them at once.
-
-    Weights that no row has a gradient for count as zero, since packed mode always runs the vision encoder.
-    """
-    model = stock = load(path)
-    if adapter:
-        model = PeftModel.from_pretrained(stock, adapter, is_trainable=True)
-    rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
-    for shot in samples:
-        ids = torch.tensor([shot.tokens])
-        positions = position_ids(stock, shot)[:, None]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False, **shot.inputs).logits[0]
-        labels = torch.cat([ids[0, 1:], ids[0, :1]])
-        rows["log_probs"].append(logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0])
-        rows["entropy"].append(verl_F.entropy_from_logits(logits))
-    result = learned(model, rows, batch, loss)
-    untrained = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
-    return replace(result, gradients=result.gradients | untrained)
-
-
-_expected: dict[tuple[str, int], tuple[Sequence[Shot], Result]] = {}
-
-
-def expected(path: str, samples: Sequence[Shot]) -> Result:
-    """``run_alone`` under the actor's loss, once for each list of samples."""
-    key = (path, id(samples))
-    if key not in _expected:  # the samples are kept, so that no other list gets their id
-        _expected[key] = (samples, run_alone(path, samples, image_batch(load(path), samples), actor_loss()))
-    return _expected[key][1]
-
-
-def without_encoder(result: Result) -> Result:
-    """Where no rank has an image, the vision encoder stays out."""
-    return replace(result, gradients={name: g for name, g in result.gradients.items() if ".visual." not in name})
-
-
-def assert_exact(got: Result, want: Result, kind: str) -> None:
-    """Where sums nearly cancel, stock itself is as far from float64; tests/mixers hold these layers against that."""
-    if kind not in HYBRID_KINDS:
-        return assert_same(got, want)
-    assert got.gradients.keys() == want.gradients.keys()
-    for nearly_cancel, tolerance in ((False, 2e-5), (True, 1e-4)):
-        names = [name for name in want.gradients if name.endswith(hybrids.NEARLY_CANCEL) == nearly_cancel]
-        part, part_wanted = (Result(r.outputs, {n: r.gradients[n] for n in names}, r.loss) for r in (got, want))
-        assert_same(part, part_wanted, tolerance)

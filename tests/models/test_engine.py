@@ -38,7 +38,7 @@ def test_exact_in_every_mode_and_gradients_reach_all_weights(checkpoint: str, mo
     flags = {"use_remove_padding": mode in ("rmpad", "packed"), "use_dynamic_bsz": mode != "prefix_grouper"}
     batch, engine = make_batch(SAMPLES, **flags, **limit), engine_of(checkpoint, mode)
     assert any("transformers_modules" in base.__module__ for base in type(engine.module).__mro__)
-    found = run_engine(engine, batch, actor_loss())
+    found = run_engine(engine, batch)
     trusted = {"trust_remote_code": True} if "split" in checkpoint else {}  # Qwen3 against transformers' own class
     assert_same(found, run_reference(checkpoint, batch, actor_loss(), **trusted))
     trained = {name for name, gradient in found.gradients.items() if gradient.abs().max() > 0}

@@ -19,7 +19,6 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS
-from tests.engine.value_models import critic_batch, critic_loss, run_value_reference
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, covering
 from tests.options.table import BUDGET, OPTIONS, SAMPLES
@@ -28,6 +27,7 @@ from tests.support import (
     actor_loss,
     assert_same,
     clone,
+    critic_batch,
     fsdp1_takes_models_on_a_cpu,
     group,
     infer,
@@ -85,13 +85,13 @@ def run_numbers(rank: int, checkpoint: Checkpoint, critic: str) -> tuple[list[in
     with compiling():
         engine = fsdp1_engine(checkpoint.model)
         for samples in RAGGED:
-            run_engine(engine, make_batch(samples, max_token_len_per_gpu=64), actor_loss())
+            run_engine(engine, make_batch(samples, max_token_len_per_gpu=64))
             graphs.append(counters["stats"]["unique_graphs"])
         wrong = errors_of(rank, CASES, lambda case: assert_exact(case, engines))
         of_values = {"engine_cls": EngineRegistry.get_engine_cls("value_model", "fsdp")}
         engine = fsdp1_engine(critic, model={"model_type": "value_model"}, **of_values)
         batch = of_rank(rank, critic_batch(SAMPLES, max_token_len_per_gpu=BUDGET))
-        values = run_engine(engine, batch, critic_loss())
+        values = run_engine(engine, batch)
         engine = fsdp1_engine(checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
         batch = of_rank(rank, batch_of())
         # An offloaded shard is pinned, which only a device makes sense of.
@@ -122,8 +122,8 @@ def test_ragged_micro_batches_compile_once_under_fsdp1_too(numbers: list) -> Non
 def test_compiled_critics_and_reference_policies_keep_their_numbers(
     checkpoint: Checkpoint, value_model: str, numbers: list
 ) -> None:
-    values = run_value_reference(value_model, critic_batch(SAMPLES))
-    policy = Result({"log_probs": run_reference(checkpoint.model, batch_of(), actor_loss()).outputs["log_probs"]}, {})
+    values = run_reference(value_model, critic_batch(SAMPLES))
+    policy = Result({"log_probs": run_reference(checkpoint.model, batch_of()).outputs["log_probs"]}, {})
     for rows, (_, models, _) in zip(ROWS, numbers, strict=True):
         for found, expected in zip(models, (values, policy), strict=True):
             assert_same(found, expected.of_rank(rows))
@@ -135,13 +135,13 @@ def run_experts(rank: int, path: str) -> Result:
     override = {"attn_implementation": "sdpa", "_experts_implementation": "batched_mm"}
     with compiling():
         engine = fsdp1_engine(path, model={"override_config": override})
-        return run_engine(engine, of_rank(rank, batch_of()), actor_loss())
+        return run_engine(engine, of_rank(rank, batch_of()))
 
 
 @pytest.mark.slow
 def test_compiled_experts_of_flat_parameters_keep_their_numbers(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3_moe", **MODELS["qwen3_moe"])
-    expected = run_reference(path, batch_of(), actor_loss())
+    expected = run_reference(path, batch_of())
     for rows, result in zip(ROWS, on_ranks(2, run_experts, path), strict=True):
         assert_same(result, expected.of_rank(rows))
 

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from tests.engine.carried_cases import carry_always
-from tests.engine.value_models import check_exact_values, critic_batch, make_value_engine
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs
 from tests.options.table import BUDGET, DEFAULT, OPTIONS, SAMPLES, case_of
-from tests.support import assert_same, run_engine
+from tests.support import (
+    assert_same,
+    check_exact,
+    critic_batch,
+    make_engine,
+    run_engine,
+)
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
 QUICK = [option for option in ON_ONE_PROCESS if not option.compiles]
@@ -59,8 +64,8 @@ def test_another_attention_implementation_is_replaced_too(engines: Engines) -> N
 @pytest.mark.parametrize("case", covering(pairs(OF_CRITICS)), ids=str)
 def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, value_model: str) -> None:
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
-    engine = make_value_engine(value_model, model=case.settings("model"), options=case.settings("engine"))
+    engine = make_engine(value_model, model=case.settings("model"), engine=case.settings("engine"), critic=True)
     if case.splits:
         carry_always(engine)
     batch = {name: value for name, value in settings.items() if not isinstance(value, torch.Tensor)}
-    check_exact_values(engine, value_model, critic_batch(SAMPLES, **batch))
+    check_exact(engine, value_model, critic_batch(SAMPLES, **batch))

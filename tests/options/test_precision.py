@@ -5,14 +5,17 @@ from functools import cache
 import pytest
 
 from tests.engine.carried_cases import carry_always, carrying, carrying_engine
-from tests.engine.value_models import (
-    critic_batch,
-    critic_loss,
-    make_value_engine,
-    run_value_reference,
-)
 from tests.precision import BF16, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors
-from tests.support import Result, actor_loss, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.support import (
+    Result,
+    actor_loss,
+    critic_batch,
+    group,
+    make_engine,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+)
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -45,7 +48,7 @@ def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) 
     else:
         chunk = {"logits_chunk_size": 16 if way == "head in chunks" else 0}
         result = run_engine(
-            make_engine(qwen3, packed=True, engine={**mixed, **chunk}),
+            make_engine(qwen3, engine={**mixed, **chunk}),
             make_batch(SAMPLES, max_token_len_per_gpu=400),
             loss,
         )
@@ -54,12 +57,10 @@ def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) 
 
 def test_a_critic_that_carries_in_bf16_is_no_worse_than_stock_rmpad(value_model: str) -> None:
     batch = critic_batch(SAMPLES, max_token_len_per_gpu=400)
-    reference = run_value_reference(value_model, batch)
-    baseline = errors(
-        run_engine(make_value_engine(value_model, sharing=False, options=BF16), batch, critic_loss()), reference
-    )
-    engine = make_value_engine(value_model, options=BF16)
+    reference = run_reference(value_model, batch)
+    baseline = errors(run_engine(make_engine(value_model, packed=False, engine=BF16, critic=True), batch), reference)
+    engine = make_engine(value_model, engine=BF16, critic=True)
     carry_always(engine)
     with carrying(engine):
-        result = run_engine(engine, critic_batch(SAMPLES, max_token_len_per_gpu=240), critic_loss())
+        result = run_engine(engine, critic_batch(SAMPLES, max_token_len_per_gpu=240))
     assert_no_worse(errors(result, reference), baseline)

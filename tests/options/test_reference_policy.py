@@ -27,7 +27,7 @@ LORA = case_of("LoRA")
 def make_reference_policy(path: str) -> Any:
     """verl's forward-only engine, in float32, with options of its own."""
     options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
-    return make_engine(path, packed=True, engine=options)
+    return make_engine(path, engine=options)
 
 
 def log_probs_of(engine: Any, batch: TensorDict) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(
     engines: Engines, checkpoint: Checkpoint
 ) -> None:
     batch = batch_of(DEFAULT)
-    engine = make_engine(checkpoint.model, packed=True, engine={"forward_only": True, "model_dtype": "fp32"})
+    engine = make_engine(checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
     reference = log_probs_of(engine, batch)
     for ref, old in zip(reference, log_probs_of(engines.of(DEFAULT), batch), strict=True):
         assert torch.equal(ref, old)
@@ -66,7 +66,7 @@ def test_kl_loss_against_another_model(engines: Engines, checkpoint: Checkpoint,
     other = save_tiny_model(tmp_path / "other", seed=7)
     batch, expected = batch_of(DEFAULT), batch_of(DEFAULT)
     batch["ref_log_prob"] = jagged(log_probs_of(make_reference_policy(other), batch))
-    alone = run_reference(other, expected, actor_loss()).outputs["log_probs"]
+    alone = run_reference(other, expected).outputs["log_probs"]
     assert_close(list(batch["ref_log_prob"].unbind()), alone)
     expected["ref_log_prob"] = jagged(alone)
     loss = actor_loss(kl_loss_coef=1.0)
@@ -79,7 +79,7 @@ def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines,
     batch, engine = batch_of(LORA), engines.of(LORA)
     with engine.disable_adapter():
         without = log_probs_of(engine, batch)
-    assert_close(without, run_reference(checkpoint.model, batch, actor_loss()).outputs["log_probs"])
+    assert_close(without, run_reference(checkpoint.model, batch).outputs["log_probs"])
     adapted = run_reference(checkpoint.model, batch, actor_loss(), adapter=checkpoint.adapter).outputs["log_probs"]
     assert_close(log_probs_of(engine, batch), adapted)
     assert not torch.allclose(torch.cat(without), torch.cat(adapted))

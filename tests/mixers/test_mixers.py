@@ -1,0 +1,153 @@
+"""What any mixer must do and what is refused, shown by a mixer of twenty lines; what stock verl computes wrongly."""
+
+import logging
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.carried_cases import ONE_GROUP, carrying, carrying_engine
+from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
+from tests.mixers.toy import CONVOLUTION, save_toy_model
+from tests.support import check_exact, group, infer, make_engine, old_outputs, run_reference, save_tiny_model, update
+from verl_pg_plugin import architectures
+from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
+from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
+from verl_pg_plugin.planning.memory import TokenBytes
+from verl_pg_plugin.synthetic import Sample, make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+TREE = [
+    *group(7, [5, 2, 3], 1),
+    *(Sample([1, 2, 3, 4], [5, 6, *tail]) for tail in ([7, 8, 9, 1], [7, 8, 2], [3])),
+]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def with_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, CONVOLUTION.name, CONVOLUTION)
+
+
+@pytest.mark.parametrize(
+    "options", [{"verify": "first"}, pytest.param({"compile_layers": True}, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.usefixtures("with_convolutions")
+def test_a_mixer_of_twenty_lines_is_exact_through_the_engine(toy: str, options: dict) -> None:
+    batch = make_batch(TREE, max_token_len_per_gpu=28)
+    engine = make_engine(toy, engine=options)
+    check_exact(engine, toy, batch)
+    assert engine.shared_model.layers == {"attention": 2, "convolution": 1}
+    assert not engine.shared_model.prefix_cache, "so its groups are not split"
+
+
+@pytest.mark.usefixtures("with_convolutions")
+def test_a_mixer_that_knows_no_ranks_is_refused_under_ulysses(toy: str) -> None:
+    with pytest.raises(ValueError, match=r"convolution layers of lfm2: tokens .* over ranks .*_parallel_size=1"):
+        make_engine(toy, engine={"ulysses_sequence_parallel_size": 2})
+
+
+def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(
+    toy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
+    with pytest.raises(RuntimeError, match="convolution over shared prefixes ran in 0 of 1 layers"):
+        infer(make_engine(toy), make_batch(TREE))
+
+
+def test_layers_without_a_mixer_are_refused_by_name(toy: str) -> None:
+    config = transformers.AutoConfig.from_pretrained(toy)
+    assert count_layers(config) == {"attention": 2}
+    assert ["conv" in issue.why for issue in architecture_issues(config, trust_remote_code=False)] == [True]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stock rmpad needs flash-attn there")
+def test_stock_rmpad_is_wrong_and_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    hybrid, batch = save_hybrid(tmp_path / "hybrid"), make_batch(SAMPLES)
+    with caplog.at_level(logging.WARNING, logger="verl_pg_plugin.engine.registration"):
+        make_engine(save_tiny_model(tmp_path / "qwen3"), packed=False)
+        assert not [record for record in caplog.records if record.name == "verl_pg_plugin.engine.registration"]
+        engine = make_engine(hybrid, packed=False)
+    (told,) = [record.getMessage() for record in caplog.records if "rmpad mode computes" in record.getMessage()]
+    assert "qwen3_next wrongly" in told
+    assert "use_prefix_grouper=True" in told
+    both = (old_outputs(engine, batch), run_reference(hybrid, batch).outputs)
+    got, want = (torch.cat(outputs["log_probs"]) for outputs in both)
+    assert (got - want).abs().max() > 1e-2, "verl has mended it: rmpad_fault can go"
+
+
+def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released, text = transformers.AutoConfig.for_model("qwen3_5"), config_of("qwen3_5_text")
+    for fla, device, config, warned in (
+        (True, "cuda", released, False),
+        (True, "cpu", released, True),
+        (True, "cuda", text, True),
+        (False, "cuda", released, True),
+        (False, "cuda", transformers.AutoConfig.for_model("qwen3"), False),
+    ):
+        monkeypatch.setattr(architectures, "has_fla", lambda fla=fla: fla)
+        assert (rmpad_fault(config, device) is not None) is warned
+
+
+def test_memory_of_the_cache_is_what_the_config_says(tmp_path: Path) -> None:
+    engine, batch = carrying_engine(save_hybrid(tmp_path)), make_batch(ONE_GROUP, max_token_len_per_gpu=36)
+    sizes = TokenBytes.of(engine.module.config, itemsize=4)
+    assert (sizes.caching_layers, sizes.state) == (1, 3 * 4 * (4 * 8 * 8 + 3 * 64))
+    cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token before they part
+    with carrying(engine):
+        metrics = infer(engine, batch)["metrics"], update(engine, batch).metrics
+    expected = cached * sizes.key_value + sizes.state, sizes.beside(cached, 0, states=1)
+    for of_phase, layers in zip(metrics, expected, strict=True):
+        (gib,) = of_phase["prefix_grouper/peak_carried_gib"]
+        assert 0 <= gib * 2**30 - layers <= 32 * cached, "and a few outputs of the head"
+
+
+@pytest.mark.parametrize(
+    ("generations", "triton", "packages", "refusal"),
+    [
+        ({9}, "3.4.0", {"fla"}, r"wrong on Hopper with Triton 3\.4 .*\(here 3\.4\.0\): pip install .*triton>=3\.7\.1"),
+        ({9}, "3.7.0", {"fla"}, "wrong on Hopper"),
+        ({9}, "3.3.1", {"fla"}, None),
+        ({9}, "3.7.1", {"fla"}, None),
+        ({9}, "3.6.0", {"fla", "tilelang"}, None),
+        ({8, 10}, "3.6.0", {"fla"}, None),
+        ({9}, "3.7.1", set(), "not installed: pip install fla-core$"),
+    ],
+    ids=["wrong", "wrong too", "before the fault", "mended", "tilelang", "other GPUs", "no fla"],
+)
+def test_machines_whose_backward_is_wrong_or_missing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, generations: set[int], triton: str, packages: set[str], refusal: str | None
+) -> None:
+    monkeypatch.setattr(gated_delta, "gpu_generations", lambda: generations)
+    monkeypatch.setattr(gated_delta, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    found = gated_delta.kernel_obstacles("cuda")
+    assert len(found) == (refusal is not None)
+    assert all(re.search(refusal, why) for why in found)
+    assert gated_delta.kernel_obstacles("cpu") == []
+
+
+def test_generations_are_what_nvidia_smi_says_or_torch_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout="8.6\n12.0\n")
+    monkeypatch.setattr(gated_delta.subprocess, "run", lambda *args, **kwargs: done)
+    monkeypatch.setattr(gated_delta.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(gated_delta.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gated_delta.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gated_delta.torch.cuda, "get_device_capability", lambda gpu: (9, 0))
+    monkeypatch.setattr(gated_delta.shutil, "which", lambda name: name)
+    assert gated_delta.gpu_generations() == {8, 12}
+    monkeypatch.setattr(gated_delta.shutil, "which", lambda name: None)
+    assert gated_delta.gpu_generations() == {9}
