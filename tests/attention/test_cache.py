@@ -101,7 +101,7 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
 
 def test_a_gradient_of_a_state_that_is_missing_in_an_update_is_an_error() -> None:
     access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[cached(torch.float32)])
-    with pytest.raises(StopIteration):
+    with pytest.raises(KeyError, match=r"\(0, 'state', 2\)"):
         access.take_state_gradient((0, "state", 2))
 
 

@@ -7,6 +7,7 @@ its own backward and rounds once (schedule-level prefix reuse, https://arxiv.org
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,7 +174,7 @@ class CacheAccess:
         return own
 
     def state(self, place: StatePlace) -> Tensor:
-        return next(block.states[place] for block in self.read if place in block.states)
+        return ChainMap(*(block.states for block in self.read))[place]
 
     def publish_state(self, place: StatePlace, value: Tensor) -> None:
         """Raises RuntimeError if the place is taken: two layers have one number."""
@@ -188,13 +189,13 @@ class CacheAccess:
                 self.publish.pending_states[place] = torch.zeros_like(value, dtype=wide)
 
     def add_state_gradient(self, place: StatePlace, grad: Tensor) -> None:
-        next(block for block in self.read if place in block.states).pending_states[place].add_(grad)
+        ChainMap(*(block.pending_states for block in self.read))[place].add_(grad)
 
     def take_state_gradient(self, place: StatePlace) -> Tensor | None:
-        """The pending gradient of a consumed state; None outside training."""
+        """The pending gradient of a consumed state; None outside training. Raises KeyError if it is not there."""
         if not self.consumed:
             return None
-        return next(block for block in self.consumed if place in block.pending_states).pending_states.pop(place)
+        return next((b.pending_states for b in self.consumed if place in b.pending_states), {}).pop(place)
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.

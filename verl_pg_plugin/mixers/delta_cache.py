@@ -24,12 +24,14 @@ class Tails:
     Attributes:
         read: positions behind cached tokens, at which own segments go on.
         publish: positions behind own tokens, at which those of other chunks do.
-        index: (publish, reach) int64 in [the tails of ``read`` | own tokens]; where a sequence has no token, any.
+        tokens: int64, those of all tails, ascending, in [the tails of ``read`` | own tokens].
+        index: (publish, reach) int64 in ``tokens``; where a sequence has no token, any.
         reach: width of the convolution less one.
     """
 
     read: tuple[int, ...]
     publish: tuple[int, ...]
+    tokens: Tensor
     index: Tensor
     reach: int
 
@@ -47,10 +49,14 @@ class DeltaCache:
     layer: int
 
     def with_tails(self, x_TD: Tensor, tails: Tails) -> Tensor:
-        """[the tails of ``tails.read`` | own tokens], as ``tails.index`` counts them."""
+        """[the tails of ``tails.read`` | own tokens], as ``tails.tokens`` counts them."""
+        if not len(tails.tokens):
+            return x_TD
         found = _WithTails.apply(x_TD, self, tails)
-        for place, index in zip(tails.publish, tails.index, strict=True):
-            self.access.publish_state((self.layer, INPUTS, place), found[index])
+        if self.access.publish is not None:
+            last = found.detach()[tails.tokens]
+            for place, index in zip(tails.publish, tails.index, strict=True):
+                self.access.publish_state((self.layer, INPUTS, place), last[index])
         return found
 
     def read_states(self, anchor: Tensor, positions: tuple[int, ...]) -> Tensor | None:
@@ -83,15 +89,16 @@ class _WithTails(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cache, tails = ctx.cache, ctx.tails
-        total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
+        (grad,) = grads
+        of_tails = grad[tails.tokens].to(torch.promote_types(grad.dtype, torch.float32))
         for place, index in zip(tails.publish, tails.index, strict=True):
             pending = cache.access.take_state_gradient((cache.layer, INPUTS, place))
             if pending is not None:
-                total.index_add_(0, index, pending.to(total.dtype))
+                of_tails.index_add_(0, index, pending.to(of_tails.dtype))
         for i, place in enumerate(tails.read):
-            of_tail = total[i * tails.reach : (i + 1) * tails.reach]
+            of_tail = of_tails[i * tails.reach : (i + 1) * tails.reach]
             cache.access.add_state_gradient((cache.layer, INPUTS, place), of_tail)
-        return total[tails.num_read :].to(grads[0].dtype), None, None
+        return grad.index_copy(0, tails.tokens, of_tails.to(grad.dtype))[tails.num_read :], None, None
 
 
 class _ReadStates(torch.autograd.Function):

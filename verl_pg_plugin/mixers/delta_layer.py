@@ -83,10 +83,16 @@ class Windows:
         publish = layout.published_states
         last = layout.publish[publish - layout.publish_start - 1]  # the token in front of each
         ends_in = np.searchsorted(layout.cu_seqlens_q, last, side="right") - 1
-        tails = tokens_at(ends_in, publish[:, None] + np.arange(-reach, 0))
+        last_inputs = tokens_at(ends_in, publish[:, None] + np.arange(-reach, 0))
+        of_tails, index = np.unique(np.append(np.arange(num_read), last_inputs), return_inverse=True)
+        index = index[num_read:].reshape(last_inputs.shape)
         return cls(
             tails=Tails(
-                tuple(resumed_at.tolist()), tuple(publish.tolist()), to_device(tails, torch.int64, device), reach
+                read=tuple(resumed_at.tolist()),
+                publish=tuple(publish.tolist()),
+                tokens=to_device(of_tails, torch.int64, device),
+                index=to_device(index, torch.int64, device),
+                reach=reach,
             ),
             gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), num_read + layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
