@@ -29,14 +29,14 @@ TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
 
 
-def metrics(indices: list[list[int]], *costs: MiniBatchCosts, sp_size: int = 1, **options: Any) -> dict[str, list]:
+def metrics(indices: list[list[int]], *costs: MiniBatchCosts, sp_size: int = 1) -> dict[str, list]:
     """Of ranks that have the same micro-batches, one for each of ``costs``."""
     micro_batches = [
         PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
         for members in indices
     ]
     plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, [[] for _ in indices], False, Levels())
-    ranks = [figures_of_rank(plan, FLOPS, of_rank, **options) for of_rank in costs]
+    ranks = [figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs]
     return mini_batch_metrics(ranks, sp_size, "sdpa")
 
 
@@ -82,10 +82,10 @@ def test_a_step_takes_as_much_memory_as_its_fullest_rank() -> None:
 
 
 def test_verified_samples_of_all_ranks_and_their_largest_error() -> None:
-    told = metrics(GROUPS, MiniBatchCosts(), MiniBatchCosts(), verified=[(2, 1e-6), (1, 3e-6)])
+    told = metrics(GROUPS, *(MiniBatchCosts(num_verified=n, verify_max_error=e) for n, e in ((4, 1e-6), (2, 3e-6))))
     assert told["prefix_grouper/verified_rows"] == [6.0]
     assert told["prefix_grouper/verify_max_error"] == [3e-6]
-    assert "prefix_grouper/verify_max_error" not in metrics(GROUPS, MiniBatchCosts(), verified=[])
+    assert "prefix_grouper/verify_max_error" not in metrics(GROUPS, MiniBatchCosts())
 
 
 def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> None:

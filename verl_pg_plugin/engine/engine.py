@@ -47,7 +47,7 @@ from verl_pg_plugin.engine.prepare import (
 )
 from verl_pg_plugin.engine.ranks import agreement, gather
 from verl_pg_plugin.engine.room import host_bytes, room_of_rank
-from verl_pg_plugin.engine.verify import Responses, Tolerance, Verifier, read_responses, rounding_noise
+from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import modality_of
@@ -153,7 +153,7 @@ class SharedPrefixEngine(FSDPEngine):
         order = plan.data.select("pad_mode", strict=False)
         tu.assign_non_tensor(order, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
         output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], order)
-        figures = gather(figures_of_rank(plan, self.shared_model.flops, costs, self.verifier.take()))
+        figures = gather(figures_of_rank(plan, self.shared_model.flops, costs))
         metrics = mini_batch_metrics(figures, self.ulysses_sequence_parallel_size, self.kernel.name)
         if "prompts" in plan.data.keys():  # noqa: SIM118 - a TensorDict iterates over its batch
             output["metrics"].update(metrics)
@@ -233,7 +233,8 @@ class SharedPrefixEngine(FSDPEngine):
         consumed = [] if forward_only else consume(cache, planned.layout)
         if planned.prefill is not None:
             self._prefill(planned.prefill, planned, plan, cache)
-        check = self._compute_alone(planned, plan) if self.verifier.is_due(planned, kind) else None
+        samples = self.verifier.choose(planned, sequences, kind)
+        alone = self._compute_alone([planned.sequences[sample] for sample in samples], plan) if samples else None
         access = cache_access(cache, planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, sequences, plan.runs_encoder, access)
         self.activations.begin(planned.level)
@@ -249,10 +250,11 @@ class SharedPrefixEngine(FSDPEngine):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
         outputs = {name: values.detach() for name, values in outputs.items()}
-        if check is not None:
-            samples, alone, tolerances = check
+        if alone is not None:
             got = read_responses(outputs, samples, sequences.prompt_lengths)
-            self.verifier.check(got, alone, tolerances, planned, samples, micro_batch, kind)
+            costs.num_verified += len(samples)
+            max_error = self.verifier.check(got, *alone, planned, samples, micro_batch, kind)
+            costs.verify_max_error = max(costs.verify_max_error, max_error)
         costs.num_padding += inputs.num_padding
         return {"model_output": outputs, "loss": loss.detach(), "metrics": metrics}
 
@@ -279,15 +281,11 @@ class SharedPrefixEngine(FSDPEngine):
         self.module.train(training)
         keep_published(cache, access)
 
-    def _compute_alone(
-        self, planned: PlannedMicroBatch, plan: Plan
-    ) -> tuple[list[int], Responses, dict[str, Tolerance]]:
-        """Some samples of a micro-batch with nothing shared, and how exactly they can be told.
+    def _compute_alone(self, chosen: list[int], plan: Plan) -> tuple[Responses, Responses]:
+        """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance.
 
         In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
         """
-        samples = self.verifier.choose(plan.sequences.select(planned.sequences))
-        chosen = [planned.sequences[sample] for sample in samples]
         micro_batch, sequences = plan.selector.select(chosen, self._device), plan.sequences.select(chosen)
         layout = sequences.unshared().lay_out() if self.packed else sequences.lay_out_padded()
 
@@ -298,8 +296,7 @@ class SharedPrefixEngine(FSDPEngine):
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
 
         alone = responses()
-        perturbed = alone if self.options.verify_tolerance is not None else responses(rounding_noise())
-        return samples, alone, self.verifier.tolerances(alone, perturbed)
+        return alone, alone if self.options.verify_tolerance is not None else responses(rounding_noise())
 
     def _inputs(
         self,

@@ -22,7 +22,7 @@ TOTALS = (
     "chains",
     "carried_rows",
     "exported_rows",
-    "verified_rows",  # in verify mode
+    "verified_rows",
     "patches",  # where the model has a vision encoder, as the next
     "logical_patches",
 )
@@ -46,15 +46,12 @@ class MiniBatchCosts:
 
     num_padding: int = 0
     peak_cached_bytes: int = 0
+    num_verified: int = 0
+    verify_max_error: float = 0.0
 
 
-def figures_of_rank(
-    plan: Plan, flops: ModelFlops, costs: MiniBatchCosts, verified: Sequence[tuple[int, float]] | None = None
-) -> dict[str, float]:
-    """What the mini-batch was on this rank.
-
-    ``verified`` has samples and largest error of each comparison; None without verify mode.
-    """
+def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dict[str, float]:
+    """What the mini-batch was on this rank."""
     layouts = [planned.layout for planned in plan.micro_batches]
     groups, lengths = plan.sequences.prompt_groups, plan.sequences.lengths
     prompts, (_, first) = plan.sequences.prompt_lengths, np.unique(groups, return_index=True)
@@ -80,15 +77,14 @@ def figures_of_rank(
         "forward": flops.forward(layouts) + flops.images(computed),
         "forward_alone": float(flops.alone(lengths).sum()) + flops.images(shown),
         "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
+        "verified_rows": costs.num_verified,
+        "verify_max_error": costs.verify_max_error,
         "cached_bytes": costs.peak_cached_bytes,
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
     if flops.vision is not None:
         figures["patches"] = int(computed.sum())
         figures["logical_patches"] = int(shown.sum())
-    if verified is not None:
-        figures["verified_rows"] = sum(num_samples for num_samples, _ in verified)
-        figures["verify_max_error"] = max((error for _, error in verified), default=0.0)
     return figures
 
 
@@ -108,7 +104,7 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
     }
     if total.get("host_bytes"):
         metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
-    if total.get("verified_rows"):
+    if total["verified_rows"]:
         metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}
 

@@ -144,27 +144,18 @@ class Verifier:
 
     def __init__(self, options: PrefixGrouperOptions, model: str, dtype: torch.dtype) -> None:
         self.options, self.model, self.dtype = options, model, dtype
-        self._comparisons: list[tuple[int, float]] = []
         self._seen: Counter[str] = Counter()
         self._verified: dict[str, bool] = {}  # kinds, and whether ancestors were read in any that was verified
         self._turn = 0
 
-    def is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
-        """Whether to verify a micro-batch, asked once of each; ``kind`` is "update" or "forward-only"."""
-        index, period = self._seen[kind], self.options.verify_period
-        self._seen[kind] += 1
-        if period is None:
-            return False
-        if period:
-            return index % period == 0
-        if self._verified.get(kind):
-            return False
-        # The first that shares anything on any rank. Where no sequence attended to tokens of another in it (turns that
-        # only continue one another, the chunk that computes a prompt), the first in which one does has its turn too.
-        return planned.reads_ancestors or (planned.shares_tokens and kind not in self._verified)
+    def choose(self, planned: PlannedMicroBatch, sequences: Sequences, kind: str) -> list[int]:
+        """Samples of a micro-batch to verify, asked once of each; ``kind`` is "update" or "forward-only".
 
-    def choose(self, sequences: Sequences) -> list[int]:
-        """Samples of a micro-batch: the one with most attention across a prefix and one of the rest, in turn."""
+        None where it is not its turn, else the one with most attention across a prefix and one of the rest, in turn.
+        """
+        self._seen[kind] += 1
+        if not self._is_due(planned, kind):
+            return []
         order = sequences.order()
         shared = np.maximum(order.num_shared, np.append(order.num_shared[1:], 0))
         by_sharing = order.sequences[np.argsort(-shared * (order.num_tokens - shared), kind="stable")]
@@ -173,37 +164,46 @@ class Verifier:
         self._turn += 1
         return chosen.tolist()
 
-    def tolerances(self, alone: Responses, perturbed: Responses) -> dict[str, Tolerance]:
-        """How exactly samples can be told, by output: from them alone, and with ``rounding_noise``."""
-        if (given := self.options.verify_tolerance) is not None:
-            return dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
-        noise = relative_errors(perturbed, alone)
-        return {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
+    def _is_due(self, planned: PlannedMicroBatch, kind: str) -> bool:
+        if period := self.options.verify_period:
+            return (self._seen[kind] - 1) % period == 0
+        if period is None or self._verified.get(kind):
+            return False
+        # The first that shares anything on any rank. Where no sequence attended to tokens of another in it (turns that
+        # only continue one another, the chunk that computes a prompt), the first in which one does has its turn too.
+        return planned.reads_ancestors or (planned.shares_tokens and kind not in self._verified)
 
     def check(
         self,
         got: Responses,
         alone: Responses,
-        tolerances: Mapping[str, Tolerance],
+        perturbed: Responses,
         planned: PlannedMicroBatch,
         samples: list[int],
         micro_batch: TensorDict,
         kind: str,
-    ) -> None:
-        """Compare what a micro-batch gave for some samples with the same samples computed alone.
+    ) -> float:
+        """Compare what a micro-batch gave for some samples with the same ones alone, also with ``rounding_noise``.
+
+        Returns:
+            The largest error.
 
         Raises:
             MismatchError: they differ by more than the tolerances; on this rank alone.
         """
+        if (given := self.options.verify_tolerance) is not None:
+            tolerances = dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
+        else:
+            noise = relative_errors(perturbed, alone)
+            tolerances = {name: Tolerance.from_noise(errors, self.dtype) for name, errors in noise.items()}
         max_error, worst = compare(got, alone, tolerances)
-        self._comparisons.append((len(samples), max_error))
         # The first of a kind as a warning: verl's workers hide all below, and its trainer the metrics of log-probs.
         level = logging.INFO if kind in self._verified else logging.WARNING
         self._verified[kind] = self._verified.get(kind, False) or planned.reads_ancestors
         if worst is None:
             text = "%s micro-batch verified: samples alone (here %s) differ by at most %.3g"
             logger.log(level, text, kind, samples, max_error)
-            return
+            return max_error
         (number, how), uids = worst, tu.get(micro_batch, "uid")
         sample = samples[number]
         uid = "" if uids is None else f" (uid {uids[sample]})"
@@ -213,8 +213,3 @@ class Verifier:
             "and report the message; another ++prefix_grouper.attention_kernel tells whether it is to blame. If "
             "stock verl with other micro-batches differs from itself as much, set ++prefix_grouper.verify_tolerance"
         )
-
-    def take(self) -> list[tuple[int, float]] | None:
-        """Samples and largest error of each comparison since the last call; None where verify mode is off."""
-        taken, self._comparisons = self._comparisons, []
-        return None if self.options.verify_period is None else taken
