@@ -1,15 +1,13 @@
-"""Kinds of content, one file each; a model has one of them."""
+"""Text, and the images that some models read beside it."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, Images
-from verl_pg_plugin.modalities.text import TEXT, Text, text_obstacles
+from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Modality
+from verl_pg_plugin.modalities.text import text_obstacles
 
-Modality: TypeAlias = Text | Images
+__all__ = ["TEXT", "Modality", "modality_obstacles", "modality_of"]
 
 
 def modality_obstacles(config: PretrainedConfig) -> list[str]:
@@ -25,4 +23,4 @@ def modality_of(config: PretrainedConfig) -> Modality:
     """
     if obstacles := modality_obstacles(config):
         raise ValueError("; ".join(obstacles))
-    return Images.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT
+    return Modality.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT
