@@ -41,13 +41,11 @@ class ModelInputs:
         head_place: (N,) place of each label's token in those columns of all lines; None if they are the labels.
         labels, label_sequence: (N,) and a sequence that contains each.
         label_index: (N,) place of the token in front of the label in the sequences laid one after the other.
-        sp_group: ranks that share the tokens; None where this rank has them all.
         num_own: tokens of this rank where they are shared.
         all_labels: (A,) tokens with a label of all ranks where they are shared.
         response_index, response_label: (M,) ``response_index`` and ``response_head`` of the layout.
         num_logical_tokens: length of verl's jagged values.
         num_padding: tokens of all ranks that are not the layout's.
-        cache: what a chunk of a split group reads and publishes.
         content: what the model reads beside tokens, by keyword. With any, ``input_ids`` and ``position_ids`` are those
             of all ranks, and the model takes its own part behind its vision encoder.
     """
@@ -60,14 +58,12 @@ class ModelInputs:
     labels: torch.Tensor
     label_sequence: torch.Tensor
     label_index: torch.Tensor
-    sp_group: dist.ProcessGroup | None = None
     num_own: int = 0
     all_labels: torch.Tensor | None = None
     response_index: torch.Tensor
     response_label: torch.Tensor
     num_logical_tokens: int
     num_padding: int = 0
-    cache: CacheAccess | None = None
     content: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -93,8 +89,9 @@ class ModelInputs:
             x_LC = x_NC.new_zeros(self.num_own, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
             # Each rank computes the whole loss; verl's gather scales gradients up by the size of the group, so that
             # they are right after FSDP has averaged them over all ranks.
-            x_NC = gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.sp_group).index_select(0, self.all_labels)
-        return x_NC if self.cache is None else self.cache.join_outputs(x_NC)
+            x_TC = gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.context.group)
+            x_NC = x_TC.index_select(0, self.all_labels)
+        return x_NC if self.context.cache is None else self.context.cache.join_outputs(x_NC)
 
     def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Jagged (B, length) of ``offsets`` (B+1,), with the values where verl reads them and zero elsewhere."""
@@ -131,7 +128,8 @@ def make_inputs(
     if isinstance(layout, PaddedLayout):
         return _padded_inputs(layout, kernel, device, perturb)
     ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
-    input_ids = np.append(layout.input_ids, modality.padding_ids(layout, runs_encoder))
+    padding, content = modality.inputs(layout, sequences, runs_encoder)
+    input_ids = np.append(layout.input_ids, np.array(padding, dtype=np.int64))
     num_tokens = len(input_ids)
     for multiple in (token_multiple, ranks):
         num_tokens = -(-num_tokens // multiple) * multiple
@@ -146,7 +144,6 @@ def make_inputs(
     if not len(columns):  # a head never runs on nothing: it computes the first token, which nobody reads
         columns = label_sequence = np.zeros(1, dtype=np.int64)
     input_ids, position_ids = padded(input_ids), padded(layout.position_ids)
-    content = modality.inputs(layout, sequences, runs_encoder)
     if content is None:  # where there is more, the model itself takes this rank's tokens
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
@@ -157,14 +154,12 @@ def make_inputs(
         labels=_sent(padded(layout.labels)[start + columns], device),
         label_sequence=_sent(label_sequence, device),
         label_index=_sent(padded(layout.token_index)[start + columns], device),
-        sp_group=sp_group,
         num_own=num_own,
         all_labels=_sent(layout.head_index, device) if sp_group else None,
         response_index=_sent(layout.response_index, device),
         response_label=_sent(layout.response_head, device),
         num_logical_tokens=layout.num_logical_tokens,
         num_padding=num_tokens - layout.num_tokens,
-        cache=cache,
         content={name: send(tensor, device) for name, tensor in (content or {}).items()},
     )
 

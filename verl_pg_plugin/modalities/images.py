@@ -85,35 +85,32 @@ class Modality:
         keys, inside = build_keys(tokens, offsets, positions, images)
         return replace(sequences, keys=keys, positions=positions, inside=inside, images=images)
 
-    def padding_ids(self, layout: PackedLayout, runs_encoder: bool) -> IntArray:
-        """The placeholder of a blank image where the tokens show none and the encoder must run all the same."""
-        shown = np.isin(layout.input_ids, [kind.token_id for kind in self.kinds]).any()
-        return np.array([kind.token_id for kind in self.kinds[:1] if runs_encoder and not shown], dtype=np.int64)
-
-    def inputs(self, layout: PackedLayout, sequences: Sequences, runs_encoder: bool) -> dict[str, torch.Tensor] | None:
+    def inputs(
+        self, layout: PackedLayout, sequences: Sequences, runs_encoder: bool
+    ) -> tuple[list[int], dict[str, torch.Tensor] | None]:
         """Images whose tokens are in the layout, once each and in their order, by keyword; None where text is all.
 
-        Where there are none, a blank one at a padding token, unless no rank has any in the whole mini-batch: FSDP
-        gathers the vision encoder's weights on all ranks or on none. Nothing reads that token: its gradients are zero.
+        Where there are none, a blank one, and in front the padding token that shows it, unless no rank has any in the
+        whole mini-batch: FSDP gathers the vision encoder's weights on all ranks or on none. Nothing reads that token:
+        its gradients are zero.
 
         Args:
             layout: of ``sequences``, or of a prefix of the first.
-            runs_encoder: whether the vision encoder must run even if the tokens have nothing for it.
+            runs_encoder: whether some rank has an image.
         """
         if not self.kinds:
-            return None
-        if len(self.padding_ids(layout, runs_encoder)):
-            return {
-                self.kinds[0].pixels: torch.zeros(self.merge_size**2, self.patch_numbers),
-                self.kinds[0].grids: torch.tensor([(1, self.merge_size, self.merge_size)]),
-            }
+            return [], None
         shown = shown_images(layout, sequences)
+        if runs_encoder and not shown:
+            kind, size = self.kinds[0], self.merge_size
+            blank, grid = torch.zeros(size**2, self.patch_numbers), torch.tensor([(1, size, size)])
+            return [kind.token_id], {kind.pixels: blank, kind.grids: grid}
         tensors: dict[str, torch.Tensor] = {}
         for kind in self.kinds:
             if of_kind := [image for image in shown if image.kind is kind]:
                 tensors[kind.pixels] = torch.cat([image.pixels for image in of_kind])
                 tensors[kind.grids] = torch.tensor([(1, *image.grid) for image in of_kind])
-        return tensors
+        return [], tensors
 
 
 TEXT = Modality()
