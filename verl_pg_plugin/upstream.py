@@ -29,13 +29,17 @@ def _found(owner: Any, name: str, *parameters: str, more: bool = False) -> Any:
         UpstreamChangedError: there is none, or it takes others.
     """
     path = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
-    why, found = f"{path}.{name} is gone", getattr(owner, name, None)
-    if found is not None:
-        why, taken = f"{path}.{name} now takes {inspect.signature(found)}", inspect.signature(found).parameters
+    found: Any = getattr(owner, name, None)
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # what is not called, or is built in
+        why = "is gone" if found is None else "does not tell its parameters"
+    else:
+        taken, why = signature.parameters, f"now takes {signature}"
         if set(parameters) <= taken.keys() if more else [*taken] == [*parameters]:
             return found
     package = path.partition(".")[0]
-    raise UpstreamChangedError(f"{why}; tested with {requirements('tested').get(package, package)}")
+    raise UpstreamChangedError(f"{path}.{name} {why}; tested with {requirements('tested').get(package, package)}")
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str, more: bool = False) -> None:

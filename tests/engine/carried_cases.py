@@ -3,13 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from tensordict import TensorDict
 
 from tests.support import clone, group, make_engine
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch
+from verl_pg_plugin.engine import plan as plan_module
+from verl_pg_plugin.engine.plan import Plan
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, cut_micro_batches
 from verl_pg_plugin.synthetic import Sample
 
 SYSTEM, TURN = list(range(5)), list(range(40, 52))
@@ -72,8 +76,13 @@ def carrying_engine(path: str, weights: CacheWeights = CacheWeights(), **options
 
 def carry_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
     """Let an engine in packed mode carry prefixes however short."""
-    engine._cache_weights = lambda levels, forward_only: weights
-    engine.micro_batch_cost = 4.0
+    plan, cut = engine.plan, partial(cut_micro_batches, micro_batch_cost=4.0)
+
+    def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
+        with patch.object(plan_module, "cut_micro_batches", cut):
+            return plan(data, forward_only)
+
+    engine._cache_weights, engine.plan = lambda levels, forward_only: weights, plan_cheap_micro_batches
 
 
 def split_groups(engine: Any, batch: TensorDict, forward_only: bool) -> list[list[MicroBatch]]:

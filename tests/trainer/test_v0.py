@@ -81,11 +81,20 @@ def test_a_trainer_that_shares_nothing_is_balanced_as_verl_does_it(trainer: Stoc
     assert not any(name.startswith("prefix_grouper") for name in metrics)
 
 
-@pytest.mark.parametrize("method", ["_balance_batch", "_update_actor"])
-def test_a_method_with_other_parameters_is_not_patched(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "new", "told"),
+    [
+        ("_balance_batch", lambda self, other: None, "now takes"),
+        ("_update_actor", lambda self, other: None, "now takes"),
+        ("_update_actor", type, "does not tell its parameters"),
+    ],
+)
+def test_a_method_with_other_parameters_is_not_patched(
+    monkeypatch: pytest.MonkeyPatch, method: str, new: Any, told: str
+) -> None:
     monkeypatch.setattr(RayPPOTrainer, "_balance_batch", inspect.unwrap(RayPPOTrainer._balance_batch))
-    monkeypatch.setattr(RayPPOTrainer, method, lambda self, other: None)
-    with pytest.raises(upstream.UpstreamChangedError, match="now takes"):
+    monkeypatch.setattr(RayPPOTrainer, method, new)
+    with pytest.raises(upstream.UpstreamChangedError, match=rf"RayPPOTrainer\.{method} {told}"):
         keep_groups(RayPPOTrainer)
 
 

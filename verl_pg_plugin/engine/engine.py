@@ -53,7 +53,7 @@ from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
-from verl_pg_plugin.planning.micro_batches import MICRO_BATCH_COST, CacheWeights
+from verl_pg_plugin.planning.micro_batches import CacheWeights
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class SharedPrefixEngine(FSDPEngine):
     """
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
-    micro_batch_cost = MICRO_BATCH_COST
     _told_level = False
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +173,6 @@ class SharedPrefixEngine(FSDPEngine):
             levels=levels,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
-            micro_batch_cost=self.micro_batch_cost,
         )
         if self.rank == 0 and not (forward_only or self._told_level):
             largest = max(plan.micro_batches, key=lambda planned: planned.layout.num_tokens)

@@ -20,14 +20,7 @@ from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
-from verl_pg_plugin.planning.micro_batches import (
-    MICRO_BATCH_COST,
-    CacheWeights,
-    MicroBatch,
-    cut_micro_batches,
-    lay_out,
-    tokens_of_stock,
-)
+from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, cut_micro_batches, lay_out, tokens_of_stock
 from verl_pg_plugin.planning.order import FloatArray, align
 
 
@@ -106,7 +99,6 @@ def plan_mini_batch(
     levels: Levels,
     sp_size: int = 1,
     dp_rank: int = 0,
-    micro_batch_cost: float = MICRO_BATCH_COST,
 ) -> Plan:
     """Plan the mini-batches of all ranks; a collective of the host.
 
@@ -119,7 +111,6 @@ def plan_mini_batch(
         levels: from what is free on this rank; ranks that share tokens have the same.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
-        micro_batch_cost: see ``cut_micro_batches``.
 
     Raises:
         BatchError: this rank has a batch it cannot compute.
@@ -130,15 +121,7 @@ def plan_mini_batch(
         check_batch(data, packed, levels.fused_kernels)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
-        cut = partial(
-            cut_micro_batches,
-            order,
-            limits,
-            weights,
-            forward_only=forward_only,
-            micro_batch_cost=micro_batch_cost,
-            levels=levels,
-        )
+        cut = partial(cut_micro_batches, order, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
         ranks.append(_told(draft, flops, sequences, levels))
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
