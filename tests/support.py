@@ -1,11 +1,12 @@
 """Tiny real models, verl batches, verl engines, and every sequence alone in float32: the reference of all tests."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from verl_pg_plugin.engine import plan as plan_module
+from verl_pg_plugin.engine.plan import Plan
+from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_micro_batches
 from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
@@ -94,6 +98,7 @@ def make_engine(
     packed: bool = True,
     padded: bool = False,
     critic: bool = False,
+    splits: bool = False,
     strategy: str = "fsdp2",
     engine: dict | None = None,
     model: dict | None = None,
@@ -101,7 +106,8 @@ def make_engine(
 ) -> Any:
     """verl's engine for this machine, initialised; ``packed`` switches the plugin on, ``padded`` padding.
 
-    ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too.
+    ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too. With ``splits`` it splits
+    groups that exceed a micro-batch even where prefixes are too short to be worth it, as those of tests are.
     """
     model_type = "value_model" if critic else "language_model"
     register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
@@ -136,7 +142,39 @@ def make_engine(
         checkpoint_config=CheckpointConfig(),
     )
     built.initialize()
+    if splits:
+        split_always(built)
     return built
+
+
+def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
+    """Let an engine split groups, where they exceed a micro-batch, and carry prefixes however short."""
+    plan, cut = engine.plan, partial(cut_micro_batches, micro_batch_cost=4.0)
+
+    def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
+        with patch.object(plan_module, "cut_micro_batches", cut):
+            return plan(data, forward_only)
+
+    engine._cache_weights, engine.plan = lambda levels, forward_only: weights, plan_cheap_micro_batches
+
+
+@contextmanager
+def splitting(engine: Any) -> Iterator[None]:
+    """Fails unless each mini-batch that ``engine`` runs in the block splits a group on some rank."""
+    run, chains = engine.forward_backward_batch, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        chains.extend(output["metrics"]["prefix_grouper/chains"])
+        return output
+
+    engine.forward_backward_batch = counted
+    try:
+        yield
+    finally:
+        engine.forward_backward_batch = run
+    assert chains
+    assert all(chains), "no group was split, so nothing was shown"
 
 
 def actor_loss(**overrides: Any) -> Callable:
@@ -361,13 +399,24 @@ def assert_same(actual: Result, expected: Result, tolerance: float | None = None
         assert error <= bound, f"gradient of {name}: off by {error:.3g}, largest {want.abs().max():.3g}"
 
 
-def check_exact(engine: Any, path: str, batch: TensorDict, loss: Callable | None = None, **reference: Any) -> Result:
+def check_exact(
+    engine: Any,
+    path: str,
+    batch: TensorDict,
+    loss: Callable | None = None,
+    sequences: Sequence[int] | None = None,
+    splits: bool = False,
+    **reference: Any,
+) -> Result:
     """Outputs of both paths, loss and gradients of ``batch`` are those of every sequence alone.
 
-    ``reference`` is as for ``run_reference``.
+    ``sequences`` are those of this rank; ``splits`` says that groups are split; ``reference`` is for ``run_reference``.
     """
-    outputs, expected = old_outputs(engine, batch), run_reference(path, batch, loss, **reference)
-    got = update(engine, batch, loss, return_model_output=True)
+    expected, mine = run_reference(path, batch, loss, **reference), batch
+    if sequences is not None:
+        expected, mine = expected.of_rank(sequences), tu.index_select_tensor_dict(batch, list(sequences))
+    with splitting(engine) if splits else nullcontext():
+        outputs, got = old_outputs(engine, mine), update(engine, mine, loss, return_model_output=True)
     assert_same(got, expected)
     assert_same(replace(got, outputs=outputs), expected)
     return got

@@ -1,19 +1,10 @@
-"""Batches whose groups exceed a micro-batch, and engines that carry prefixes too short to be worth it."""
+"""Batches whose groups exceed a micro-batch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
-from tensordict import TensorDict
 
-from tests.support import clone, group, make_engine
-from verl_pg_plugin.engine import plan as plan_module
-from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, cut_micro_batches
+from tests.support import group
 from verl_pg_plugin.synthetic import Sample
 
 SYSTEM, TURN = list(range(5)), list(range(40, 52))
@@ -65,45 +56,3 @@ CASES: dict[str, tuple[list[Sample], int]] = {
     "groups_behind_a_chat_template": (TEMPLATE, 130),
 }
 """Samples, and the token budget of a micro-batch."""
-
-
-def carrying_engine(path: str, weights: CacheWeights = CacheWeights(), **options: Any) -> Any:  # noqa: B008
-    """``make_engine`` in packed mode, carrying whatever it can: the prefixes of tests are short."""
-    engine = make_engine(path, **options)
-    carry_always(engine, weights)
-    return engine
-
-
-def carry_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
-    """Let an engine in packed mode carry prefixes however short."""
-    plan, cut = engine.plan, partial(cut_micro_batches, micro_batch_cost=4.0)
-
-    def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
-        with patch.object(plan_module, "cut_micro_batches", cut):
-            return plan(data, forward_only)
-
-    engine._cache_weights, engine.plan = lambda levels, forward_only: weights, plan_cheap_micro_batches
-
-
-def split_groups(engine: Any, batch: TensorDict, forward_only: bool) -> list[list[MicroBatch]]:
-    """The chunks of each group that goes on from micro-batch to micro-batch on this rank."""
-    return [group for group in engine.plan(clone(batch), forward_only).groups if len(group) > 1]
-
-
-@contextmanager
-def carrying(engine: Any) -> Iterator[None]:
-    """Fails unless each mini-batch that ``engine`` runs in the block has chains on some rank."""
-    run, chains = engine.forward_backward_batch, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = run(*args, **kwargs)
-        chains.extend(output["metrics"]["prefix_grouper/chains"])
-        return output
-
-    engine.forward_backward_batch = counted
-    try:
-        yield
-    finally:
-        engine.forward_backward_batch = run
-    assert chains
-    assert all(chains), "nothing was carried, so nothing was shown"

@@ -1,17 +1,22 @@
-"""Run a function on several ranks, of gloo or of a GPU each, and hand back what each returns."""
+"""Run a function on several ranks, of gloo or of a GPU each, and hand back what each returns; ``check_exact`` there."""
 
 import atexit
 import gc
 import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.conftest import free_port
+from tests.precision import in_float64
+from tests.support import check_exact, fsdp1_takes_models_on_a_cpu, make_engine
 
 SECONDS_BEHIND_A_FAILURE = 30.0
 
@@ -39,6 +44,43 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: 
     else:
         _kill(pool)
     return results
+
+
+def check_exact_on_ranks(
+    path: str,
+    make: Callable[[], Any],
+    sequences: list[list[int]] | None = None,
+    num_ranks: int = 2,
+    float64: bool = False,
+    splits: bool = False,
+    **options: Any,
+) -> None:
+    """``check_exact`` on CPU ranks.
+
+    ``make`` makes the batch, of which a data-parallel rank has some ``sequences``; ``options`` are for ``make_engine``.
+    """
+    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, splits, options)
+
+
+def graphs_as_they_are() -> Any:
+    """What dynamo makes of FSDP is what differs on ranks; the rest of the compiler takes most of the time."""
+    return patch.object(torch, "compile", partial(torch.compile, backend="eager"))
+
+
+def _check_exact(
+    rank: int,
+    path: str,
+    make: Callable[[], Any],
+    sequences: list[list[int]] | None,
+    float64: bool,
+    splits: bool,
+    options: dict[str, Any],
+) -> None:
+    fsdp1_takes_models_on_a_cpu()
+    with in_float64() if float64 else nullcontext(), graphs_as_they_are():
+        engine = make_engine(path, splits=splits, **options)
+        mine = sequences and sequences[engine.get_data_parallel_rank()]
+        check_exact(engine, path, make(), sequences=mine, splits=splits)
 
 
 _pools: dict[tuple[int, str], list[ProcessPoolExecutor]] = {}

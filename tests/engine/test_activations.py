@@ -16,7 +16,7 @@ import transformers
 from tensordict import TensorDict
 
 from tests.architectures.tiny_configs import tiny_config
-from tests.engine.carried_cases import carry_always, carrying, trie
+from tests.engine.carried_cases import trie
 from tests.engine.ranks import on_ranks
 from tests.engine.test_moe import MODELS as EXPERTS
 from tests.mixers.hybrids import save_hybrid
@@ -35,6 +35,8 @@ from tests.support import (
     make_engine,
     run_reference,
     save_tiny_model,
+    split_always,
+    splitting,
     update,
 )
 from verl_pg_plugin.engine import activations, compiled_layers
@@ -165,9 +167,9 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, monkeypatc
     if way == "padded groups":
         batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     if splits := way.startswith("split"):
-        carry_always(engine)
+        split_always(engine)
         batch = make_batch(trie(), max_token_len_per_gpu=56)
-    with carrying(engine) if splits else nullcontext():
+    with splitting(engine) if splits else nullcontext():
         got = check_all_levels(engine, batch, per_layer=5 if way == "padded groups" else 3)  # which attend twice
     if way in ("fsdp2", "fsdp", "compiled", "padded groups"):
         assert_same(got, run_reference(qwen3, batch))

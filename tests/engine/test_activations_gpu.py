@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.carried_cases import carry_always, carrying
 from tests.engine.test_activations import recording, same_bits, update_at
 from tests.engine.test_gpu import SIZES, two_groups
 from tests.precision import BF16
-from tests.support import clone, group, make_engine, save_tiny_model
+from tests.support import clone, group, make_engine, save_tiny_model, split_always, splitting
 from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.engine import activations
 from verl_pg_plugin.planning.activation_level import Level
@@ -51,8 +50,8 @@ def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, kernel: str, options
     """Twice, so that memory which copies have used is used again."""
     engine = engine_of(qwen3, kernel, **options)
     if budget < 4096:
-        carry_always(engine)
-        with carrying(engine):
+        split_always(engine)
+        with splitting(engine):
             update_at(Level.ATTENTION, engine, two_groups(budget))
     assert same_bits([update_at(level, engine, two_groups(budget)) for level in (*Level, *Level)])
 
@@ -108,9 +107,9 @@ def test_the_host_waits_for_nothing_between_layers(qwen3: str, level: Level) -> 
 
 def test_memory_of_an_update_in_split_groups_is_given_back(qwen3: str) -> None:
     engine, allocated = engine_of(qwen3), []
-    carry_always(engine)
+    split_always(engine)
     for _ in range(3):
-        with carrying(engine):
+        with splitting(engine):
             update_at(Level.ATTENTION_ON_HOST, engine, two_groups(480))
         engine.optimizer_zero_grad()
         allocated.append(torch.cuda.memory_allocated())

@@ -1,30 +1,24 @@
 """Groups that exceed a micro-batch go on in the next one, and every number stays that of the sequence alone."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensordict import TensorDict
 
-from tests.engine.carried_cases import (
-    CASES,
-    DUPLICATES,
-    MIXED,
-    ONE_GROUP,
-    carry_always,
-    carrying,
-    carrying_engine,
-    split_groups,
-)
-from tests.engine.test_moe import MODELS as EXPERTS
+from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, trie
+from tests.engine.ranks import check_exact_on_ranks
 from tests.support import (
     assert_same,
     check_exact,
+    clone,
     critic_batch,
+    group,
     make_engine,
-    run_engine,
     run_reference,
     save_tiny_model,
+    split_always,
     update,
 )
 from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
@@ -34,11 +28,8 @@ from verl_pg_plugin.synthetic import Sample, make_batch
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-BY_SEQUENCES = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
-
-
-def by_tokens(budget: int) -> dict[str, int]:
-    return {"max_token_len_per_gpu": budget}
+def by_sequences(number: int) -> dict[str, Any]:
+    return {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": number}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(qwen3: str, process_group: None) -> Any:
-    return carrying_engine(qwen3)
+    return make_engine(qwen3, splits=True)
 
 
 def batch_of(case: str) -> TensorDict:
@@ -56,52 +47,47 @@ def batch_of(case: str) -> TensorDict:
     return make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_carried_groups_are_exact_in_both_phases(qwen3: str, engine: Any, case: str) -> None:
-    """Those of the update too, where the chunks run in reverse."""
-    batch = batch_of(case)
-    expected = run_reference(qwen3, batch)
-    with carrying(engine):
-        assert_same(run_engine(engine, batch), expected)
-        assert_same(update(engine, batch, return_model_output=True), expected)
-
-
-ALWAYS_REDUCED = {"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
-WINDOW = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3}
-WAYS: dict[str, tuple[str, dict, dict, list[Sample], dict]] = {
-    "groups above a number of sequences": ("qwen3", {}, {}, MIXED, BY_SEQUENCES | {"micro_batch_size_per_gpu": 3}),
-    "a chunk that begins with a duplicate": ("qwen3", {}, {}, DUPLICATES, BY_SEQUENCES),
-    "cached tokens in the budget": ("qwen3", {}, {"weights": CacheWeights(1.0, 0.5)}, MIXED, by_tokens(64)),
-    "every micro-batch reduced": ("qwen3", {}, {"engine": ALWAYS_REDUCED}, MIXED, by_tokens(56)),
-    "windows": ("qwen3", WINDOW, {}, MIXED, by_tokens(56)),
-    "experts": ("qwen3_moe", EXPERTS["qwen3_moe"], {}, ONE_GROUP, by_tokens(36)),
+WAYS: dict[str, TensorDict] = {
+    **{case: batch_of(case) for case in CASES},
+    "groups above a number of sequences": make_batch(MIXED, **by_sequences(3)),
+    "a chunk that begins with a duplicate": make_batch(DUPLICATES, **by_sequences(2)),
 }
-"""A model and its sizes, the engine, samples and how they are cut."""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_split_groups_are_exact(tmp_path: Path, way: str) -> None:
-    """Other options meet split groups in tests/options/test_matrix.py, compiled layers in test_compiled_layers.py."""
-    model_type, sizes, options, samples, cut = WAYS[way]
-    path = save_tiny_model(tmp_path, model_type, **sizes)
-    engine = carrying_engine(path, **options)
-    with carrying(engine):
-        check_exact(engine, path, make_batch(samples, **cut))
+def test_split_groups_are_exact(qwen3: str, engine: Any, way: str) -> None:
+    """Other options meet split groups in tests/options, rare layers in tests/architectures and tests/mixers."""
+    check_exact(engine, qwen3, WAYS[way], splits=True)
 
 
-@pytest.mark.parametrize(("owed", "carries"), [(0.75, True), (1.5, False)])
-def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, carries: bool) -> None:
-    engine = carrying_engine(qwen3, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
-    batch = make_batch(ONE_GROUP, **BY_SEQUENCES | {"micro_batch_size_per_gpu": 1})
-    assert bool(split_groups(engine, batch, forward_only=False)) == carries
+def test_windows_over_chunks_are_exact(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, sliding_window=6, use_sliding_window=True, max_window_layers=1)
+    check_exact(make_engine(path, splits=True), path, make_batch(MIXED, max_token_len_per_gpu=56), splits=True)
+
+
+def test_values_of_cached_tokens_reach_the_critic(value_model: str) -> None:
+    batch = critic_batch(MIXED, max_token_len_per_gpu=56)
+    check_exact(make_engine(value_model, critic=True, splits=True), value_model, batch, splits=True)
+
+
+def test_cached_tokens_count_in_the_budget(qwen3: str) -> None:
+    engine = make_engine(qwen3)
+    split_always(engine, CacheWeights(1.0, 0.5))
+    check_exact(engine, qwen3, make_batch(MIXED, max_token_len_per_gpu=64), splits=True)
+
+
+@pytest.mark.parametrize(("owed", "splits"), [(0.75, True), (1.5, False)])
+def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: str, owed: float, splits: bool) -> None:
+    engine = make_engine(qwen3)
+    split_always(engine, CacheWeights(cached=0.5, published=owed, recomputing=0.5))
+    plan = engine.plan(clone(make_batch(ONE_GROUP, **by_sequences(1))), forward_only=False)
+    assert any(len(group) > 1 for group in plan.groups) == splits
 
 
 def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> None:
-    batch = batch_of("one_group_of_8")
-    rows = {}
-    for carry in ("auto", "never"):
-        of = engine if carry == "auto" else make_engine(qwen3, engine={"carry": carry})
-        (rows[carry],) = update(of, batch).metrics["prefix_grouper/physical_tokens"]
+    engines, rows = {"auto": engine, "never": make_engine(qwen3, engine={"carry": "never"})}, {}
+    for carry, of in engines.items():
+        (rows[carry],) = update(of, batch_of("one_group_of_8")).metrics["prefix_grouper/physical_tokens"]
     assert rows["auto"] == 19 + sum(len(sample.response) for sample in ONE_GROUP)
     assert rows["never"] > rows["auto"] + 19
 
@@ -127,8 +113,30 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
         assert_same(update(engine, batch), run_reference(qwen3, batch))
 
 
-def test_values_of_cached_tokens_reach_the_critic(value_model: str) -> None:
-    engine = make_engine(value_model, critic=True)
-    carry_always(engine)
-    with carrying(engine):
-        check_exact(engine, value_model, critic_batch(MIXED, max_token_len_per_gpu=56))
+TRIE, SECOND = trie(), group(18, [6, 9, 5, 8, 7, 6, 9, 4], 21)
+SMALL = [*group(6, [7, 1], 3), *group(9, [4, 4], 2)]
+RANKS: dict[str, tuple[list[Sample], list[Sample]]] = {
+    "two against none": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND[:3]]),
+    "two against one": ([*ONE_GROUP, *TRIE], [*SMALL, *SECOND]),
+    "one against two in fewer micro-batches": (ONE_GROUP, [*TRIE, *SMALL, *SECOND]),
+}
+"""Samples of the two ranks, by the number of groups that exceed a micro-batch on each."""
+TWO_BY_TWO = {"ulysses_sequence_parallel_size": 2, "fsdp_size": 2}
+"""Data-parallel ranks of two sequence-parallel ones each, weights sharded over two and replicated twice."""
+
+
+@pytest.mark.parametrize(
+    ("split", "options"),
+    [
+        *((split, {}) for split in RANKS),
+        ("two against one", {"strategy": "fsdp"}),
+        pytest.param("two against one", {"engine": TWO_BY_TWO, "num_ranks": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_with_unequal_numbers_of_oversized_groups_are_exact(qwen3: str, split: str, options: dict) -> None:
+    """Ulysses alone meets split groups in tests/options/test_ranks.py."""
+    first, second = RANKS[split]
+    make = partial(make_batch, [*first, *second], max_token_len_per_gpu=28 if "engine" in options else 56)
+    parts = [list(range(len(first))), list(range(len(first), len(first) + len(second)))]
+    check_exact_on_ranks(qwen3, make, parts, splits=True, **options)

@@ -17,7 +17,6 @@ from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.carried_cases import carrying, carrying_engine
 from tests.support import actor_loss, check_exact, group, make_engine, run_engine, update
 from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import (
@@ -48,15 +47,14 @@ def compiled(qwen3: str, process_group: None) -> Any:
     """An engine whose layers Inductor compiles once, for all tests of it, which come first."""
     torch._dynamo.reset()
     counters.clear()
-    return carrying_engine(qwen3, engine={"compile_layers": True})
+    return make_engine(qwen3, splits=True, engine={"compile_layers": True})
 
 
 def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compiled: Any, qwen3: str) -> None:
     """With attention computed again they are compiled by the slow tests of tests/options."""
     graphs = []
     for samples in RAGGED:
-        with carrying(compiled):
-            check_exact(compiled, qwen3, make_batch(samples, max_token_len_per_gpu=BUDGET))
+        check_exact(compiled, qwen3, make_batch(samples, max_token_len_per_gpu=BUDGET), splits=True)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
     assert set(graphs) == {graphs[0]}

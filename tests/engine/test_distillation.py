@@ -14,7 +14,7 @@ from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
 
-from tests.engine.carried_cases import NESTED, carrying, carrying_engine
+from tests.engine.carried_cases import NESTED
 from tests.engine.ranks import on_ranks
 from tests.engine.test_exactness import CASES, MIXED, PADDED
 from tests.support import (
@@ -26,6 +26,7 @@ from tests.support import (
     group,
     learned,
     make_engine,
+    splitting,
     update,
 )
 from verl_pg_plugin.modalities.text import BatchError
@@ -126,8 +127,8 @@ REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *
 @pytest.mark.parametrize("option", OPTIONS)
 def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> None:
     batch, loss = top_k_batch(REACHING, max_token_len_per_gpu=44), loss_of("forward_kl_topk", False, False)
-    engine = carrying_engine(qwen3, **OPTIONS[option])
-    with carrying(engine):
+    engine = make_engine(qwen3, splits=True, **OPTIONS[option])
+    with splitting(engine):
         assert_same(update(engine, batch, loss), top_k_alone(qwen3, batch, loss))
 
 
@@ -137,7 +138,7 @@ def test_top_k_in_padded_groups(qwen3: str) -> None:
 
 
 def update_under_ulysses(rank: int, path: str) -> list[Result]:
-    engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4})
+    engine = make_engine(path, splits=True, engine={"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4})
     results = []
     for samples, only, tokens in ULYSSES:
         batch = top_k_batch(samples, only, max_token_len_per_gpu=tokens)

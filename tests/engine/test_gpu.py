@@ -7,7 +7,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engine.carried_cases import carrying_engine
 from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -51,7 +50,7 @@ OPTIONS: dict[str, dict] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_error_of_carried_groups_is_that_of_whole_groups(qwen3: str, option: str) -> None:
-    engines = {4096: make_engine(qwen3, **OPTIONS[option]), 480: carrying_engine(qwen3, **OPTIONS[option])}
+    engines = {4096: make_engine(qwen3, **OPTIONS[option]), 480: make_engine(qwen3, splits=True, **OPTIONS[option])}
     found: dict[int, list[dict[str, float]]] = {budget: [] for budget in engines}
     for seed in (1, 2, 3):
         reference = run_reference(qwen3, two_groups(4096, seed), LOSS)

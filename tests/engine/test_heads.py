@@ -1,23 +1,18 @@
 """The head in chunks gives what the whole head gives, where chunks meet the rest of the engine."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 
 from tests.architectures.tiny_configs import tiny_config
-from tests.engine.ranks import on_ranks
+from tests.engine.ranks import check_exact_on_ranks
 from tests.support import (
-    Result,
-    assert_same,
     group,
-    make_engine,
-    run_engine,
-    run_reference,
     save_tiny_model,
 )
 from verl_pg_plugin.architectures import skeleton
@@ -25,21 +20,13 @@ from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_hea
 from verl_pg_plugin.synthetic import make_batch
 
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
-SETTINGS = {"temperature": 0.7, "calculate_sum_pi_squared": True}
-
-
-def run_on_rank(rank: int, path: str) -> Result:
-    engine = make_engine(path, engine={"logits_chunk_size": 4})
-    batch = tu.index_select_tensor_dict(make_batch(SAMPLES, **SETTINGS), [2 * rank, 2 * rank + 1])
-    return run_engine(engine, batch)
 
 
 def test_a_tied_head_on_two_ranks_with_temperature_and_all_outputs(tmp_path: Path) -> None:
     """tests/options/test_ranks.py has heads of their own."""
     path = save_tiny_model(tmp_path, tie_word_embeddings=True)
-    reference = run_reference(path, make_batch(SAMPLES, **SETTINGS))
-    for rank, result in enumerate(on_ranks(2, run_on_rank, path)):
-        assert_same(result, reference.of_rank([2 * rank, 2 * rank + 1]))
+    make = partial(make_batch, SAMPLES, temperature=0.7, calculate_sum_pi_squared=True)
+    check_exact_on_ranks(path, make, [[0, 1], [2, 3]], engine={"logits_chunk_size": 4})
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "hidden", None])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine.carried_cases import CASES, carrying_engine
+from tests.engine.carried_cases import CASES
 from tests.engine.test_exactness import MIXED
 from tests.support import make_engine, run_engine
 from verl_pg_plugin.attention import passes
@@ -90,7 +90,7 @@ def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits
     """Without options, of split groups."""
     if options is None:
         samples, budget = CASES["one_group_of_8"]
-        run_engine(carrying_engine(qwen3), make_batch(samples, max_token_len_per_gpu=budget))
+        run_engine(make_engine(qwen3, splits=True), make_batch(samples, max_token_len_per_gpu=budget))
     else:
         run_engine(make_engine(qwen3, engine=options), make_batch(MIXED, max_token_len_per_gpu=64))
     assert not of_ours(waits)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
 
 from tests.conftest import free_port
-from tests.engine.carried_cases import ONE_GROUP, carrying_engine
-from tests.support import actor_loss, group, save_tiny_model
+from tests.engine.carried_cases import ONE_GROUP
+from tests.support import actor_loss, group, make_engine, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
 MOST_SECONDS = 30
@@ -26,7 +26,7 @@ def run(rank: int, path: str, store: str, failing: Any) -> None:
     """An update whose loss fails on rank 1, in a process that ends with the error, as verl's worker does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    engine = carrying_engine(path)
+    engine = make_engine(path, splits=True)
     rows = range(8) if rank == 0 else range(8, len(SAMPLES))
     batch = tu.index_select_tensor_dict(make_batch(SAMPLES, max_token_len_per_gpu=36), list(rows))
     failing.wait()

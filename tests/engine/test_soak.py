@@ -11,9 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engine.carried_cases import carry_always
 from tests.engine.ranks import on_ranks
-from tests.support import VOCAB, actor_loss, make_engine, save_tiny_model
+from tests.support import VOCAB, actor_loss, make_engine, save_tiny_model, split_always
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 WARM_UP = 30
@@ -70,7 +69,7 @@ def held() -> dict[str, float]:
 def soak(rank: int, path: str, updates: int) -> list[dict[str, float]]:
     """What is held after every update."""
     engines = {name: make_engine(path, **{"packed": True, **settings}) for name, settings in MODES.items()}
-    carry_always(engines["packed"])
+    split_always(engines["packed"])
     held_after = []
     for update in range(updates):
         name = list(MODES)[update % len(MODES)]

@@ -1,24 +1,16 @@
-"""FSDP2 over two processes: no rank waits for one that failed, and a checkpoint resumes bit by bit.
-
-Exactness is that of tests/options/test_ranks.py, where groups are cut across ranks, and of test_chunks_ranks.py.
-"""
+"""FSDP2 over two processes: no rank waits for one that failed."""
 
 import os
 import re
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
 from tests.support import (
-    actor_loss,
-    clone,
     group,
     make_engine,
     update,
@@ -137,30 +129,3 @@ def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list
         assert cause in raised
         assert told.startswith("rank 1: ")
         assert cause in told
-
-
-def save_and_resume(rank: int, path: str, folder: str) -> list[dict[str, torch.Tensor]]:
-    """One packed step, a checkpoint, and the next step taken by engines of either mode that resume from it."""
-    batch = tu.index_select_tensor_dict(make_batch(SAMPLES), [[6, 7, 5, 4], [1, 3, 0, 2]][rank])
-
-    def step(engine: Any) -> dict[str, torch.Tensor]:
-        with engine.train_mode():
-            engine.train_batch(clone(batch), actor_loss())
-        return {name: p.full_tensor().detach().clone() for name, p in engine.module.named_parameters()}
-
-    engine = make_engine(path)
-    step(engine)
-    engine.save_checkpoint(folder, global_step=1)
-    weights = [step(engine)]
-    for packed in (True, False):
-        resumed = make_engine(path, packed=packed)
-        resumed.load_checkpoint(folder)
-        weights.append(step(resumed))
-    return weights
-
-
-def test_checkpoint_resumes_bit_equal_and_with_the_mode_toggled(qwen3: str, tmp_path: Path) -> None:
-    uninterrupted, packed, off = on_ranks(2, save_and_resume, qwen3, str(tmp_path / "checkpoint"))[0]
-    for name, weight in uninterrupted.items():
-        assert torch.equal(packed[name], weight), name
-        torch.testing.assert_close(off[name], weight, rtol=1e-4, atol=1e-5, msg=name)

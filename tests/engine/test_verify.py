@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import carrying_engine
 from tests.engine.ranks import on_ranks
 from tests.precision import PRECISIONS
 from tests.support import (
@@ -186,7 +185,7 @@ def test_as_many_micro_batches_are_verified_as_asked(qwen3: str, when: str) -> N
 
 def test_first_is_not_spent_on_the_owner_of_a_split_group(qwen3: str) -> None:
     """The chunk of a prompt that fills a micro-batch reads no token but its own."""
-    engine = carrying_engine(qwen3, engine=FIRST)
+    engine = make_engine(qwen3, splits=True, engine=FIRST)
     batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     assert [verified(inferred(engine, batch)) for _ in range(2)] == [2, 0], "it, and the first that reads what it left"
 

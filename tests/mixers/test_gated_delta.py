@@ -5,6 +5,7 @@ In float32 the gradients of ``A_log`` and ``dt_bias``, sums of large terms that 
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,20 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import CASES, ONE_GROUP, carrying, carrying_engine
-from tests.engine.ranks import on_ranks
+from tests.engine.carried_cases import CASES, ONE_GROUP
+from tests.engine.ranks import check_exact_on_ranks
 from tests.layout.tries import Batch, batches
 from tests.mixers.hybrids import KINDS, SAMPLES, samples_of, save_hybrid, stretched, trie_of_depth
 from tests.precision import in_float64
-from tests.support import Result, assert_same, check_exact, infer, make_engine, run_engine, run_reference, update
+from tests.support import assert_same, check_exact, infer, make_engine, run_engine, run_reference, update
 from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, Windows
-from verl_pg_plugin.synthetic import Sample, make_batch
+from verl_pg_plugin.synthetic import make_batch
 
 TWO_KINDS = pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
 COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -48,8 +48,8 @@ def padding(hybrids: dict[str, str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def splitting(hybrids: dict[str, str]) -> dict[str, Any]:
-    return {kind: carrying_engine(hybrids[kind]) for kind in KINDS}
+def engines(hybrids: dict[str, str]) -> dict[str, Any]:
+    return {kind: make_engine(hybrids[kind], splits=True) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,10 +68,9 @@ def test_any_trie_is_exact_with_padding_behind_it(padding: Any, hybrids: dict, b
 
 @TWO_KINDS
 @pytest.mark.parametrize("case", CASES)
-def test_split_groups_are_exact(kind: str, case: str, hybrids: dict, splitting: dict) -> None:
+def test_split_groups_are_exact(kind: str, case: str, hybrids: dict, engines: dict) -> None:
     samples, budget = CASES[case]
-    with carrying(splitting[kind]):
-        check_exact(splitting[kind], hybrids[kind], make_batch(samples, max_token_len_per_gpu=budget))
+    check_exact(engines[kind], hybrids[kind], make_batch(samples, max_token_len_per_gpu=budget), splits=True)
 
 
 OPTIONS: dict[str, dict] = {
@@ -84,10 +83,9 @@ OPTIONS: dict[str, dict] = {
 
 @pytest.mark.parametrize("option", [*list(OPTIONS)[:-1], pytest.param("compiled", marks=COMPILES)])
 def test_options_keep_the_numbers(option: str, hybrids: dict) -> None:
-    engine = carrying_engine(hybrids["qwen3_5_text"], **OPTIONS[option])
+    engine = make_engine(hybrids["qwen3_5_text"], splits=True, **OPTIONS[option])
     check_exact(engine, hybrids["qwen3_5_text"], make_batch(SAMPLES))
-    with carrying(engine):
-        check_exact(engine, hybrids["qwen3_5_text"], make_batch(SAMPLES, max_token_len_per_gpu=150))
+    check_exact(engine, hybrids["qwen3_5_text"], make_batch(SAMPLES, max_token_len_per_gpu=150), splits=True)
 
 
 def test_chunks_that_carry_nothing_compute_their_prompts(hybrids: dict) -> None:
@@ -96,26 +94,18 @@ def test_chunks_that_carry_nothing_compute_their_prompts(hybrids: dict) -> None:
     assert got.metrics["prefix_grouper/chains"] == [0.0]
 
 
-SPREAD: list[tuple[list[Sample], int]] = [(SAMPLES, 1 << 20), (ONE_GROUP, 18)]
-"""Over two ranks, by the token budget of one; the second is split."""
-MINE = ([0, 1, 4, 6, 8], [2, 3, 5, 7])
-
-
-def run_on_rank(rank: int, path: str) -> list[Result]:
-    """Tokens spread over the ranks, and sequences of a rank."""
-    with in_float64():
-        engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2})
-        spread = [run_engine(engine, make_batch(samples, max_token_len_per_gpu=budget)) for samples, budget in SPREAD]
-        return [*spread, run_engine(make_engine(path), tu.index_select_tensor_dict(make_batch(SAMPLES), MINE[rank]))]
+SPREAD = {"engine": {"ulysses_sequence_parallel_size": 2}}
 
 
 @TWO_KINDS
 def test_two_ranks_keep_the_numbers(kind: str, hybrids: dict) -> None:
-    expected = [run_reference(hybrids[kind], make_batch(samples)) for samples, _ in SPREAD]
-    for mine, (*spread, own) in zip(MINE, on_ranks(2, run_on_rank, hybrids[kind]), strict=True):
-        for got, want in zip(spread, expected, strict=True):
-            assert_same(got, want)
-        assert_same(own, expected[0].of_rank(mine))
+    """Of tokens spread over the ranks, in whole groups and in a split one; and of sequences of each rank."""
+    path, make = hybrids[kind], partial(make_batch, SAMPLES)
+    check_exact_on_ranks(path, make, float64=True, **SPREAD)
+    check_exact_on_ranks(
+        path, partial(make_batch, ONE_GROUP, max_token_len_per_gpu=18), float64=True, splits=True, **SPREAD
+    )
+    check_exact_on_ranks(path, make, [[0, 1, 4, 6, 8], [2, 3, 5, 7]], float64=True)
 
 
 # ------------------------------------------------------------------------------------------ what would be noticed
@@ -123,7 +113,7 @@ def test_two_ranks_keep_the_numbers(kind: str, hybrids: dict) -> None:
 
 @pytest.mark.parametrize("forgotten", ["state", "inputs"])
 def test_gradients_that_other_chunks_leave_are_needed(
-    forgotten: str, hybrids: dict, splitting: dict, monkeypatch: pytest.MonkeyPatch
+    forgotten: str, hybrids: dict, engines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = CacheAccess.take_state_gradient
 
@@ -133,10 +123,10 @@ def test_gradients_that_other_chunks_leave_are_needed(
     monkeypatch.setattr(CacheAccess, "take_state_gradient", forget)
     batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
     with pytest.raises(AssertionError, match="gradient of"):
-        assert_same(update(splitting["qwen3_next"], batch), run_reference(hybrids["qwen3_next"], batch), tolerance=1e-3)
+        assert_same(update(engines["qwen3_next"], batch), run_reference(hybrids["qwen3_next"], batch), tolerance=1e-3)
 
 
-def test_without_the_ancestors_in_the_windows_nothing_is_right(hybrids: dict, splitting: dict) -> None:
+def test_without_the_ancestors_in_the_windows_nothing_is_right(hybrids: dict, engines: dict) -> None:
     stock = Windows.from_layout
 
     def forget(*args: Any) -> Windows:
@@ -147,7 +137,7 @@ def test_without_the_ancestors_in_the_windows_nothing_is_right(hybrids: dict, sp
     batch = make_batch(SAMPLES)
     with patch.object(Windows, "from_layout", forget), pytest.raises(AssertionError, match="off by"):
         assert_same(
-            run_engine(splitting["qwen3_next"], batch), run_reference(hybrids["qwen3_next"], batch), tolerance=1e-2
+            run_engine(engines["qwen3_next"], batch), run_reference(hybrids["qwen3_next"], batch), tolerance=1e-2
         )
 
 

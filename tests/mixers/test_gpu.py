@@ -13,11 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.engine.carried_cases import carrying, carrying_engine
 from tests.layout.tries import sequence_rows
 from tests.mixers.hybrids import save_hybrid, trie_of_depth
 from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
-from tests.support import actor_loss, group, make_engine, run_engine, run_reference
+from tests.support import actor_loss, group, make_engine, run_engine, run_reference, splitting
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import Levels, Windows, convolve, delta_rule_over, plain_convolution
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
@@ -176,8 +175,8 @@ def test_split_groups_change_bf16_numbers_by_rounding_alone(hybrid: str) -> None
     samples, loss = group(300, [60, 33, 90, 5, 71, 64, 20, 48] * 4, 1), actor_loss(**SMOOTH_LOSS)
     with without_fla():
         reference = run_reference(hybrid, make_batch(samples), loss)
-    engine = carrying_engine(hybrid, engine=BF16, model=FLASH)
+    engine = make_engine(hybrid, splits=True, engine=BF16, model=FLASH)
     whole = errors(run_engine(engine, make_batch(samples), loss), reference)
-    with carrying(engine):
+    with splitting(engine):
         split = errors(run_engine(engine, make_batch(samples, max_token_len_per_gpu=900), loss), reference)
     assert all(split[name] <= 1.25 * whole[name] for name in split)

@@ -12,10 +12,20 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.carried_cases import ONE_GROUP, carrying, carrying_engine
+from tests.engine.carried_cases import ONE_GROUP
 from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
 from tests.mixers.toy import CONVOLUTION, save_toy_model
-from tests.support import check_exact, group, infer, make_engine, old_outputs, run_reference, save_tiny_model, update
+from tests.support import (
+    check_exact,
+    group,
+    infer,
+    make_engine,
+    old_outputs,
+    run_reference,
+    save_tiny_model,
+    splitting,
+    update,
+)
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
 from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
@@ -103,11 +113,11 @@ def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_k
 
 
 def test_memory_of_the_cache_is_what_the_config_says(tmp_path: Path) -> None:
-    engine, batch = carrying_engine(save_hybrid(tmp_path)), make_batch(ONE_GROUP, max_token_len_per_gpu=36)
+    engine, batch = make_engine(save_hybrid(tmp_path), splits=True), make_batch(ONE_GROUP, max_token_len_per_gpu=36)
     sizes = TokenBytes.of(engine.module.config, itemsize=4)
     assert (sizes.caching_layers, sizes.state) == (1, 3 * 4 * (4 * 8 * 8 + 3 * 64))
     cached = len(ONE_GROUP[0].prompt) - 1  # sequences fork one token before they part
-    with carrying(engine):
+    with splitting(engine):
         metrics = infer(engine, batch)["metrics"], update(engine, batch).metrics
     expected = cached * sizes.key_value + sizes.state, sizes.beside(cached, 0, states=1)
     for of_phase, layers in zip(metrics, expected, strict=True):

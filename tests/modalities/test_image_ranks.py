@@ -1,23 +1,19 @@
 """Images over two processes: a rank without any, rows of an image on both ranks, and a bad batch on one of them."""
 
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from verl.utils import tensordict_utils as tu
 
-from tests.engine.carried_cases import carrying, carrying_engine
-from tests.engine.ranks import on_ranks
+from tests.engine.ranks import check_exact_on_ranks, on_ranks
 from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
 from tests.modalities.tiny_vision import HYBRID_KINDS, IMAGE, KINDS, image_batch, save_vision_model
-from tests.precision import in_float64
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine, run_reference
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
 """Six rows with images for rank 0, six without for rank 1."""
-SPREAD = {"images": (MIXED, 1 << 20), "text": (TEXT_ALONE, 1 << 20), "split groups": (CHAIN, 31)}
-"""Samples whose rows are spread over both ranks by Ulysses, and the token budget of a micro-batch."""
 
 
 def own_rows(rank: int) -> list[int]:
@@ -41,16 +37,6 @@ def run_split(rank: int, path: str) -> tuple[list[Result], str]:
     batches = [image_batch(path, SPLIT, max_token_len_per_gpu=budget) for budget in (1 << 20, 50)]
     results = [run_engine(engine, tu.index_select_tensor_dict(batch, own_rows(rank))) for batch in batches]
     return results, fail_on_rank_one(engine, rank, path)
-
-
-def run_spread(rank: int, path: str, is_hybrid: bool) -> dict[str, Result]:
-    results = {}
-    with in_float64() if is_hybrid else nullcontext():
-        engine = carrying_engine(path, engine={"ulysses_sequence_parallel_size": 2})
-        for name, (samples, budget) in SPREAD.items():
-            with carrying(engine) if name == "split groups" else nullcontext():
-                results[name] = run_engine(engine, image_batch(path, samples, max_token_len_per_gpu=budget))
-    return results
 
 
 @pytest.fixture(scope="module", params=[KINDS[1], pytest.param(KINDS[0], marks=pytest.mark.slow)])
@@ -79,9 +65,7 @@ def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list)
 
 @pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], pytest.param(KINDS[0], marks=pytest.mark.slow)])
 def test_rows_of_images_are_spread_over_ranks(kind: str, tmp_path: Path) -> None:
-    path, is_hybrid = save_vision_model(tmp_path, kind), kind in HYBRID_KINDS
-    with in_float64() if is_hybrid else nullcontext():
-        expected = {name: run_reference(path, image_batch(path, samples)) for name, (samples, _) in SPREAD.items()}
-    for results in on_ranks(2, run_spread, path, is_hybrid):
-        for name, result in results.items():
-            assert_same(result, expected[name])
+    path, spread = save_vision_model(tmp_path, kind), {"ulysses_sequence_parallel_size": 2}
+    for samples, budget in ((MIXED, 1 << 20), (TEXT_ALONE, 1 << 20), (CHAIN, 31)):
+        make = partial(image_batch, path, samples, max_token_len_per_gpu=budget)
+        check_exact_on_ranks(path, make, float64=kind in HYBRID_KINDS, splits=samples is CHAIN, engine=spread)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.carried_cases import carrying, carrying_engine
 from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TEXT_ALONE, TURNS, TWO_GROUPS, film
 from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, save_vision_model
 from tests.precision import in_float64
-from tests.support import actor_loss, check_exact, infer
+from tests.support import actor_loss, check_exact, infer, make_engine
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -42,7 +41,7 @@ def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def packed(path: str, process_group: None) -> Any:
-    return carrying_engine(path)
+    return make_engine(path, splits=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,8 +49,7 @@ def test_every_token_and_gradient_equals_the_row_alone(packed: Any, path: str, k
     """Of split groups of hybrids the states behind the images are read too."""
     samples, budget = CASES[case]
     batch = image_batch(path, samples or film(kind), max_token_len_per_gpu=budget)
-    with carrying(packed) if budget < WHOLE else nullcontext():
-        check_exact(packed, path, batch)
+    check_exact(packed, path, batch, splits=budget < WHOLE)
 
 
 def test_text_alone_trains_without_the_vision_encoder(packed: Any, path: str) -> None:

@@ -16,7 +16,6 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-from tests.engine.carried_cases import carry_always, carrying
 from tests.options.option import Case
 from tests.options.table import BUDGET, SAMPLES
 from tests.support import (
@@ -28,6 +27,8 @@ from tests.support import (
     run_reference,
     save_adapter,
     save_tiny_model,
+    split_always,
+    splitting,
 )
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -73,7 +74,7 @@ class Engines:
             model = {**settings.pop("model", {}), **model}
             built = make_engine(self.checkpoint.model, strategy=strategy, engine=engine, model=model, **settings)
             if settings["packed"]:
-                carry_always(built)
+                split_always(built)
             self.built[key] = built
         return self.built[key]
 
@@ -122,7 +123,7 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
         budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // ranks)
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
     shares = isinstance(engine, SharedPrefixEngine)
-    with carrying(engine) if case.splits and shares else nullcontext():
+    with splitting(engine) if case.splits and shares else nullcontext():
         result = run_engine(engine, mine, loss_of(case))
     optional = {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}
     asked = {name for name, flag in optional.items() if tu.get_non_tensor_data(mine, flag, default=False)}

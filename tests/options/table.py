@@ -7,7 +7,6 @@ from tests.options.option import ACTOR, FSDP, MODEL, Case, Option, Place
 from tests.support import group
 
 CUT, TOKENS, HEAD, LAYERS, WEIGHTS = Place
-EVERYWHERE = frozenset({CUT, TOKENS, HEAD, LAYERS})
 
 SAMPLES = [*MIXED, *group(11, [6], 9)]
 """Uneven groups of 4, 2, 1 and 1."""
@@ -29,7 +28,7 @@ MICRO_BATCHES = (
     Option(
         "a group larger than the token budget",
         f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096",
-        EVERYWHERE,
+        set(Place),
         batch={"use_dynamic_bsz": True, "max_token_len_per_gpu": 38},
         splits=True,
     ),
@@ -39,7 +38,7 @@ MICRO_BATCHES = (
         {CUT, TOKENS},
         batch={"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
     ),
-    Option("verify mode", "++prefix_grouper.verify=every_1", EVERYWHERE),
+    Option("verify mode", "++prefix_grouper.verify=every_1", {CUT, TOKENS, HEAD, LAYERS}),
     Option(
         "pad_to_length",
         f"{ACTOR}.pad_to_length=True {FSDP}.pad_to_length_bucket=1024",

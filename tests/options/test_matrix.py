@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from tests.engine.carried_cases import carry_always
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs
 from tests.options.table import BUDGET, DEFAULT, OPTIONS, SAMPLES, case_of
@@ -18,6 +17,7 @@ from tests.support import (
     critic_batch,
     make_engine,
     run_engine,
+    split_always,
 )
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
@@ -66,6 +66,6 @@ def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, 
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
     engine = make_engine(value_model, model=case.settings("model"), engine=case.settings("engine"), critic=True)
     if case.splits:
-        carry_always(engine)
+        split_always(engine)
     batch = {name: value for name, value in settings.items() if not isinstance(value, torch.Tensor)}
     check_exact(engine, value_model, critic_batch(SAMPLES, **batch))

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 
-from tests.engine.carried_cases import carry_always, carrying, carrying_engine
 from tests.precision import BF16, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import (
     Result,
@@ -15,6 +14,7 @@ from tests.support import (
     run_engine,
     run_reference,
     save_tiny_model,
+    splitting,
 )
 from verl_pg_plugin.synthetic import make_batch
 
@@ -43,7 +43,7 @@ def references(path: str, dtype: str) -> tuple[Result, dict[str, float]]:
 def test_error_is_at_most_that_of_stock_rmpad(qwen3: str, dtype: str, way: str) -> None:
     mixed, (reference, baseline), loss = PRECISIONS[dtype], references(qwen3, dtype), actor_loss(**SMOOTH_LOSS)
     if way == "carried groups":
-        with carrying(engine := carrying_engine(qwen3, engine=mixed)):
+        with splitting(engine := make_engine(qwen3, splits=True, engine=mixed)):
             result = run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=240), loss)
     else:
         chunk = {"logits_chunk_size": 16 if way == "head in chunks" else 0}
@@ -59,8 +59,7 @@ def test_a_critic_that_carries_in_bf16_is_no_worse_than_stock_rmpad(value_model:
     batch = critic_batch(SAMPLES, max_token_len_per_gpu=400)
     reference = run_reference(value_model, batch)
     baseline = errors(run_engine(make_engine(value_model, packed=False, engine=BF16, critic=True), batch), reference)
-    engine = make_engine(value_model, engine=BF16, critic=True)
-    carry_always(engine)
-    with carrying(engine):
+    engine = make_engine(value_model, engine=BF16, critic=True, splits=True)
+    with splitting(engine):
         result = run_engine(engine, critic_batch(SAMPLES, max_token_len_per_gpu=240))
     assert_no_worse(errors(result, reference), baseline)
