@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, PrefixCache
+from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, Place, PrefixCache
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout
 
-KEYS = (0, "k")
+KEYS = Place(0, "k")
 
 
 def block(start: int, stop: int) -> CachedTokens:
@@ -61,8 +61,8 @@ def chunk(num_responses: int, first_label: int = 2, **place: int) -> PackedLayou
 def cached(dtype: torch.dtype, pending: float = 0.0) -> CachedTokens:
     found = CachedTokens(0, 2)
     for name in "kv":
-        found.put((0, name), torch.zeros(2, 1, 1, dtype=dtype), has_gradient=True)
-        found.pending[0, name] += pending
+        found.put(Place(0, name), torch.zeros(2, 1, 1, dtype=dtype), has_gradient=True)
+        found.pending[Place(0, name)] += pending
     found.put(OUTPUTS, torch.zeros(2, 1), has_gradient=True)
     return found
 
@@ -74,7 +74,7 @@ def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks() -> None:
         own = access.settle(KEYS, torch.tensor([1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
         assert tokens.pending[KEYS].flatten().tolist() == [total / 512, total]
         assert own.flatten().tolist() == [5.0] * 3
-    assert not tokens.pending[0, "v"].any()
+    assert not tokens.pending[Place(0, "v")].any()
 
 
 def test_the_owner_adds_pending_gradients_before_it_rounds() -> None:
@@ -92,17 +92,17 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     access.publish_values(KEYS, own)
     assert {values.dtype for values in publish.values.values()} == {torch.bfloat16}
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
-    with pytest.raises(RuntimeError, match=r"two attention layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
+    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
         access.publish_values(KEYS, own)
-    access.publish_state((0, "state", 2), own)
-    with pytest.raises(RuntimeError, match=r"two recurrent layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
-        access.publish_state((0, "state", 2), own)
+    access.publish_state(Place(0, "state", 2), own)
+    with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
+        access.publish_state(Place(0, "state", 2), own)
 
 
 def test_a_gradient_of_a_state_that_is_missing_in_an_update_is_an_error() -> None:
     access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[cached(torch.float32)])
-    with pytest.raises(KeyError, match=r"\(0, 'state', 2\)"):
-        access.take_state_gradient((0, "state", 2))
+    with pytest.raises(KeyError, match="name='state', position=2"):
+        access.take_state_gradient(Place(0, "state", 2))
 
 
 def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> None:

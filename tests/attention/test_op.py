@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.chains import lay_out, part_keys
 from tests.layout.tries import Batch, Key, batch_of, batches
-from verl_pg_plugin.attention import op
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather
@@ -171,7 +170,7 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(
 
 def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, (4, 1e9))
-    layout, gathered, gather = many_responses().layout(), [], op._at
+    layout, gathered, gather = many_responses().layout(), [], Piece.read
 
     def gather_alone(piece: Piece, *tensors: torch.Tensor) -> Any:
         assert [of for of in gathered if of() is not None] == []
@@ -181,7 +180,7 @@ def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: py
         gathered.extend(map(weakref.ref, given[1:-1]))
         SDPA.backward(*given)
 
-    monkeypatch.setattr(op, "_at", gather_alone)
+    monkeypatch.setattr(Piece, "read", gather_alone)
     tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.bfloat16)
     packed_outcome(tensors, layout, kernel=replace(SDPA, backward=backward))
     assert len(gathered) > 2 * 8
@@ -250,7 +249,7 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
 def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
     """The call in front would get the output of the one behind; torch's own check sees the sizes that it expects."""
     tensors = random_tensors(GROUP.layout().num_tokens, 2, 2, 8, seed=0, dtype=torch.float32)
-    context, calls = PackedAttention(GROUP.layout(), SDPA, "cpu"), iter(([1], [2, 1]))
+    context, calls = PackedAttention(GROUP.layout(), SDPA), iter(([1], [2, 1]))
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for scale in next(calls):

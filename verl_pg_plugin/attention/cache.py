@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,17 @@ from torch import Tensor
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.layout import PackedLayout
 
-Place = tuple[int, str]
-"""A layer, and "k" or "v"."""
-OUTPUTS: Place = (-1, "outputs")
+
+class Place(NamedTuple):
+    """A layer and what of it; of a recurrent layer's states also the position of the first token that reads it."""
+
+    layer: int
+    name: str
+    position: int | None = None
+
+
+OUTPUTS = Place(-1, "outputs")
 """Of the LM head: zero at tokens that publish none."""
-Tensors = dict[Place, Tensor]
-StatePlace = tuple[int, str, int]
-"""A recurrent layer, what of it, and the position of the first token that reads it."""
 
 
 @dataclass
@@ -32,25 +36,21 @@ class CachedTokens:
     """Tokens ``start .. stop`` of a split group's path.
 
     Attributes:
-        values: (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C).
+        values: (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C). Of a place
+            with a position, what a recurrent layer holds in front of it.
         pending: sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a
             gradient, and once their owner has taken them.
-        states, pending_states: the same of what recurrent layers hold behind some of the tokens.
     """
 
     start: int
     stop: int
-    values: Tensors = field(default_factory=dict)
-    pending: Tensors = field(default_factory=dict)
-    states: dict[StatePlace, Tensor] = field(default_factory=dict)
-    pending_states: dict[StatePlace, Tensor] = field(default_factory=dict)
+    values: dict[Place, Tensor] = field(default_factory=dict)
+    pending: dict[Place, Tensor] = field(default_factory=dict)
 
     def put(self, place: Place, value: Tensor, has_gradient: bool) -> None:
         """Raises RuntimeError if the place is taken: two layers have one number."""
         if place in self.values:
-            raise RuntimeError(
-                f"two attention layers call themselves layer_idx {place[0]}: set ++prefix_grouper.carry=never"
-            )
+            raise RuntimeError(f"two layers call themselves layer_idx {place.layer}: set ++prefix_grouper.carry=never")
         self.values[place] = value
         if has_gradient:
             self.pending[place] = torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
@@ -62,28 +62,27 @@ class CachedTokens:
         often tokens are split, they hold at most twice what they have once the others are gone.
         """
         before, after = CachedTokens(self.start, at), CachedTokens(at, self.stop)
-        num_before = at - self.start
-        token_bytes = sum(x[0].nbytes for x in self._tensors)
-        copy = 2 * num_before * token_bytes <= sum(x.untyped_storage().nbytes() for x in self._tensors)
+        num_before, held = at - self.start, (*self.values.items(), *self.pending.items())
+        of_tokens = [x for place, x in held if place.position is None]
+        copy = 2 * num_before * sum(x[0].nbytes for x in of_tokens) <= _bytes(of_tokens)
         parts = (self.values, before.values, after.values), (self.pending, before.pending, after.pending)
         for tensors, first, last in parts:
             for place, x in tensors.items():
+                if place.position is not None:
+                    (first if place.position <= at else last)[place] = x
+                    continue
                 first[place] = x[:num_before].clone() if copy else x[:num_before]
                 last[place] = x[num_before:]
-        for part, inside in ((before, lambda position: position <= at), (after, lambda position: position > at)):
-            part.states = {place: x for place, x in self.states.items() if inside(place[2])}
-            part.pending_states = {place: x for place, x in self.pending_states.items() if inside(place[2])}
         return before, after
-
-    @property
-    def _tensors(self) -> list[Tensor]:
-        return [*self.values.values(), *self.pending.values()]
 
     @property
     def num_bytes(self) -> int:
         """What is held, tokens that were split off included."""
-        tensors = [*self._tensors, *self.states.values(), *self.pending_states.values()]
-        return sum(x.untyped_storage().nbytes() for x in tensors)
+        return _bytes([*self.values.values(), *self.pending.values()])
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
 class PrefixCache:
@@ -173,29 +172,21 @@ class CacheAccess:
             own.index_add_(0, self.index("publish", own.device), pending.to(own.dtype))
         return own
 
-    def state(self, place: StatePlace) -> Tensor:
-        return ChainMap(*(block.states for block in self.read))[place]
+    def state(self, place: Place) -> Tensor:
+        return ChainMap(*(block.values for block in self.read))[place]
 
-    def publish_state(self, place: StatePlace, value: Tensor) -> None:
-        """Raises RuntimeError if the place is taken: two layers have one number."""
+    def publish_state(self, place: Place, value: Tensor) -> None:
         if self.publish is not None:
-            if place in self.publish.states:
-                raise RuntimeError(
-                    f"two recurrent layers call themselves layer_idx {place[0]}: set ++prefix_grouper.carry=never"
-                )
-            self.publish.states[place] = value.detach().clone()
-            if self.prefill:
-                wide = torch.promote_types(value.dtype, torch.float32)
-                self.publish.pending_states[place] = torch.zeros_like(value, dtype=wide)
+            self.publish.put(place, value.detach().clone(), has_gradient=self.prefill)
 
-    def add_state_gradient(self, place: StatePlace, grad: Tensor) -> None:
-        ChainMap(*(block.pending_states for block in self.read))[place].add_(grad)
+    def add_state_gradient(self, place: Place, grad: Tensor) -> None:
+        ChainMap(*(block.pending for block in self.read))[place].add_(grad)
 
-    def take_state_gradient(self, place: StatePlace) -> Tensor | None:
+    def take_state_gradient(self, place: Place) -> Tensor | None:
         """The pending gradient of a consumed state; None outside training. Raises KeyError if it is not there."""
         if not self.consumed:
             return None
-        return next((b.pending_states for b in self.consumed if place in b.pending_states), {}).pop(place)
+        return next((block.pending for block in self.consumed if place in block.pending), {}).pop(place)
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from verl_pg_plugin.attention.passes import Backward, Forward, Passes
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,12 @@ class Kernel:
     forward: Forward
     backward: Backward
     heads_first: bool = False
+
+    def memory(self, x: Tensor) -> Tensor:
+        """For a gradient of ``x`` (T, heads, D)."""
+        if not self.heads_first:
+            return x.new_empty(x.shape)
+        return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
 
 
 def candidates(name: str, device_type: str) -> tuple[str, ...]:

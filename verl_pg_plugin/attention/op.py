@@ -6,7 +6,7 @@ written once, and those through prefixes that are read in place are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,7 +42,12 @@ class AttentionOptions:
     @property
     def places(self) -> tuple[Place, Place]:
         """Of keys and values in the cache."""
-        return (self.layer_idx, "k"), (self.layer_idx, "v")
+        return Place(self.layer_idx, "k"), Place(self.layer_idx, "v")
+
+    def of(self, problem: Varlen) -> Varlen:
+        """A piece's problem as the layer asks it."""
+        window = self.window_size if problem.causal else -1
+        return problem._replace(softmax_scale=self.softmax_scale, window=window, softcap=self.softcap)
 
 
 def attend(
@@ -74,111 +79,76 @@ def attend(
     if cache is not None:
         for place, x in zip(options.places, (k_TGD, v_TGD), strict=True):
             cache.publish_values(place, x)
-    call = _Call(tree, kernel, options, cache)
-    return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, call)[..., :width]
+    return _TreeAttention.apply(q_THD, k_TGD, v_TGD, options.sinks, tree, kernel, options, cache)[..., :width]
 
 
 class _TreeAttention(torch.autograd.Function):
+    """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, own_k: Tensor, own_v: Tensor, sinks: Tensor | None, *given: Any) -> Tensor:
+        tree, kernel, options, cache = ctx.given = given
+
         def compute() -> tuple[Tensor, Tensor]:
-            return call.forward(q, k, v, sinks)
+            k, v = _with_cached(options, cache, own_k, own_v)
+            found = [kernel.forward(q[p.rows], *p.read(k, v), options.of(p.problem)) for p in tree.forward]
+            outs, lses = zip(*found, strict=True)
+            out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
+            if sinks is not None:
+                with_sink = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+                out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
+            return out, lse
 
         out, lse = compute() if Tape.running is None else Tape.running.computed(compute)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.call = call
+        ctx.save_for_backward(q, own_k, own_v, sinks, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dout,) = grads
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        gradients = ctx.call.backward(dout, q, k, v, out, lse)
+        (dout,), (q, own_k, own_v, sinks, out, lse) = grads, ctx.saved_tensors
+        tree, kernel, options, cache = ctx.given
+        k, v = _with_cached(options, cache, own_k, own_v)
+        pieces = tree.backward
+        # Float32 where more than two terms are added up, or those of other forwards.
+        if wide := cache is not None or len(pieces) > 2 or pieces[0].rows != slice(0, len(q)):
+            totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
+        else:
+            totals = [kernel.memory(x) for x in (q, k, v)]
+
+        def add(piece: Piece, first: bool) -> None:
+            """Add the gradients through a piece, or write the first; what it gathers dies with this call."""
+            places, read = (piece.rows, piece.keys, piece.keys), (q[piece.rows], *piece.read(k, v))
+            parts = [
+                total if first and isinstance(place, slice) else kernel.memory(x)
+                for total, place, x in zip(totals, places, read, strict=True)
+            ]
+            rows = dout[piece.rows], *read, out[piece.rows], lse[:, piece.rows].contiguous()
+            kernel.backward(*rows, *parts, options.of(piece.problem))
+            for total, place, part in zip(totals, places, parts, strict=True):
+                if not isinstance(place, slice):
+                    place.sum(part, total, add=not first)
+                elif not first:
+                    total[place] += part
+
+        for i, piece in enumerate(pieces):
+            add(piece, first=i == 0 and not wide)
+        if cache is not None:
+            totals[1:] = map(cache.settle, options.places, totals[1:])
+        found = (
+            total if total.dtype == x.dtype else kernel.memory(x).copy_(total)
+            for total, x in zip(totals, (q, own_k, own_v), strict=True)
+        )
         dsinks = None
         if sinks is not None:
             probability_HT = torch.exp(sinks[:, None].to(lse.dtype) - lse)
             dsinks = -(probability_HT * (dout.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return (*gradients, dsinks, None)
+        return *found, dsinks, None, None, None, None
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of the op; for the arguments see ``attend``."""
-
-    tree: Tree
-    kernel: Kernel
-    options: AttentionOptions
-    cache: CacheAccess | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output, and log-sum-exp with the sinks."""
-        k, v = self._with_cached(k, v)
-        found = [self.kernel.forward(q[p.rows], *_at(p, k, v), self._problem(p)) for p in self.tree.forward]
-        outs, lses = zip(*found, strict=True)
-        out, lse = (outs[0], lses[0]) if len(found) == 1 else (torch.cat(outs), torch.cat(lses, dim=1))
-        if sinks is not None:
-            with_sink = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-            out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
-        return out, lse
-
-    def backward(
-        self, dout: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse: Tensor
-    ) -> Iterator[Tensor]:
-        """Gradients of queries, keys and values."""
-        k, v = self._with_cached(own_k, own_v)
-        pieces = self.tree.backward
-        # Float32 where more than two terms are added up, or those of other forwards.
-        wide = self.cache is not None or len(pieces) > 2 or pieces[0].rows != slice(0, len(q))
-        if wide:
-            totals = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v)]
-        else:
-            totals = [self._memory(x) for x in (q, k, v)]
-        for i, piece in enumerate(pieces):
-            self._add(piece, totals, i == 0 and not wide, dout, q, k, v, out, lse)
-        if self.cache is not None:
-            totals[1:] = map(self.cache.settle, self.options.places, totals[1:])
-        for total, x in zip(totals, (q, own_k, own_v), strict=True):
-            yield total if total.dtype == x.dtype else self._memory(x).copy_(total)
-
-    def _add(self, piece: Piece, totals: list[Tensor], first: bool, dout: Tensor, *tensors: Tensor) -> None:
-        """Add the gradients through a piece, or write those of the first; what it gathers dies with this call."""
-        q, k, v, out, lse = tensors
-        places, read = (piece.rows, piece.keys, piece.keys), (q[piece.rows], *_at(piece, k, v))
-        parts = [
-            total if first and isinstance(place, slice) else self._memory(x)
-            for total, place, x in zip(totals, places, read, strict=True)
-        ]
-        rows = dout[piece.rows], *read, out[piece.rows], lse[:, piece.rows].contiguous()
-        self.kernel.backward(*rows, *parts, self._problem(piece))
-        for total, place, part in zip(totals, places, parts, strict=True):
-            if not isinstance(place, slice):
-                place.sum(part, total, add=not first)
-            elif not first:
-                total[place] += part
-
-    def _with_cached(self, *own: Tensor) -> Iterable[Tensor]:
-        """[c cached | T own] keys and values."""
-        if self.cache is None or not self.cache.read:
-            return own
-        return map(self.cache.in_front, self.options.places, own)
-
-    def _problem(self, piece: Piece) -> Varlen:
-        o, window = self.options, self.options.window_size if piece.problem.causal else -1
-        return piece.problem._replace(softmax_scale=o.softmax_scale, window=window, softcap=o.softcap)
-
-    def _memory(self, x: Tensor) -> Tensor:
-        """For a gradient of ``x`` (T, heads, D)."""
-        if not self.kernel.heads_first:
-            return x.new_empty(x.shape)
-        return x.new_empty(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1)
-
-
-def _at(piece: Piece, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of a piece."""
-    if isinstance(piece.keys, slice):
-        return k[piece.keys], v[piece.keys]
-    return k.index_select(0, piece.keys.tokens), v.index_select(0, piece.keys.tokens)
+def _with_cached(options: AttentionOptions, cache: CacheAccess | None, *own: Tensor) -> Iterable[Tensor]:
+    """[c cached | T own] keys and values."""
+    return own if cache is None or not cache.read else map(cache.in_front, options.places, own)
 
 
 class Tape(AbstractContextManager):

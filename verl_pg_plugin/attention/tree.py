@@ -66,6 +66,12 @@ class Piece:
     keys: slice | Gather
     problem: Varlen
 
+    def read(self, *of_tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of the piece."""
+        if isinstance(self.keys, slice):
+            return [x[self.keys] for x in of_tokens]
+        return [x.index_select(0, self.keys.tokens) for x in of_tokens]
+
 
 @dataclass
 class Tree:
@@ -152,61 +158,48 @@ def _varlen(cu_q: IntArray, cu_k: IntArray, device: torch.device | str, causal: 
 def read_in_place(layout: PackedLayout, device: torch.device | str = "cpu") -> tuple[list[Piece], np.ndarray]:
     """Pieces that read prefixes and save enough gathered keys, and which (K,) of the keys are left.
 
-    The prefixes of a piece do not lie below one another. Tokens between its reads are queries without keys, or keys
-    without queries. Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
+    A piece has the prefixes of one level: those below as many others that are long enough. So none lies below another.
+    Cached tokens that the same segments read count as one segment more, whose queries are elsewhere.
     """
     num_cached = layout.num_cached
     cached = layout.kv_index < num_cached
     num_read = np.add.reduceat(cached, layout.cu_seqlens_k[:-1], dtype=np.int64)
     ends = np.unique(np.append(num_read[num_read > 0], num_cached))[: None if num_cached else 0]
     # Nodes of the tree in the order of their tokens: cached ones, each below the one before it, then the segments.
-    num_nodes_cached = len(ends)
     of_cached = np.where(num_read > 0, np.searchsorted(ends, num_read), -1)
-    parents = np.where(layout.segment_parent >= 0, num_nodes_cached + layout.segment_parent, of_cached)
-    parents = np.concatenate([np.arange(num_nodes_cached) - 1, parents])
+    parents = np.where(layout.segment_parent >= 0, len(ends) + layout.segment_parent, of_cached)
+    parents = np.concatenate([np.arange(len(ends)) - 1, parents])
     bounds = np.concatenate([np.append(0, ends), num_cached + layout.cu_seqlens_q[1:]])
-    node_of = np.repeat(np.arange(len(parents)), np.diff(bounds))
+    lengths = np.diff(bounds)
+    is_long = lengths >= SHORTEST_IN_PLACE
+    level, num_below, stop = np.zeros_like(lengths), np.zeros_like(lengths), bounds[1:].copy()
+    for node, parent in enumerate(parents.tolist()):  # parents stand in front of their children
+        if parent >= 0:
+            level[node] = level[parent] + is_long[parent]
+    for node, parent in reversed(list(enumerate(parents.tolist()))):
+        if parent >= 0:
+            num_below[parent] += num_below[node] + (node >= len(ends))
+            stop[parent] = max(stop[parent], stop[node])
 
+    saved = np.where(is_long, lengths * num_below, 0)
+    saved_by_level = np.bincount(level, saved)
     found, is_read, left = [], np.zeros(len(parents), dtype=bool), len(layout.kv_index)
-    while True:
-        prefixes, stop, saved = _prefixes(parents, bounds, num_nodes_cached)
+    for most in np.argsort(-saved_by_level, kind="stable"):
         enough = SAVED_PER_TOKEN if left <= most_in_backward(layout) else SAVED_OVER_LIMIT
-        if saved < max(enough * layout.num_tokens, 1):
+        if saved_by_level[most] < max(enough * layout.num_tokens, 1):
             break
-        left -= saved
+        left -= saved_by_level[most]
+        prefixes = np.flatnonzero((level == most) & (saved > 0))
         found.append(_reads(prefixes, stop, bounds, num_cached, device))
         is_read[prefixes] = True
-        # What lies below a prefix now hangs where that hung.
-        below = (parents >= 0) & np.isin(parents, prefixes)
-        parents = np.where(below, parents[parents], parents)
+    node_of = np.repeat(np.arange(len(parents)), lengths)
     own = np.repeat(num_cached + layout.cu_seqlens_q[:-1], np.diff(layout.cu_seqlens_k))
     return found, ~is_read[node_of[layout.kv_index]] | (layout.kv_index >= own)
 
 
-def _prefixes(parents: IntArray, bounds: IntArray, num_cached: int) -> tuple[IntArray, IntArray, int]:
-    """Nodes none of which lies below another that save most gathered keys, the upper ones of equals; where what lies
-    below each node ends; how many keys."""
-    lengths, stop, above = np.diff(bounds), bounds[1:].tolist(), parents.tolist()
-    length = np.where(lengths >= SHORTEST_IN_PLACE, lengths, 0).tolist()
-    num_below, best = [0] * len(above), [0] * len(above)
-    for node in range(len(above) - 1, -1, -1):  # parents stand in front of their children
-        best[node] = max(best[node], length[node] * num_below[node])
-        if (parent := above[node]) >= 0:
-            num_below[parent] += num_below[node] + (node >= num_cached)
-            best[parent] += best[node]
-            stop[parent] = max(stop[parent], stop[node])
-    chosen: list[int] = []
-    covered = [False] * len(above)
-    for node, parent in enumerate(above):
-        covered[node] = parent >= 0 and (covered[parent] or parent in chosen[-1:])
-        if not covered[node] and 0 < length[node] * num_below[node] >= best[node]:
-            chosen.append(node)
-    return np.asarray(chosen, dtype=np.int64), np.asarray(stop), sum(length[node] * num_below[node] for node in chosen)
-
-
 def _reads(prefixes: IntArray, stop: IntArray, bounds: IntArray, num_cached: int, device: torch.device | str) -> Piece:
+    """What lies below each prefix reads it, up to ``stop``; tokens in between are no keys here, or queries without."""
     first, last = bounds[prefixes], bounds[prefixes + 1]
-    # Where reads begin and end; between two of them lie tokens that are nobody's keys, and queries without keys.
     queries = np.stack([np.maximum(last, num_cached), stop[prefixes], stop[prefixes]], axis=1).reshape(-1)[:-1]
     keys = np.stack([first, last, np.append(first[1:], 0)], axis=1).reshape(-1)[:-1]
     moves = np.append(True, (np.diff(queries) > 0) | (np.diff(keys) > 0))

@@ -201,7 +201,6 @@ def consume(cache: PrefixCache, layout: Layout) -> list[CachedTokens]:
     blocks = cache.pop(layout.publish_start)
     for block in blocks:
         block.values.clear()
-        block.states.clear()
     return blocks
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_pg_plugin.attention.cache import CacheAccess
+from verl_pg_plugin.attention.cache import CacheAccess, Place
 
 STATE, INPUTS = "state", "inputs"
 
@@ -56,7 +56,7 @@ class DeltaCache:
         if self.access.publish is not None:
             last = found.detach()[tails.tokens]
             for place, index in zip(tails.publish, tails.index, strict=True):
-                self.access.publish_state((self.layer, INPUTS, place), last[index])
+                self.access.publish_state(Place(self.layer, INPUTS, place), last[index])
         return found
 
     def read_states(self, anchor: Tensor, positions: tuple[int, ...]) -> Tensor | None:
@@ -76,7 +76,7 @@ class DeltaCache:
             publish: which of the states (N, H, K, V) stands at which position.
         """
         for segment, position in publish:
-            self.access.publish_state((self.layer, STATE, position), state[segment])
+            self.access.publish_state(Place(self.layer, STATE, position), state[segment])
         return _AddStateGradients.apply(out, state, self, publish)
 
 
@@ -84,7 +84,7 @@ class _WithTails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, cache: DeltaCache, tails: Tails) -> Tensor:
         ctx.cache, ctx.tails = cache, tails
-        return torch.cat([*(cache.access.state((cache.layer, INPUTS, place)) for place in tails.read), x_TD])
+        return torch.cat([*(cache.access.state(Place(cache.layer, INPUTS, place)) for place in tails.read), x_TD])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -92,12 +92,12 @@ class _WithTails(torch.autograd.Function):
         (grad,) = grads
         of_tails = grad[tails.tokens].to(torch.promote_types(grad.dtype, torch.float32))
         for place, index in zip(tails.publish, tails.index, strict=True):
-            pending = cache.access.take_state_gradient((cache.layer, INPUTS, place))
+            pending = cache.access.take_state_gradient(Place(cache.layer, INPUTS, place))
             if pending is not None:
                 of_tails.index_add_(0, index, pending.to(of_tails.dtype))
         for i, place in enumerate(tails.read):
             of_tail = of_tails[i * tails.reach : (i + 1) * tails.reach]
-            cache.access.add_state_gradient((cache.layer, INPUTS, place), of_tail)
+            cache.access.add_state_gradient(Place(cache.layer, INPUTS, place), of_tail)
         return grad.index_copy(0, tails.tokens, of_tails.to(grad.dtype))[tails.num_read :], None, None
 
 
@@ -105,7 +105,7 @@ class _ReadStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, cache: DeltaCache, positions: tuple[int, ...]) -> Tensor:
         ctx.cache, ctx.positions = cache, positions
-        found = {place: cache.access.state((cache.layer, STATE, place)) for place in positions if place}
+        found = {place: cache.access.state(Place(cache.layer, STATE, place)) for place in positions if place}
         zero = torch.zeros_like(next(iter(found.values())))
         return torch.stack([found.get(place, zero) for place in positions])
 
@@ -113,7 +113,7 @@ class _ReadStates(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         for place, grad in zip(ctx.positions, grads[0], strict=True):
             if place:
-                ctx.cache.access.add_state_gradient((ctx.cache.layer, STATE, place), grad)
+                ctx.cache.access.add_state_gradient(Place(ctx.cache.layer, STATE, place), grad)
         return None, None, None
 
 
@@ -129,7 +129,7 @@ class _AddStateGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         of_out, of_state = grads[0], grads[1].clone()
         for segment, place in ctx.publish:
-            pending = ctx.cache.access.take_state_gradient((ctx.cache.layer, STATE, place))
+            pending = ctx.cache.access.take_state_gradient(Place(ctx.cache.layer, STATE, place))
             if pending is not None:
                 of_state[segment] += pending
         return of_out, of_state, None, None
