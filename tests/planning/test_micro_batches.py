@@ -15,6 +15,7 @@ from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
     PREFILL_COST,
+    SHORT_PREFIX,
     CacheWeights,
     MicroBatch,
     MicroBatchLimits,
@@ -281,6 +282,14 @@ def test_a_chat_template_that_all_prompts_share_does_not_make_one_split_group_of
     lengths = np.array(behind((1, 2, 3)).prompt_lengths)
     assert [first_label(group, lengths) for group in split] == [102] * 4
     assert max(part.num_tokens for part in parts_of(together)) <= 256
+
+
+def test_groups_that_fit_stay_whole_where_their_prompts_are_short_for_the_budget() -> None:
+    """The template parts the groups, whose prompts bind samples all the same."""
+    prompts = [(7, 8, *range(100 * g, 100 * g + 50)) for g in range(1, 9)]
+    order = batch_of(*[(prompt, (i,) * 60) for prompt in prompts for i in range(8)]).order()
+    plan = cut_micro_batches(order, MicroBatchLimits(60 * SHORT_PREFIX))
+    assert recomputed(plan, order) == len(plan) - 1, "the template"
 
 
 def test_a_long_preamble_is_cached_from_group_to_group() -> None:

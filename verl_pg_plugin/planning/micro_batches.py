@@ -264,14 +264,18 @@ class _Planner:
         return groups
 
     def groups(self) -> list[_Span]:
-        """Neighbours that share tokens; where they exceed the limits, those that share more than a short prefix."""
-        shared = self.order.num_shared
+        """Neighbours that share tokens; what exceeds the limits and shares no more than a short prefix is parted."""
         groups: list[_Span] = []
-        for first, stop in pairwise([*np.flatnonzero(shared == 0).tolist(), len(shared)]):
-            starts: list[int] = []
-            if not self.fits(_Span(first, stop)):
-                starts = (first + 1 + np.flatnonzero(shared[first + 1 : stop] <= self.short)).tolist()
-            groups += [_Span(a, b) for a, b in pairwise([first, *starts, stop])]
+        rest = [_Span(0, len(self.shared))]
+        while rest:
+            span = rest.pop()
+            inside = self.order.num_shared[span.first + 1 : span.stop]
+            least = min(inside.tolist(), default=math.inf)
+            if least > self.short or (least and self.fits(span)):
+                groups.append(span)
+            else:
+                starts = span.first + 1 + np.flatnonzero(inside == least)
+                rest += [_Span(*bounds) for bounds in pairwise([span.first, *starts.tolist(), span.stop])][::-1]
         return groups
 
     def split(self, group: _Span) -> list[_Span]:
