@@ -189,11 +189,3 @@ def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(sequences: 
     cost, tokens = cost_together(order, ones, price, np.array(chosen))
     assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
     assert tokens == alone.num_new.sum()
-
-
-def test_a_group_that_fits_nowhere_is_cut_where_least_is_computed_again() -> None:
-    """Two sessions of three turns that continue each other: the fork between them is the prompt's end."""
-    prompt, one, two = [9] * 10, [1] * 20, [2] * 20
-    sequences = [prompt + one[:k] for k in (5, 12, 20)] + [prompt + two[:k] for k in (5, 12, 20)]
-    balance = balance_groups(order_of(sequences), np.zeros(6, dtype=np.int64), np.full(6, 5), price, num_ranks=2)
-    assert sorted(map(sorted, np.split(balance.order, 2))) == [[0, 1, 2], [3, 4, 5]]

@@ -24,7 +24,7 @@ SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]
 CHEAPEST_TRIED = 4
 """Bins that the most expensive one may exchange with."""
 LEVEL = 1.01
-"""No group is cut where the slowest is no more than this above the mean."""
+"""No group is cut where the most expensive bin is no more than this above the mean."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def balance_groups(
 ) -> Balance:
     """The same number of sequences in every bin, groups whole where that costs no time.
 
-    A group is cut where it fits nowhere whole, at the forks that cost least, and where that lets the slowest rank
-    finish earlier although what the parts share is computed twice.
+    A group is cut where it fits nowhere whole, and where that lets the slowest rank finish earlier although what the
+    parts share is computed twice.
 
     Args:
         order: what the B sequences share; the sequences of a group are neighbours in it.
@@ -96,20 +96,16 @@ def balance_groups(
         return again[starts] + np.diff(before[np.append(starts, len(group))])
 
     groups = np.flatnonzero(opens)
-    bin_of = _assign(groups, costs(groups), again, num_bins)
-    spans = np.flatnonzero(opens | np.append(True, bin_of[1:] != bin_of[:-1]))
-    bin_of = _exchange(spans, costs(spans), np.arange(len(spans)), np.zeros(len(spans)), bin_of, num_bins)
-    balance = _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
-    if balance.slowest_over_mean <= LEVEL:
-        return balance
     inside = np.where(opens, np.iinfo(np.int64).max, order.num_shared)  # what a sequence shares within its group
     least = np.minimum.reduceat(inside, groups)  # what all of a group share
-    prefix = price(none[groups], np.where(least < inside.max(), least, 0), none[groups])
-    spans = np.flatnonzero(opens | (inside == least[in_group]) | np.append(True, bin_of[1:] != bin_of[:-1]))
-    own = costs(spans) - prefix[in_group[spans]]
-    bin_of = _exchange(spans, own, in_group[spans], prefix, bin_of, num_bins)
-    cut = _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
-    return min(balance, cut, key=lambda tried: tried.time)
+    shared = price(none[groups], np.where(least < inside.max(), least, 0), none[groups])
+    bin_of = _assign(groups, costs(groups), len(group), num_bins)
+    subtrees = opens | (inside == least[in_group])
+    for exchanged, prefix, level in ((opens, np.zeros(len(groups)), 1.0), (subtrees, shared, LEVEL)):
+        spans = np.flatnonzero(exchanged | np.append(True, bin_of[1:] != bin_of[:-1]))
+        own = costs(spans) - prefix[in_group[spans]]
+        bin_of = _exchange(spans, own, in_group[spans], prefix, bin_of, num_bins, level)
+    return _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
 
 
 def cost_together(
@@ -129,44 +125,38 @@ def cost_together(
     return float(cost), int(together.num_new.sum())
 
 
-def _assign(groups: IntArray, costs: FloatArray, again: FloatArray, num_bins: int) -> IntArray:
-    """(B,) bin of each sequence: groups (their first places) by cost, ``again`` (B,) what a cut in front costs."""
-    bin_of = np.empty(len(again), dtype=np.int64)
-    room, load = np.full(num_bins, len(again) // num_bins), np.zeros(num_bins)
-    stops = np.append(groups[1:], len(again))
-
-    def put(chosen: int, first: int, stop: int, cost: float) -> None:
-        bin_of[first:stop] = chosen
-        room[chosen] -= stop - first
-        load[chosen] += cost
-
-    leftover = []  # what fits nowhere whole: last, in parts, to the roomiest bins
-    for number in np.argsort(-costs, kind="stable").tolist():
-        first, stop, cost = int(groups[number]), int(stops[number]), float(costs[number])
+def _assign(groups: IntArray, costs: FloatArray, size: int, num_bins: int) -> IntArray:
+    """(B,) bin of each sequence: groups (their first places) by cost, what fits nowhere whole last, in parts."""
+    bin_of = np.full(size, -1)
+    room, load = np.full(num_bins, size // num_bins), np.zeros(num_bins)
+    stops = np.append(groups[1:], size)
+    for number in np.argsort(-costs, kind="stable"):
+        first, stop = groups[number], stops[number]
         fits = room >= stop - first
         if fits.any():
-            put(int(np.where(fits, load, np.inf).argmin()), first, stop, cost)
-        else:
-            leftover.append((first, stop, cost / (stop - first)))
-    for first, stop, share in leftover:
-        while first < stop:
-            chosen = int(np.lexsort((load, -room))[0])
-            cut = stop
-            if stop - first > room[chosen]:  # of cuts that cost the same the one that fills the bin
-                places = np.arange(first + room[chosen], first, -1)
-                cut = int(places[again[places].argmin()])
-            put(chosen, first, cut, share * (cut - first))
-            first = cut
+            chosen = np.where(fits, load, np.inf).argmin()
+            bin_of[first:stop] = chosen
+            room[chosen] -= stop - first
+            load[chosen] += costs[number]
+    roomy = np.lexsort((load, -room))
+    bin_of[bin_of < 0] = np.repeat(roomy, room[roomy])
     return bin_of
 
 
 def _exchange(
-    spans: IntArray, own: FloatArray, group: IntArray, prefix: FloatArray, bin_of: IntArray, num_bins: int
+    spans: IntArray,
+    own: FloatArray,
+    group: IntArray,
+    prefix: FloatArray,
+    bin_of: IntArray,
+    num_bins: int,
+    level: float,
 ) -> IntArray:
     """(B,) bin of each sequence after spans (S,) of one size have changed places.
 
     The best exchange of the most expensive bin comes first, while both bins are cheaper afterwards than that one was.
-    ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin.
+    ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin. It ends
+    where that bin is no more than ``level`` above the mean.
     """
     sizes, of_span = np.diff(np.append(spans, len(bin_of))), bin_of[spans]
     members = [np.flatnonzero(of_span == number) for number in range(num_bins)]
@@ -201,7 +191,7 @@ def _exchange(
 
     for _ in range(16 * num_bins):
         dear = int(load.argmax())
-        best = best_exchange(dear)
+        best = best_exchange(dear) if load[dear] > level * load.mean() else None
         if best is None:
             break
         _, other, mine, theirs = best
