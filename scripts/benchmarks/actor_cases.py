@@ -18,7 +18,7 @@ from benchmarks.images import PromptImages
 from verl_pg_plugin.layout import IntArray, build_packed_layout
 from verl_pg_plugin.planning.balance import balance_groups
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
+from verl_pg_plugin.planning.sessions import order_by_sessions
 from verl_pg_plugin.synthetic import Sample, random_group
 
 PHASES = ("old_log_prob", "ref", "update_actor", "distill", "sft")
@@ -258,8 +258,7 @@ def samples_of_ranks(rows: CaseSamples, stock: bool, flops: ModelFlops, world_si
     if stock:
         workload = calculate_workload(torch.from_numpy(prompts + responses)).tolist()
         return get_seqlen_balanced_partitions(workload, world_size, equal_size=True)
-    firsts = [np.array(rows.samples[row].prompt) for row in np.unique(rows.group, return_index=True)[1]]
-    prefix_order = order_by_sessions(rows.group, rows.session, rows.place, prompts, responses, common_prefix(firsts))
+    prefix_order = order_by_sessions(rows.group, rows.session, rows.place, prompts, responses)
     order = balance_groups(prefix_order, rows.group, responses, flops.segments, world_size).order
     return [part.tolist() for part in np.split(order, world_size)]
 

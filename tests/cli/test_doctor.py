@@ -23,7 +23,7 @@ from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, doctor, overrides
 from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
 from verl_pg_plugin.config import compile, rules
-from verl_pg_plugin.config.checkpoints import read_hf_config
+from verl_pg_plugin.config.checkpoints import read_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
@@ -284,12 +284,12 @@ def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed:
     monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
     config = compose_config([*packed, f"{ACTOR}.strategy=fsdp", f"{MODEL}.lora_rank=8"])
-    line = overrides._compiled_line(config, read_hf_config(config))
+    line = overrides._compiled_line(config, read_checkpoint(config)[0])
     assert (line.status, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
     config.actor_rollout_ref.model.lora_rank = 0
-    assert overrides._compiled_line(config, read_hf_config(config)).status == OK
+    assert overrides._compiled_line(config, read_checkpoint(config)[0]).status == OK
     config.prefix_grouper.compile_layers = False
-    line = overrides._compiled_line(config, read_hf_config(config))
+    line = overrides._compiled_line(config, read_checkpoint(config)[0])
     assert line.fix.startswith("++prefix_grouper.compile_layers=True"), "another strategy helps nothing"
 
 
@@ -344,7 +344,7 @@ def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed,
 
     def fixed(*asked: str) -> float:
         config = compose_config([*packed, *asked])
-        weights = overrides._levels(config, read_hf_config(config))[1]
+        weights = overrides._levels(config, read_checkpoint(config)[0])[1]
         assert weights is not None
         return weights.fixed
 

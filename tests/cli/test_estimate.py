@@ -14,7 +14,6 @@ from transformers import Qwen3Config
 from tests.config.config_support import save_tokenizer
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
-from verl_pg_plugin.config import compile
 
 
 @pytest.fixture(scope="module")
@@ -136,23 +135,6 @@ def test_no_budget_is_recommended_that_does_not_fit_the_memory(capsys, model: st
     out = estimate(capsys, *lengths, "--gpu-gib", 80, "--gpus", 2)[1]
     assert "assumed: 2 GPUs of 80 GiB" in out
     assert "ppo_max_token_len_per_gpu=400" in out
-
-
-def test_sharing_is_told_from_compiled_layers(capsys, model: str, tmp_path: Path, monkeypatch) -> None:
-    def figures(*options: str) -> dict:
-        file = tmp_path / "figures.json"
-        lengths = ("--model", model, "--prompt", 64, "--response", 16, "--budget", 400, "--json", file)
-        assert estimate(capsys, *lengths, *options)[0] == 0
-        return json.loads(file.read_text())[0]
-
-    default = figures("--activations", "attention")
-    monkeypatch.setattr(compile, "UNCOMPILED", {"qwen3": "are left alone"})
-    eager = figures("--activations", "attention")
-    monkeypatch.undo()
-    assert default["update"] > default["sharing_alone"][1] == eager["update"]
-    recomputing = figures("--activations", "inputs")
-    assert recomputing["update"] < default["update"]
-    assert recomputing["activation_gib"] < default["activation_gib"]
 
 
 def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: Path, monkeypatch) -> None:

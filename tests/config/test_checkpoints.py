@@ -10,7 +10,7 @@ import transformers
 from config_support import TINY, save_checkpoint
 
 from verl_pg_plugin.config import Mode, checkpoints
-from verl_pg_plugin.config.checkpoints import checkpoint_issues, read_hf_config
+from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL
 
 PATH = f"{MODEL}.path"
@@ -19,7 +19,7 @@ PATH = f"{MODEL}.path"
 @pytest.fixture
 def issues_of(make_config):
     def run(path: Path | str, mode: Mode = Mode.PACKED, section: str = MODEL, **settings):
-        return list(checkpoint_issues(make_config(mode, {f"{section}.path": str(path), **settings}), section))
+        return read_checkpoint(make_config(mode, {f"{section}.path": str(path), **settings}), section)[1]
 
     return run
 
@@ -94,7 +94,7 @@ def test_a_folder_that_is_missing_or_no_checkpoint_is_refused_in_every_mode(issu
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-4B", "hdfs://cluster/models/qwen3"])
 def test_paths_that_workers_download_are_left_to_them(issues_of, make_config, path):
     assert issues_of(path) == []
-    assert read_hf_config(make_config(Mode.PACKED, {PATH: path})) is None
+    assert read_checkpoint(make_config(Mode.PACKED, {PATH: path}))[0] is None
 
 
 def test_a_model_in_the_cache_is_looked_at(issues_of, tmp_path, monkeypatch):

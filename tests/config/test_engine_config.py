@@ -79,12 +79,6 @@ def test_verls_entry_point_takes_the_documented_overrides(runnable_overrides, ov
         assert engine_config.use_prefix_grouper
 
 
-def test_verls_entry_point_without_them_is_reported_as_a_silent_no_op(runnable_overrides):
-    config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True")
-    fixes = [issue.fix for issue in sharing_issues(config)]
-    assert fixes == [f"++{role}.fsdp_config._target_={TARGET}" for role in (ACTOR, REF)]
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_foreign_engine_of_either_strategy_is_noticed_and_one_derived_from_ours_is_not(monkeypatch, strategy):
     """verl writes the strategy that its worker looks up into the config after it was made."""

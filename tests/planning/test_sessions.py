@@ -9,7 +9,7 @@ from verl_pg_plugin.layout.order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.balance import cost_together
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
+from verl_pg_plugin.planning.sessions import order_by_sessions
 
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(5.2e5),))
 
@@ -78,16 +78,3 @@ def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
         np.zeros(50, dtype=np.int64), np.arange(50), np.zeros(50, dtype=np.int64), np.full(50, 127), np.ones(50, int)
     )
     assert filler.num_new.sum() == 127 + 49
-
-
-def test_a_system_prompt_is_shared_by_the_groups_behind_the_first() -> None:
-    rollouts = Rollouts()
-    system = rollouts.draw(150)
-    prompts = [np.concatenate([system, rollouts.draw(100)]) for _ in range(3)]
-    for group, prompt in enumerate(prompts):
-        for session in range(2):
-            rollouts.session(group, session, prompt, [(20, 50)] * 3)
-    estimated = order_by_sessions(*np.array(rollouts.columns).T, common_tokens=common_prefix(prompts))
-    offsets = np.append(0, np.cumsum([len(tokens) for tokens in rollouts.tokens]))
-    real = build_prefix_order(np.concatenate(rollouts.tokens), offsets)
-    assert estimated.num_new.sum() == real.num_new.sum()

@@ -5,24 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import Qwen3Config
-
-
-@pytest.fixture(autouse=True)
-def stored_prompts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Prompts that TransferQueue has, by uid; those that a test does not store begin with their uid."""
-    stored: dict[str, list[int]] = {}
-
-    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, torch.Tensor]:
-        assert (partition_id, select_fields) == ("train", ["prompts"])
-        uids = [key.rsplit("_", 2)[0] for key in keys]
-        prompts = [torch.tensor(stored.get(uid, [hash(uid), *range(7)])) for uid in uids]
-        return {"prompts": torch.nested.as_nested_tensor(prompts, layout=torch.jagged)}
-
-    monkeypatch.setattr("transfer_queue.kv_batch_get", get)
-    return stored
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.trainer.workers import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.trainer.groups import actor_flops, group_order, mini_batches_of_config, num_ranks_of, some_prompts
+from verl_pg_plugin.trainer.groups import actor_flops, group_order, mini_batches_of_config, num_ranks_of
 
 
 def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
@@ -30,7 +30,7 @@ def test_two_runs_whose_uids_are_drawn_anew_assign_alike(make_config: Callable[.
     trainer.num_mini_batches = lambda trainer, batch_size: 3
     lengths, orders = np.full(12, 7), []
     for uids in ("abcdef", "fbdace"):
-        columns = {"sessions": np.arange(12), "places": lengths * 0, "common_tokens": 0}
+        columns = {"sessions": np.arange(12), "places": lengths * 0}
         columns |= {"uids": [uid for uid in uids for _ in range(2)]}
         columns |= {"prompt_lengths": lengths, "response_lengths": lengths}
         orders.append(group_order(trainer, {}, "", **columns).tolist())
@@ -48,14 +48,3 @@ def test_workers_that_nobody_asked_yet_are_asked_how_many_ranks_they_are() -> No
     workers = Workers()
     assert num_ranks_of(workers) == num_ranks_of(workers) == 2
     assert workers._dispatch_info == {"actor": [0, 0, 1, 1]}
-
-
-def test_prompts_that_are_compared_are_spread_over_the_batch() -> None:
-    """The first few may be of one data source, and begin alike."""
-    assert some_prompts([f"{place % 64}" for place in range(256)]) == list(range(0, 64, 4))
-    assert some_prompts(["b", "a", "b", "c"]) == [0, 1, 3]
-    assert some_prompts([]) == []
-    for num_prompts in range(17, 64):
-        chosen = some_prompts([str(place) for place in range(num_prompts)])
-        assert len(set(chosen)) == 16
-        assert chosen[-1] >= num_prompts - -(-num_prompts // 16)

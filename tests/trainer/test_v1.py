@@ -13,7 +13,6 @@ from verl.trainer.ppo.v1 import trainer_base as verls
 
 from tests.trainer.workers import Workers
 from verl_pg_plugin import plugin
-from verl_pg_plugin.trainer.groups import _common_tokens_v1
 
 
 class StockTrainer(PPOTrainer):
@@ -69,34 +68,6 @@ def test_sequences_with_one_uid_go_to_one_rank_whatever_follows_it_in_their_keys
     assert metrics["prefix_grouper/balance/cut_groups"] == 0
     assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
     assert metrics["global_seqlen/balanced_max"] == 26
-
-
-def test_a_system_prompt_that_all_prompts_begin_with_is_counted_once_a_rank(
-    trainer: Any, stored_prompts: dict[str, list[int]]
-) -> None:
-    keys = [f"{uid}_{session}_0" for uid in "abcd" for session in (0, 1)]
-    rows = {}
-    for shared in (0, 6):
-        stored_prompts.update({uid: [*range(shared), number + 10] for number, uid in enumerate("abcd")})
-        batch, metrics = make_batch(keys, responses=[3] * 8), {}
-        trainer._balance_batch(batch, metrics)
-        rows[shared] = metrics["prefix_grouper/balance/estimated_rows"]
-    whole = 4 * (7 + 2 * 3)  # prompts of 8 tokens are 7 rows
-    assert rows[0] == whole / 2, "the mean of two mini-batches"
-    assert rows[6] == rows[0], "each of the four mini-batches of two ranks holds one group, and computes it alone"
-    metrics = {}
-    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
-    trainer._balance_batch(make_batch(keys, responses=[3] * 8), metrics)
-    assert metrics["prefix_grouper/balance/estimated_rows"] == whole - 2 * 5, "two groups in each of two cells"
-
-
-def test_filler_rows_say_nothing_about_prompts(stored_prompts: dict[str, list[int]]) -> None:
-    stored_prompts.update(a=list(range(8)), pad0=list(range(8)))
-    batch = make_batch(["a_0_0", "a_1_0", "pad0_0_0", "pad0_1_0"], responses=[3] * 4)
-    assert _common_tokens_v1(batch, ["a", "a", "pad0", "pad0"]) == 8
-    for tag in batch.tags[2:]:
-        tag["is_padding"] = True
-    assert _common_tokens_v1(batch, ["a", "a", "pad0", "pad0"]) == 0
 
 
 def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, monkeypatch: Any) -> None:

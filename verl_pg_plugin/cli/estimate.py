@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl_pg_plugin.cli import CommandError, in_columns
 from verl_pg_plugin.cli.doctor import gpus
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 FETCH_TIMEOUT_S = 5
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 VERLS_BUDGET = 16384
+STEP_ALONE = "step without generation"
+Figures: TypeAlias = dict[str, Any]
+"""Of a budget, as ``--json`` writes them."""
 USUAL_BUDGETS = (VERLS_BUDGET, 32768, 65536, 131072)
 ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by at most 4%, one in seven by over 10%"
 DESCRIPTION = """\
@@ -68,35 +71,6 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A budget.
-
-    Attributes:
-        found: its forecast.
-        peak_gib: of a GPU in the update.
-        fits: the GPU and the host have what it takes.
-        stock, shared: seconds of a step, by stock verl and in packed mode.
-    """
-
-    found: Forecast
-    peak_gib: float
-    fits: bool
-    stock: float
-    shared: float
-
-    @property
-    def step(self) -> float:
-        """Speed-up of a step."""
-        return self.stock / self.shared
-
-    def figures(self) -> dict[str, Any]:
-        """For ``--json``."""
-        found = {**asdict(self.found), "level": self.found.level.value, "dedup_ratio": self.found.dedup_ratio}
-        seconds = {"step_seconds_stock": self.stock, "step_seconds_shared": self.shared, "step": self.step}
-        return {**found, "peak_gib": self.peak_gib, "fits": self.fits, **seconds}
-
-
 def run(args: argparse.Namespace) -> int:
     """Show the answer and its table, and write the figures if asked.
 
@@ -140,71 +114,75 @@ def run(args: argparse.Namespace) -> int:
     asked = None if args.activations == "auto" else Level(args.activations)
     levels = Levels(asked, sizes, weights.room(2**30 * gib, 2**30 * args.host_gib))
 
-    rows: list[Row] = []
+    rows: list[Figures] = []
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     for budget in sorted(args.budget or usual):
         settings = Settings(budget, not args.no_carry, levels, compile_layers=compiled, kernel=args.kernel)
         found = forecast(batch, flops, settings)
-        peak = found.peak_gib(weights)
-        fits = peak <= (1 - DEVICE_RESERVE) * gib and found.host_gib <= args.host_gib
-        rows.append(Row(found, peak, fits, *step_seconds(found, args)))
+        rows.append(figures(found, found.peak_gib(weights), gib, args))
         if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:
             break  # a larger one changes nothing
 
-    assumed = f"assumed: {args.gpus} GPUs of {gib:g} GiB, {args.host_gib:g} GiB of the host for each; weights, "
-    assumed += (
+    assumed = (
+        f"assumed: {args.gpus} GPUs of {gib:g} GiB, {args.host_gib:g} GiB of the host for each; weights, "
         f"gradients and AdamW take {weights.fixed / 2**30:.0f} GiB of a GPU and {DEVICE_RESERVE:.0%} stays free; "
-    )
-    assumed += (
         f"{args.kernel}; layers {'compiled' if compiled else 'not compiled'} ({why}); stock verl with flash-attn "
+        "2 and the same budget"
     )
-    assumed += "2 and the same budget"
     lines = [*answer(rows, args, gib), lengths, "", *table(rows), "", assumed, ACCURACY]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json:
-        args.json.write_text(json.dumps([row.figures() for row in rows], indent=2) + "\n")
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0
 
 
-def step_seconds(found: Forecast, args: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of a step, by stock verl and shared: generation, log-probs once or twice, and the update."""
+def figures(found: Forecast, peak: float, gib: float, args: argparse.Namespace) -> Figures:
+    """A budget's forecast, whether it fits, and seconds of a step: generation, log-probs once or twice, the update.
+
+    Args:
+        found: of the budget.
+        peak: GiB that the update takes of a GPU.
+        gib: of the GPU.
+        args: of the command.
+    """
     log_prob, update = (price / (args.tflops * 1e12) for price in found.alone)
     log_prob *= 1 if args.no_ref else 2
     stock = args.gen_seconds + log_prob + update
-    return stock, args.gen_seconds + log_prob / found.old_log_prob + update / found.update
+    shared = args.gen_seconds + log_prob / found.old_log_prob + update / found.update
+    fits = peak <= (1 - DEVICE_RESERVE) * gib and found.host_gib <= args.host_gib
+    of_step = {"step_seconds_stock": stock, "step_seconds_shared": shared, "step": stock / shared}
+    about = {"level": found.level.value, "dedup_ratio": found.dedup_ratio, "peak_gib": peak, "fits": fits}
+    return {**asdict(found), **about, **of_step}
 
 
-def answer(rows: list[Row], args: argparse.Namespace, gib: float) -> list[str]:
+def answer(rows: list[Figures], args: argparse.Namespace, gib: float) -> list[str]:
     """What sharing removes, and the fastest budget that fits with what it gains and takes."""
-    fitting = [row for row in rows if row.fits] or rows
-    fastest = min(row.shared for row in fitting) - args.gen_seconds
+    fitting = [row for row in rows if row["fits"]] or rows
+    fastest = min(row["step_seconds_shared"] for row in fitting) - args.gen_seconds
     # Of budgets as fast as each other the smallest, which takes least memory.
-    best = next(row for row in fitting if row.shared - args.gen_seconds <= 1.01 * fastest)
-    tokens, ratio = best.found.logical_tokens, best.found.dedup_ratio
+    best = next(row for row in fitting if row["step_seconds_shared"] - args.gen_seconds <= 1.01 * fastest)
+    tokens, ratio = best["logical_tokens"], best["dedup_ratio"]
     removed = f"sharing removes {1 - 1 / ratio:.0%} of {tokens:,} tokens: {ratio:.2f}x fewer"
-    if not best.fits:
-        least = f"the smallest takes {min(row.peak_gib for row in rows):.1f} GiB"
+    if not best["fits"]:
+        least = f"the smallest takes {min(row['peak_gib'] for row in rows):.1f} GiB"
         return [removed, f"no budget fits into this memory, {least}: more --gpus, or a Ulysses group"]
-    step, share, update = best.step, best.found.sharing_alone[1], best.found.update
-    gain = (
-        f"step{'' if args.gen_seconds else ' without generation'} {step:.2f}x as fast; update {update:.2f}x, of which "
-    )
-    gain += f"sharing alone gives {share:.2f}x and compiled layers {update / share:.2f}x"
-    memory = f"{best.peak_gib:.1f} of {gib:g} GiB of a GPU and {best.found.host_gib:.1f} GiB of the host"
-    return [removed, gain, f"fastest budget that fits: {BUDGET}={best.found.budget}, with {memory}"]
+    share, update, step = best["sharing_alone"][1], best["update"], "step" if args.gen_seconds else STEP_ALONE
+    gain = f"{step} {best['step']:.2f}x as fast; update {update:.2f}x, of which sharing alone gives {share:.2f}x and "
+    gain += f"compiled layers {update / share:.2f}x"
+    memory = f"{best['peak_gib']:.1f} of {gib:g} GiB of a GPU and {best['host_gib']:.1f} GiB of the host"
+    return [removed, gain, f"fastest budget that fits: {BUDGET}={best['budget']}, with {memory}"]
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[Figures]) -> list[str]:
     """A line for each budget, below their titles."""
     titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
     cells: list[tuple[str, ...]] = [(*titles, "step", "level", "GiB", "host GiB", "fits")]
     for row in rows:
-        found = row.found
-        budget = f"{found.budget} (verl)" if found.budget == VERLS_BUDGET else f"{found.budget}"
-        speeds = (found.dedup_ratio, found.flop_ratio, found.old_log_prob, found.sharing_alone[1], found.update)
-        figures = [f"{speed:.2f}x" for speed in (*speeds, row.step)]
-        memory = found.level.value, f"{row.peak_gib:.1f}", f"{found.host_gib:.1f}", "yes" if row.fits else "no"
-        cells.append((budget, str(found.micro_batches), f"{found.physical_tokens:,}", *figures, *memory))
+        budget = f"{row['budget']}{' (verl)' if row['budget'] == VERLS_BUDGET else ''}"
+        speeds = [row["dedup_ratio"], row["flop_ratio"], row["old_log_prob"], row["sharing_alone"][1], row["update"]]
+        speedups = (f"{speed:.2f}x" for speed in (*speeds, row["step"]))
+        memory = row["level"], f"{row['peak_gib']:.1f}", f"{row['host_gib']:.1f}", "yes" if row["fits"] else "no"
+        cells.append((budget, str(row["micro_batches"]), f"{row['physical_tokens']:,}", *speedups, *memory))
     return in_columns(cells)
 
 

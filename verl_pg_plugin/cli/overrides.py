@@ -16,9 +16,10 @@ from verl.utils.device import auto_set_device, get_device_name
 from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
-from verl_pg_plugin.config.checkpoints import read_hf_config
+from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
+from verl_pg_plugin.config.machine import count_of
 from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight
@@ -28,7 +29,7 @@ from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Forecast, Settings, batch_of_lengths, forecast, plan
+from verl_pg_plugin.planning.forecast import Settings, batch_of_lengths, forecast, plan
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 
@@ -52,7 +53,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 def run_lines(config: DictConfig) -> list[Check]:
     """Mode, attention kernel, compiled layers, activations, and everything that an entry point would say."""
-    mode, device, hf_config, issues = mode_of(config), get_device_name(), read_hf_config(config), preflight(config)
+    mode, device, hf_config, issues = mode_of(config), get_device_name(), read_checkpoint(config)[0], preflight(config)
     flags = ", ".join(f"{key}={OmegaConf.select(config, key)}" for key in (USE_PREFIX_GROUPER, USE_REMOVE_PADDING))
     lines = [Check(OK, "mode", f"{mode.value} ({flags})")]
     if not mode.shares_prefixes:
@@ -89,7 +90,7 @@ def _compiled_line(config: DictConfig, hf_config: Any) -> Check:
 def group_lines(config: DictConfig) -> list[Check]:
     """Whether the micro-batches of each phase hold the longest group that the overrides allow, or how they split it."""
     prompt, response, n = (
-        _count(config, key) for key in ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
+        count_of(config, key) for key in ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
     )
     if not (prompt and response and n):
         return []  # of which verl speaks
@@ -99,7 +100,7 @@ def group_lines(config: DictConfig) -> list[Check]:
     lines = [Check(OK, "tokens", text)]
     if mode_of(config) is not Mode.PACKED:
         return lines
-    hf_config = read_hf_config(config)
+    hf_config = read_checkpoint(config)[0]
     levels, weights = _levels(config, hf_config)
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
@@ -108,7 +109,7 @@ def group_lines(config: DictConfig) -> list[Check]:
     for phase, section, role, kind, switch in roles:
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"
-        asked, most = f"{key}={_count(config, key)}", _count(config, key)
+        asked, most = f"{key}={count_of(config, key)}", count_of(config, key)
         if not most:
             continue  # of which preflight speaks
         parts = -(-n // most)
@@ -119,8 +120,14 @@ def group_lines(config: DictConfig) -> list[Check]:
                 continue
             settings = Settings(most, carries, levels)
             parts = sum(map(len, plan(batch, settings)[phase == "update"]))
-            if weights and phase == "update":
-                lines.append(_memory_line(forecast(batch, ModelFlops.of(text_skeleton(hf_config)), settings), weights))
+            if weights and phase == "update":  # on this machine's GPU
+                found = forecast(batch, ModelFlops.of(text_skeleton(hf_config)), settings)
+                peak, has = found.peak_gib(weights), torch.cuda.get_device_properties(0).total_memory / 2**30
+                text = (
+                    f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} on the host"
+                )
+                fits, fix = peak <= has, "it will hardly fit: more GPUs, or a Ulysses group"
+                lines.append(Check(OK if fits else WARN, "memory of the update", text, "" if fits else fix))
         if parts == 1:
             above = by_tokens and order.num_new.sum() > most  # by the memory that ``_levels`` finds
             lines.append(Check(OK, phase, f"it stays whole above {asked}" if above else f"{asked} holds it whole"))
@@ -134,12 +141,6 @@ def group_lines(config: DictConfig) -> list[Check]:
     return lines
 
 
-def _count(config: DictConfig, key: str) -> int:
-    """A positive integer; 0 for all else."""
-    value = OmegaConf.select(config, key)
-    return value if type(value) is int and value > 0 else 0
-
-
 def _levels(config: DictConfig, hf_config: Any) -> tuple[Levels, WeightBytes | None]:
     """How the actor's micro-batches get their level, and on a GPU what its weights take of it."""
     engine = engine_of(config, ACTOR, hf_config)
@@ -149,7 +150,7 @@ def _levels(config: DictConfig, hf_config: Any) -> tuple[Levels, WeightBytes | N
         host_alone=bool(engine.of_model("enable_activation_offload")),
         ranks=engine.sp_size,
     )
-    nodes, per_node = _count(config, "trainer.nnodes"), _count(config, "trainer.n_gpus_per_node")
+    nodes, per_node = count_of(config, "trainer.nnodes"), count_of(config, "trainer.n_gpus_per_node")
     if hf_config is None or not (nodes and per_node):
         return levels, None
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
@@ -165,15 +166,6 @@ def _levels(config: DictConfig, hf_config: Any) -> tuple[Levels, WeightBytes | N
     if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
         weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
     return replace(levels, room=weights.room(torch.cuda.get_device_properties(0).total_memory, host)), weights
-
-
-def _memory_line(found: Forecast, weights: WeightBytes) -> Check:
-    """Device and host memory of an update that holds the longest group, on this machine's GPU."""
-    peak, has = found.peak_gib(weights), torch.cuda.get_device_properties(0).total_memory / 2**30
-    text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} GiB on the host"
-    if peak > has:
-        return Check(WARN, "memory of the update", f"{text}; it will hardly fit", "more GPUs, or a Ulysses group")
-    return Check(OK, "memory of the update", text)
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:

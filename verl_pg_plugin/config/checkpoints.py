@@ -5,7 +5,6 @@ Neither the hub nor code of a checkpoint's own is asked: what is not on this mac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,58 +23,48 @@ UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)
 """What transformers raises for a config.json that it cannot read, or overrides that do not fit it."""
 
 
-def checkpoint_issues(config: DictConfig, section: str) -> Iterator[Issue]:
-    """Problems of the local or cached checkpoint that a model section names: ``MODEL`` or ``CRITIC_MODEL``.
+def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[PretrainedConfig | None, list[Issue]]:
+    """Config of the local or cached checkpoint of a model section, overrides applied, and what is wrong with it.
 
-    The architecture counts only in the modes that share prefixes.
+    The config is None where there is none on this machine, or none that can be read without code of the checkpoint's
+    own. The architecture counts only in the modes that share prefixes.
+
+    Args:
+        config: of the trainer.
+        section: ``MODEL`` or ``CRITIC_MODEL``.
     """
-    path = str(OmegaConf.select(config, f"{section}.path"))
+    path, shares = str(OmegaConf.select(config, f"{section}.path")), mode_of(config).shares_prefixes
     if _is_local(path) and not Path(path).is_dir():
         tilde = " (verl does not expand ~)" if path.startswith("~") else ""
         fix = f"{section}.path=<folder written by save_pretrained, or a hub id>{tilde}"
-        yield Issue(f"{section}.path={path}", "no such folder", fix)
-        return
+        return None, [Issue(f"{section}.path={path}", "no such folder", fix)]
     setting, folder = _config_folder(config, section)
     if folder is None:
-        return
+        return None, []
     if not Path(folder, "config.json").is_file():
-        yield Issue(setting, "the folder has no config.json", f"{section}.path=<folder written by save_pretrained>")
-    elif mode_of(config).shares_prefixes:
-        yield from _architecture(config, section, setting, folder)
-
-
-def _architecture(config: DictConfig, section: str, setting: str, folder: str) -> Iterator[Issue]:
+        fix = f"{section}.path=<folder written by save_pretrained>"
+        return None, [Issue(setting, "the folder has no config.json", fix)]
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
     try:
         hf_config = _read(config, section, folder)
     except UNREADABLE as error:
-        if trusted or OmegaConf.select(config, f"{section}.external_lib"):
-            return  # code of the user's own may read it, in the workers
+        if not shares or trusted or OmegaConf.select(config, f"{section}.external_lib"):
+            return None, []  # code of the user's own may read it, in the workers
         why = f"transformers cannot read its config.json: {str(error).strip().partition(chr(10))[0]}"
-        yield Issue(setting, why, f"repair {folder}/config.json, or {section}.trust_remote_code=True if you trust it")
-        return
+        fix = f"repair {folder}/config.json, or {section}.trust_remote_code=True if you trust it"
+        return None, [Issue(setting, why, fix)]
+    if not shares:
+        return hf_config, []
     if len(hf_config.architectures or ()) != 1:
         why = f"verl wants exactly one entry under architectures, config.json has {hf_config.architectures}"
-        yield Issue(setting, why, f'write "architectures": ["<its model class>"] into {folder}/config.json')
-        return
+        return hf_config, [
+            Issue(setting, why, f'write "architectures": ["<its model class>"] into {folder}/config.json')
+        ]
+    own, issues = f"{section}.override_config", []
     for issue in architecture_issues(hf_config, trusted, value_model=section == CRITIC_MODEL):
-        own = f"{section}.override_config"
         fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
-        yield Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix)
-
-
-def read_hf_config(config: DictConfig, section: str = MODEL) -> PretrainedConfig | None:
-    """Config of a checkpoint on this machine, overrides applied, without running code that it brings along.
-
-    None where there is none, or where it cannot be read so.
-    """
-    _, folder = _config_folder(config, section)
-    if folder is None or not Path(folder, "config.json").is_file():
-        return None
-    try:
-        return _read(config, section, folder)
-    except UNREADABLE:  # ``checkpoint_issues`` says so where it matters
-        return None
+        issues.append(Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix))
+    return hf_config, issues
 
 
 def _read(config: DictConfig, section: str, folder: str) -> PretrainedConfig:

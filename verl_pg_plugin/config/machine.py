@@ -37,7 +37,7 @@ def machine_issues(config: DictConfig) -> Iterator[Issue]:
     yield from _data(config)
 
 
-def _count(config: DictConfig, key: str) -> int:
+def count_of(config: DictConfig, key: str) -> int:
     """A positive integer; 0 for all else."""
     value = OmegaConf.select(config, key)
     return value if type(value) is int and value > 0 else 0
@@ -45,16 +45,16 @@ def _count(config: DictConfig, key: str) -> int:
 
 def _gpus(config: DictConfig) -> Iterator[Issue]:
     """GPUs that a run of one node asks for."""
-    asked, told, device = _count(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
+    asked, told, device = count_of(config, GPUS_PER_NODE), OmegaConf.select(config, RAY_GPUS), get_device_name()
     known = asked and (told is None or isinstance(told, (int, float))) and device in ("cuda", "cpu")
     if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
     beside = 0
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     if OmegaConf.select(config, "trainer.use_v1") and mode.endswith("separate_async"):
-        beside += _count(config, f"{ROLLOUT}.nnodes") * _count(config, f"{ROLLOUT}.n_gpus_per_node")
+        beside += count_of(config, f"{ROLLOUT}.nnodes") * count_of(config, f"{ROLLOUT}.n_gpus_per_node")
     if OmegaConf.select(config, "distillation.enabled") is True:
-        beside += _count(config, "distillation.nnodes") * _count(config, "distillation.n_gpus_per_node")
+        beside += count_of(config, "distillation.nnodes") * count_of(config, "distillation.n_gpus_per_node")
     wanted, setting = asked + beside, f"{GPUS_PER_NODE}={asked}"
     if device == "cpu":  # a "GPU" of Ray's is a worker process there
         there = int(told or 0)

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from hydra.errors import InstantiationException
@@ -24,7 +25,7 @@ from verl.utils.config import validate_config
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.config import rules
-from verl_pg_plugin.config.checkpoints import checkpoint_issues, read_hf_config
+from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
@@ -46,6 +47,7 @@ from verl_pg_plugin.issue import ConfigError, Issue
 logger = logging.getLogger(__name__)
 
 ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+TORN = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
 INTERPRETERS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
 """Keys of a Ray runtime environment that choose the packages of workers."""
@@ -93,24 +95,22 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     """What the modes say against a run: its flags and options, its engines and its checkpoints."""
     shares = mode_of(config).shares_prefixes
     found = [*_flag_issues(config)]
-    if mode_of(config) is Mode.PADDED_GROUPS:
-        found += _torn_groups(config)
+    if mode_of(config) is Mode.PADDED_GROUPS and OmegaConf.select(config, TORN):
+        found += [rules.not_padded([(f"{TORN}=True", rules.TORN_BY_TOKENS)], MODEL)]
     if shares and OmegaConf.select(config, f"{MODEL}.use_fused_kernels"):
         found += _reads_logits(config)
-    checkpoints: dict[str, list[Issue]] = {}
+    read = cache(partial(read_checkpoint, config))
     for role in roles_of(config):
-        engine = engine_of(config, role, read_hf_config(config, CRITIC_MODEL if role == CRITIC else MODEL))
-        section, has_engine = engine.model_section, engine.get("strategy") in FSDP_STRATEGIES
-        if section not in checkpoints:
-            checkpoints[section] = list(checkpoint_issues(config, section))
-            found += checkpoints[section]
+        hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
+        # An architecture that cannot share is looked at no further.
+        engine = engine_of(config, role, None if issues else hf_config)
+        found += [issue for issue in issues if issue not in found]
+        has_engine = engine.get("strategy") in FSDP_STRATEGIES
         if has_engine:
             found += _engine_config_issues(config, engine, shares)
         elif shares:
             key, why = f"{role}.strategy", "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only"
             found.append(Issue(f"{key}={engine.get('strategy')}", why, f"model_engine=dp {key}=fsdp2"))
-        if checkpoints[section]:
-            engine = replace(engine, hf_config=None)  # an architecture that cannot share is looked at no further
         for rule in (*rules.RULES, *rules.PREFLIGHT_RULES) if shares and has_engine else ():
             if issue := rule(engine):
                 uncertain = rule in rules.MACHINE_RULES and _joins_cluster(config)
@@ -158,26 +158,6 @@ def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> I
     if takes_options and bool(follows := OmegaConf.select(config, key)) != shares:
         why = f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths"
         yield Issue(f"{key}={follows}", why, f"++{key}={shares}")
-
-
-def _torn_groups(config: DictConfig) -> list[Issue]:
-    """What would tear padded groups apart and no engine config tells."""
-    broken = []
-    if OmegaConf.select(config, "trainer.balance_batch"):
-        why = "balancing reorders single samples across ranks and tears groups apart"
-        broken.append(("trainer.balance_batch=True", why))
-    dynamic, n = f"{ROLLOUT}.log_prob_use_dynamic_bsz", OmegaConf.select(config, f"{ROLLOUT}.n")
-    if OmegaConf.select(config, dynamic):
-        broken.append((f"{dynamic}=True", rules.TORN_BY_TOKENS))
-    sizes = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
-    sizes += [f"{REF}.log_prob_micro_batch_size_per_gpu"] if REF in roles_of(config) else []
-    for key in sizes:
-        size = OmegaConf.select(config, key)
-        if isinstance(size, int) and isinstance(n, int) and n > 0 and size % n:
-            why = f"a micro-batch that is no multiple of {ROLLOUT}.n={n} cuts a group in two"
-            broken.append((f"{key}={size}", why))
-    issue = rules.not_padded(broken, MODEL)
-    return [issue] if issue else []
 
 
 def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:

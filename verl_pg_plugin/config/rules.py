@@ -246,7 +246,7 @@ def padded_groups(engine: Engine) -> Issue | None:
             broken.append((unpadded, f"{', '.join(bound)} layers of {kind} share packed tokens only"))
         elif not modality_obstacles(engine.hf_config) and modality_of(engine.hf_config).encoders:
             broken.append((unpadded, f"{kind} reads images, which padded groups do not hold"))
-    return not_padded(broken, engine.model_section)
+    return not_padded(broken, engine.model_section) if broken else None
 
 
 def padded_library(engine: Engine) -> Issue | None:
@@ -287,11 +287,11 @@ def _is_float32(dtype: Any) -> bool:
     return dtype is not None and PrecisionType.is_fp32(dtype)
 
 
-def not_padded(broken: list[tuple[str, str]], model_section: str) -> Issue | None:
+def not_padded(broken: list[tuple[str, str]], model_section: str) -> Issue:
     """Settings that padded groups do not run with, each with its cause, as one issue."""
     settings, causes = ", ".join(setting for setting, _ in broken), "; ".join(dict.fromkeys(why for _, why in broken))
     fix = f"{model_section}.use_remove_padding=True (packed mode, which supports it), or leave the settings out"
-    return Issue(settings, causes, fix) if broken else None
+    return Issue(settings, causes, fix)
 
 
 EngineRule = Callable[[Engine], Issue | None]

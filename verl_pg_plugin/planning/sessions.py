@@ -8,12 +8,11 @@ these the prefix tree follows as far as rollouts build it:
   sequence per turn, tool output and all;
 - a sequence with a shorter prompt was given an edited context, and shares with its session what its sessions share.
 
-What is not seen is sharing between some prompts alone, and how much an edited context kept beyond its prompt.
+What is not seen is what different prompts begin with, and how much an edited context kept beyond its prompt. Each group
+is counted with all of its prompt, which costs agents behind 2,000 common tokens 0.4% of an update, and GRPO nothing.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +25,6 @@ def order_by_sessions(
     place: IntArray,
     prompt_lengths: IntArray,
     response_lengths: IntArray,
-    common_tokens: int = 0,
 ) -> PrefixOrder:
     """B sequences, group after group, in each the longest session first, in each session by place.
 
@@ -34,7 +32,6 @@ def order_by_sessions(
         group: (B,) equal values mark sequences of one prompt; groups come in the order of their first sequence.
         session, place: (B,) equal values within a group mark one session, and a sequence's place in it.
         prompt_lengths, response_lengths: (B,) tokens; a sequence has at least two.
-        common_tokens: that all prompts begin with.
     """
     lengths = prompt_lengths + response_lengths
     _, first_of_group, group = np.unique(group, return_index=True, return_inverse=True)
@@ -50,18 +47,8 @@ def order_by_sessions(
     extends = continues & np.append(False, prompts[1:] >= lengths[:-1])[: len(order)]
     common = np.minimum(prompts, prompts[opens_group][np.cumsum(opens_group) - 1])
     num_shared = np.where(extends, np.append(0, lengths[:-1])[: len(order)], common) - 1
-    num_shared[opens_group] = max(common_tokens - 1, 0)
-    num_shared[:1] = 0
+    num_shared[opens_group] = 0
     return PrefixOrder(order, lengths - 1, np.minimum(num_shared, lengths - 1).clip(0))
-
-
-def common_prefix(prompts: Sequence[IntArray]) -> int:
-    """Number of tokens that all of some prompts begin with; 0 for fewer than two prompts, which share nothing."""
-    if len(prompts) < 2:
-        return 0
-    length = min(map(len, prompts))
-    differs = np.any([prompt[:length] != prompts[0][:length] for prompt in prompts], axis=0)
-    return int(differs.argmax()) if differs.any() else length
 
 
 def selected(order: PrefixOrder, places: IntArray) -> PrefixOrder:

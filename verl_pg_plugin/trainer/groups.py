@@ -16,7 +16,7 @@ from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.layout import IntArray
 from verl_pg_plugin.planning.balance import balance_groups
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import common_prefix, order_by_sessions
+from verl_pg_plugin.planning.sessions import order_by_sessions
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's own level hides what is no warning
@@ -25,8 +25,6 @@ NumMiniBatches = Callable[[Any, int], int]
 """Optimizer steps that a trainer divides a batch into, from the trainer and the number of sequences."""
 ESTIMATED_TOKENS = "prefix_grouper/balance/estimated_rows"
 """Metric: tokens that all ranks compute in a mini-batch, as the balance expects; the mean, as of engine metrics."""
-COMPARED_PROMPTS = 16
-"""Of so many prompts of a batch the tokens are compared, to see what all begin with."""
 
 
 def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
@@ -61,26 +59,12 @@ def columns_of_v1(batch: Any) -> dict[str, Any]:
         "places": np.array([int(place) for _, _, place in keys]),
         "prompt_lengths": np.array([tag["prompt_len"] for tag in batch.tags]),
         "response_lengths": np.array([tag["response_len"] for tag in batch.tags]),
-        "common_tokens": _common_tokens_v1(batch, uids),
     }
-
-
-def _common_tokens_v1(batch: Any, uids: list[str]) -> int:
-    """What all prompts begin with, from the tokens of a few that are not verl's filler."""
-    import transfer_queue  # where the tokens lie, and which V0 runs without
-
-    compared = [i for i in some_prompts(uids) if not batch.tags[i].get("is_padding")]
-    if len(compared) < 2:
-        return 0
-    keys = [batch.keys[i] for i in compared]
-    fields = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["prompts"])
-    return common_prefix([prompt.numpy() for prompt in fields["prompts"].unbind()])
 
 
 def columns_of_v0(batch: Any) -> dict[str, Any]:
     """The same of a ``DataProto`` with ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``."""
-    prompts = batch.batch["prompts"]
-    mask, width = batch.batch["attention_mask"].long(), prompts.shape[1]
+    mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
     uids = batch.non_tensor_batch["uid"].tolist()
     return {
         "uids": uids,
@@ -88,7 +72,6 @@ def columns_of_v0(batch: Any) -> dict[str, Any]:
         "places": np.zeros(len(uids), dtype=np.int64),
         "prompt_lengths": mask[:, :width].sum(dim=1).numpy(),
         "response_lengths": mask[:, width:].sum(dim=1).numpy(),
-        "common_tokens": common_prefix([prompts[i, mask[i, :width] > 0].numpy() for i in some_prompts(uids)]),
     }
 
 
@@ -102,7 +85,6 @@ def group_order(
     places: IntArray,
     prompt_lengths: IntArray,
     response_lengths: IntArray,
-    common_tokens: int,
 ) -> IntArray:
     """(B,) order of a batch in which ranks and mini-batches hold whole groups and finish together.
 
@@ -113,14 +95,13 @@ def group_order(
         uids: (B,) sequences with one prompt have one uid; two runs with other uids get the same order.
         sessions, places: (B,) which of a prompt's sessions a sequence is from, and which of its sequences it is.
         prompt_lengths, response_lengths: (B,) tokens.
-        common_tokens: that all prompts begin with.
 
     Raises:
         ValueError: the batch does not divide into ranks and mini-batches.
     """
     group, num_ranks = np.unique(uids, return_inverse=True)[1], num_ranks_of(trainer.actor_rollout_wg)
     num_mini_batches = trainer.num_mini_batches(trainer, len(uids))
-    order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths, common_tokens)
+    order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths)
     price = trainer.model_flops.segments
     balance = balance_groups(order, group, response_lengths, price, num_ranks, num_mini_batches)
     lengths = (prompt_lengths + response_lengths).tolist()
@@ -141,13 +122,6 @@ def actor_flops(config: DictConfig) -> ModelFlops:
     section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
     model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
     return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
-
-
-def some_prompts(uids: Sequence[str]) -> list[int]:
-    """A sequence of each of ``COMPARED_PROMPTS`` prompts, spread over the batch."""
-    first = sorted({uid: place for place, uid in reversed(list(enumerate(uids)))}.values())
-    wanted = min(COMPARED_PROMPTS, len(first))
-    return [first[i * len(first) // wanted] for i in range(wanted)]
 
 
 def num_ranks_of(workers: Any) -> int:
