@@ -24,7 +24,7 @@ SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]
 CHEAPEST_TRIED = 4
 """Bins that the most expensive one may exchange with."""
 LEVEL = 1.01
-"""No group is cut where the most expensive bin is no more than this above the mean."""
+"""No group is cut where the slowest is no more than this above the mean."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,15 @@ def balance_groups(
     shared = price(none[groups], np.where(least < inside.max(), least, 0), none[groups])
     bin_of = _assign(groups, costs(groups), len(group), num_bins)
     subtrees = opens | (inside == least[in_group])
-    for exchanged, prefix, level in ((opens, np.zeros(len(groups)), 1.0), (subtrees, shared, LEVEL)):
+    found: list[Balance] = []
+    for exchanged, prefix in ((opens, np.zeros(len(groups))), (subtrees, shared)):
         spans = np.flatnonzero(exchanged | np.append(True, bin_of[1:] != bin_of[:-1]))
         own = costs(spans) - prefix[in_group[spans]]
-        bin_of = _exchange(spans, own, in_group[spans], prefix, bin_of, num_bins, level)
-    return _balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches)
+        bin_of = _exchange(spans, own, in_group[spans], prefix, bin_of, num_bins)
+        found.append(_balance(order, in_group, response_lengths, price, bin_of, num_ranks, num_mini_batches))
+        if found[-1].slowest_over_mean <= LEVEL:
+            break
+    return min(found, key=lambda tried: tried.time)
 
 
 def cost_together(
@@ -144,19 +148,12 @@ def _assign(groups: IntArray, costs: FloatArray, size: int, num_bins: int) -> In
 
 
 def _exchange(
-    spans: IntArray,
-    own: FloatArray,
-    group: IntArray,
-    prefix: FloatArray,
-    bin_of: IntArray,
-    num_bins: int,
-    level: float,
+    spans: IntArray, own: FloatArray, group: IntArray, prefix: FloatArray, bin_of: IntArray, num_bins: int
 ) -> IntArray:
     """(B,) bin of each sequence after spans (S,) of one size have changed places.
 
     The best exchange of the most expensive bin comes first, while both bins are cheaper afterwards than that one was.
-    ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin. It ends
-    where that bin is no more than ``level`` above the mean.
+    ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin.
     """
     sizes, of_span = np.diff(np.append(spans, len(bin_of))), bin_of[spans]
     members = [np.flatnonzero(of_span == number) for number in range(num_bins)]
@@ -191,7 +188,7 @@ def _exchange(
 
     for _ in range(16 * num_bins):
         dear = int(load.argmax())
-        best = best_exchange(dear) if load[dear] > level * load.mean() else None
+        best = best_exchange(dear)
         if best is None:
             break
         _, other, mine, theirs = best
