@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from tests.architectures.tiny_configs import tiny_config
 from tests.engine.carried_cases import trie
 from tests.engine.ranks import on_ranks
-from tests.engine.test_moe import MODELS as EXPERTS
+from tests.engine.test_exactness import EXPERTS
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.image_cases import MIXED
 from tests.modalities.tiny_vision import KINDS, image_batch, save_vision_model
@@ -35,7 +35,6 @@ from tests.support import (
     make_engine,
     run_reference,
     save_tiny_model,
-    split_always,
     splitting,
     update,
 )
@@ -151,44 +150,36 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {"model": LORA},
     "compiled": {"engine": {"compile_layers": True}},
     "padded groups": {"padded": True},
-    "split groups": {},
-    "split groups in bf16": {"engine": BF16},
+    "split groups": {"splits": True},
+    "split groups in bf16": {"splits": True, "engine": BF16},
+}
+SAVED: dict[str, Callable[[Path], str]] = {
+    "experts": lambda folder: save_tiny_model(folder, "qwen3_moe", **EXPERTS["qwen3_moe"]),
+    "layers without attention": save_hybrid,  # which keep their inputs at every level
+    "images": lambda folder: save_vision_model(folder, KINDS[1]),
 }
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [*WAYS, *SAVED])
+def test_a_level_changes_no_bit_of_any_gradient(
+    qwen3: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
-    compiler = partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(compiled_layers.torch, "compile", compiler)
+    monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend="aot_eager"))
     fsdp1_takes_models_on_a_cpu()
-    engine, batch = make_engine(qwen3, **WAYS[way]), CUT
-    if way == "padded groups":
-        batch = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
-    if splits := way.startswith("split"):
-        split_always(engine)
+    path, batch, per_layer = SAVED[way](tmp_path) if way in SAVED else qwen3, CUT, None if way in SAVED else 3
+    if way == "images":
+        batch = image_batch(path, MIXED, max_token_len_per_gpu=60)
+    elif way == "padded groups":  # which attend twice
+        batch, per_layer = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2), 5
+    elif way.startswith("split"):
         batch = make_batch(trie(), max_token_len_per_gpu=56)
-    with splitting(engine) if splits else nullcontext():
-        got = check_all_levels(engine, batch, per_layer=5 if way == "padded groups" else 3)  # which attend twice
+    engine = make_engine(path, **WAYS.get(way, {}))
+    with splitting(engine) if way.startswith("split") else nullcontext():
+        got = check_all_levels(engine, batch, per_layer)
     if way in ("fsdp2", "fsdp", "compiled", "padded groups"):
         assert_same(got, run_reference(qwen3, batch))
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next", "images"])
-def test_layers_of_every_kind_agree_at_every_level(kind: str, tmp_path: Path) -> None:
-    """Experts; layers without attention, which keep their inputs at every level; images between the tokens."""
-    if kind == "images":
-        path = save_vision_model(tmp_path, KINDS[1])
-        batch = image_batch(path, MIXED, max_token_len_per_gpu=60)
-    else:
-        path = (
-            save_hybrid(tmp_path, kind)
-            if kind == "qwen3_next"
-            else save_tiny_model(tmp_path, kind, **EXPERTS["qwen3_moe"])
-        )
-        batch = CUT
-    check_all_levels(make_engine(path), batch, per_layer=None)
 
 
 def run_two_ranks(rank: int, path: str) -> dict[str, bool]:

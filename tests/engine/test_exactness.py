@@ -1,4 +1,4 @@
-"""Both modes give the log-probs, entropies and gradients of every sequence computed alone."""
+"""Both modes give the log-probs, entropies, values and gradients of every sequence computed alone."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import check_exact, group, infer, make_engine, save_tiny_model, update
+from tests.support import check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -61,16 +61,25 @@ MODES: dict[str, dict[str, Any]] = {"packed": {}, "padded groups": PADDED}
 
 
 @pytest.fixture(scope="module")
-def engines(qwen3: str, packed: Any) -> dict[str, Any]:
-    return {"packed": packed, "padded groups": make_engine(qwen3, padded=True)}
+def engines(qwen3: str, value_model: str, packed: Any) -> dict[str, Any]:
+    return {
+        "packed": packed,
+        "padded groups": make_engine(qwen3, padded=True),
+        "packed critic": make_engine(value_model, critic=True),
+        "padded groups of a critic": make_engine(value_model, critic=True, padded=True),
+    }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", ["packed", "padded groups", "packed critic", "padded groups of a critic"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_token_and_gradient_equals_the_sequence_alone(
-    engines: dict[str, Any], qwen3: str, case: str, mode: str
+    engines: dict[str, Any], qwen3: str, value_model: str, case: str, model: str
 ) -> None:
-    check_exact(engines[mode], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **MODES[mode]))
+    cut = MODES["padded groups" if "padded" in model else "packed"]
+    if "critic" in model:
+        check_exact(engines[model], value_model, critic_batch(CASES[case], **cut))
+    else:
+        check_exact(engines[model], qwen3, make_batch(CASES[case], calculate_sum_pi_squared=True, **cut))
 
 
 MODELS: dict[str, tuple[str, dict, list[Sample]]] = {
@@ -87,18 +96,43 @@ def test_windows_and_long_sequences(mode: str, model: str, tmp_path: Path) -> No
     check_exact(make_engine(path, padded=mode == "padded groups"), path, make_batch(samples, **MODES[mode]))
 
 
-@pytest.mark.parametrize(
-    ("mode", "cut"),
-    [
-        ("packed", {"max_token_len_per_gpu": 36}),
-        *(("packed", {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": size}) for size in (1, 5)),
-        *(("padded groups", {**PADDED, "micro_batch_size_per_gpu": size}) for size in (1, 4, 5)),
-    ],
-)
-def test_cutting_micro_batches_changes_neither_order_nor_gradient_scale(
-    engines: dict[str, Any], qwen3: str, mode: str, cut: dict
+EXPERTS: dict[str, dict] = {
+    "qwen3_moe": {
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Two ways to write experts; tests/architectures has every type."""
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+WAYS: dict[str, dict] = {
+    **{name: {"override_config": {"_experts_implementation": name}} for name in IMPLEMENTATIONS},
+    "router logits": {"override_config": {"output_router_logits": True}},
+    "fused kernels": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way: str) -> None:
+    """verl's FSDP engine reads logits alone: the load-balancing loss of the model's output goes nowhere."""
+    path = save_tiny_model(tmp_path, model_type, **EXPERTS[model_type])
+    engine = make_engine(path, model=WAYS[way])
+    if way in IMPLEMENTATIONS:
+        assert engine.module.config._experts_implementation == way
+    assert bool(engine.log_prob_head and engine.log_prob_head.fused) == (way == "fused kernels")
+    check_exact(engine, path, make_batch(MIXED, max_token_len_per_gpu=45))
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_cutting_padded_groups_changes_neither_order_nor_gradient_scale(
+    engines: dict[str, Any], qwen3: str, size: int
 ) -> None:
-    check_exact(engines[mode], qwen3, make_batch(MIXED, **cut))
+    """Packed micro-batches are cut in tests/options."""
+    check_exact(engines["padded groups"], qwen3, make_batch(MIXED, **PADDED | {"micro_batch_size_per_gpu": size}))
 
 
 def test_temperature_of_each_sample_within_one_padded_group(engines: dict[str, Any], qwen3: str) -> None:

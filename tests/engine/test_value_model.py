@@ -1,43 +1,24 @@
-"""The critic's values and gradients are those of every sequence computed alone."""
+"""Critics of every kind of checkpoint; test_exactness.py has their values and gradients."""
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from verl.utils import model as verl_model
 
-from tests.engine.test_exactness import CASES, MIXED
+from tests.engine.test_exactness import MIXED, PADDED
 from tests.models.models import save_qwen3
 from tests.support import (
-    assert_same,
     check_exact,
     clone,
     critic_batch,
     critic_loss,
     make_engine,
-    run_engine,
     save_tiny_model,
 )
 from verl_pg_plugin.cli.patch_model import patch
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-FIXED = {"use_remove_padding": False, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5}
-
-
-@pytest.fixture(scope="module")
-def packed(value_model: str, process_group: None) -> Any:
-    return make_engine(value_model, critic=True)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_packed_values_and_gradients_equal_the_sequence_alone(packed: Any, value_model: str, case: str) -> None:
-    check_exact(packed, value_model, critic_batch(CASES[case]))
-
-
-def test_padded_groups(value_model: str) -> None:
-    check_exact(make_engine(value_model, padded=True, critic=True), value_model, critic_batch(MIXED, **FIXED))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -48,7 +29,7 @@ def test_value_class_that_the_checkpoint_brings_along(value_model: str, tmp_path
     patch(patched)
     engine = make_engine(str(patched), padded=padded, model={"trust_remote_code": True}, critic=True)
     assert any(base.__name__ == "Qwen3ForValue" for base in type(engine.module).__mro__)
-    check_exact(engine, value_model, critic_batch(MIXED, **(FIXED if padded else {})))
+    check_exact(engine, value_model, critic_batch(MIXED, **(PADDED if padded else {})))
 
 
 def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> None:
@@ -67,9 +48,9 @@ def test_architecture_without_a_token_classifier_is_an_error_with_a_way_out(tmp_
         make_engine(path, critic=True)
 
 
-def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(value_model: str, packed: Any) -> None:
+def test_mode_off_on_a_cpu_loads_and_gives_the_same_values(value_model: str) -> None:
     """verl alone asks for flash-attn, which no CPU has."""
     batch = critic_batch(MIXED[:3])
     off = make_engine(value_model, packed=False, critic=True)
     assert verl_model.load_valuehead_model.__module__ == "verl.utils.model", "verl's own loader is put back"
-    assert_same(run_engine(off, batch), run_engine(packed, batch))
+    check_exact(off, value_model, batch)

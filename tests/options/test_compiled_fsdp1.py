@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import check_exact_on_ranks, graphs_as_they_are, on_ranks
-from tests.engine.test_moe import MODELS
+from tests.engine.test_exactness import EXPERTS
 from tests.options.harness import Checkpoint
 from tests.options.table import BUDGET, SAMPLES
 from tests.support import (
@@ -65,7 +65,7 @@ def test_compiled_critics_keep_their_numbers(value_model: str) -> None:
 
 @pytest.mark.slow
 def test_compiled_experts_of_flat_parameters_keep_their_numbers(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "qwen3_moe", **MODELS["qwen3_moe"])
+    path = save_tiny_model(tmp_path, "qwen3_moe", **EXPERTS["qwen3_moe"])
     # The implementation that torch compiles whole on a CPU.
     override = {"attn_implementation": "sdpa", "_experts_implementation": "batched_mm"}
     make = partial(make_batch, SAMPLES, max_token_len_per_gpu=BUDGET)
