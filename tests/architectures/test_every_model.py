@@ -4,8 +4,10 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +19,12 @@ from torch.utils.checkpoint import CheckpointError
 
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, supports_checkpointing
 from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.engine.carried_cases import ONE_GROUP
+from tests.engine.ranks import check_exact_on_ranks
 from tests.engine.test_exactness import CASES
 from tests.mixers import hybrids
 from tests.modalities import tiny_vision
-from tests.modalities.image_cases import TEXT_ALONE
+from tests.modalities.tiny_vision import TEXT_ALONE
 from tests.precision import BF16, in_float64
 from tests.support import (
     Result,
@@ -163,3 +167,28 @@ def test_torch_before_2_13_trains_every_type_that_is_not_refused(
 @pytest.mark.parametrize(("version", "casts"), [("2.11.0+cu130", False), ("2.12.1", False), ("2.13.0", True)])
 def test_versions_that_cast_again_are_told_apart(version: str, casts: bool) -> None:
     assert fsdp2_recomputes_as_it_ran(version) == (casts or CHECKPOINTS_FORWARD)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path) -> None:
+    path = save_causal(tmp_path, model_type)
+    check_exact(make_engine(path, splits=True), path, make_batch(ONE_GROUP, max_token_len_per_gpu=36), splits=True)
+
+
+def test_sinks_keep_their_gradient_where_attention_is_recomputed_and_are_missed_where_it_is_not_corrected(
+    tmp_path: Path,
+) -> None:
+    engine = make_engine(save_causal(tmp_path, "gpt_oss"), engine={"activations": "inputs"})
+    want = run_reference(str(tmp_path), make_batch(SAMPLES))
+    assert_same(run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=160)), want)
+    with patch.object(torch, "logaddexp", lambda lse, sinks: lse):
+        wrong = run_engine(engine, make_batch(SAMPLES))
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same(wrong, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
+def test_heads_spread_over_two_ranks_are_exact(model_type: str, tmp_path: Path) -> None:
+    spread = {"ulysses_sequence_parallel_size": 2}
+    check_exact_on_ranks(save_causal(tmp_path, model_type), partial(make_batch, ONE_GROUP), engine=spread)

@@ -1,11 +1,14 @@
-"""Models that stock rmpad on flash-attn computes wrongly are told of by name."""
+"""docs/models.md is what the record says, the record what transformers does; faults of stock rmpad are told of."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from make_models_table import PAGE, REPOSITORY, page, read_record
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -58,31 +61,39 @@ def test_types_that_do_not_tell_attention_where_sequences_begin_are_known(handed
     assert unmasked == MASKS_WITHOUT_POSITIONS & seen
 
 
-def test_rmpad_in_eager_mode_is_told_of_where_masks_know_no_sequences() -> None:
-    config = tiny_config("gpt_oss")
-    for implementation, device in ((None, "cpu"), ("sdpa", "cuda"), ("eager", "cuda")):
-        config._attn_implementation = implementation
-        fault = rmpad_fault(config, device)
-        assert fault is not None
-        assert "computes gpt_oss wrongly: its masks" in fault.why
-        assert "use_remove_padding=False" in fault.fix
-    config._attn_implementation = None
-    assert rmpad_fault(config, "cuda") is None
+TOLD: list[tuple[str, str | None, str, str, str]] = [
+    *(
+        ("gpt_oss", implementation, device, "computes gpt_oss wrongly: its masks", "use_remove_padding=False")
+        for implementation, device in ((None, "cpu"), ("sdpa", "cuda"), ("eager", "cuda"))
+    ),
+    ("gpt_oss", None, "cuda", "", ""),
+    *(
+        (
+            model_type,
+            implementation,
+            "cuda",
+            f"computes {model_type} wrongly",
+            "attn_implementation=sdpa, or set actor_",
+        )
+        for model_type in ("persimmon", "fuyu")
+        for implementation in (None, "flash_attention_2")
+    ),
+    *((model_type, "sdpa", "cuda", "", "") for model_type in ("persimmon", "fuyu", "mistral")),
+    *((model_type, None, "cpu", "", "") for model_type in ("persimmon", "fuyu", "mistral")),
+    ("mistral", None, "cuda", "", ""),
+]
+"""A type, its attention, the device, and what is said: of masks that know no sequences, of flash-attn's positions."""
 
 
-@pytest.mark.parametrize("model_type", ["persimmon", "fuyu"])
-def test_rmpad_on_flash_attn_is_told_of_and_torchs_attention_is_not(model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "implementation", "device", "why", "fix"), TOLD)
+def test_rmpad_is_told_of_where_it_is_wrong(
+    model_type: str, implementation: str | None, device: str, why: str, fix: str
+) -> None:
     config = tiny_config(model_type)
-    assert rmpad_fault(config, "cpu") is None
-    assert rmpad_fault(tiny_config("mistral"), "cuda") is None
-    for implementation in (None, "flash_attention_2"):
-        config.get_text_config()._attn_implementation = implementation
-        fault = rmpad_fault(config, "cuda")
-        assert fault is not None
-        assert f"computes {model_type} wrongly" in fault.why
-        assert "attn_implementation=sdpa, or set actor_rollout_ref.actor.use_prefix_grouper=True" in fault.fix
-    config.get_text_config()._attn_implementation = "sdpa"
-    assert rmpad_fault(config, "cuda") is None
+    config.get_text_config()._attn_implementation = implementation
+    fault = rmpad_fault(config, device)
+    assert (fault is not None) == bool(why)
+    assert fault is None or (why in fault.why and fix in fault.fix)
 
 
 @pytest.mark.parametrize("obstacle", ["does not cap scores", ""])
@@ -92,10 +103,31 @@ def test_capped_scores_on_a_flash_attn_built_without_are_told_of(
     """Such a build multiplies scores by the cap in stock verl too."""
     monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device, needs=None: obstacle if needs else "")
     fault = rmpad_fault(tiny_config("gemma2"), "cuda")
-    if obstacle:
-        assert fault is not None
-        assert "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why
-    else:
-        assert fault is None
+    assert (fault is not None) == bool(obstacle)
+    assert fault is None or "computes gemma2 wrongly: flash_attn_2 does not cap scores" in fault.why
     assert rmpad_fault(tiny_config("gemma2"), "cpu") is None
     assert rmpad_fault(tiny_config("mistral"), "cuda") is None
+
+
+RENEW = "run python scripts/make_models_table.py"
+
+
+def supported_versions() -> list[str]:
+    project, usual = (REPOSITORY / "pyproject.toml").read_text(), (REPOSITORY / "constraints.txt").read_text()
+    return re.findall(r'"transformers[<>]=([\d.]+)', project) + re.findall(
+        r"^transformers==([\d.]+)", usual, re.MULTILINE
+    )
+
+
+def test_the_document_is_made_from_the_record() -> None:
+    assert page(read_record()) == PAGE.read_text(), RENEW
+
+
+@pytest.mark.parametrize("version", supported_versions())
+def test_sixty_architectures_are_exact_on_the_lowest_the_usual_and_the_highest_transformers(version: str) -> None:
+    assert sum(outcome["status"] == "exact" for outcome in read_record()[version].values()) >= 60
+
+
+def test_every_type_of_the_installed_transformers_is_in_the_record_as_it_is() -> None:
+    outcomes = {model_type: asdict(outcome_of(model_type)) for model_type in MODEL_TYPES}
+    assert read_record().get(transformers.__version__) == outcomes, RENEW

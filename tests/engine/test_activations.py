@@ -20,8 +20,7 @@ from tests.engine.carried_cases import trie
 from tests.engine.ranks import on_ranks
 from tests.engine.test_exactness import EXPERTS
 from tests.mixers.hybrids import save_hybrid
-from tests.modalities.image_cases import MIXED
-from tests.modalities.tiny_vision import KINDS, image_batch, save_vision_model
+from tests.modalities.tiny_vision import KINDS, MIXED, image_batch, save_vision_model
 from tests.precision import BF16
 from tests.support import (
     Result,

@@ -1,6 +1,7 @@
 """verl's distillation losses read the same numbers with shared prefixes as of every sequence alone."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,21 +93,46 @@ def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
     check_exact(packed, qwen3, batch, loss)
 
 
-@pytest.mark.parametrize("chunk", [0, 3], ids=["all logits", "logits in chunks"])
-@pytest.mark.parametrize("tokens", [1 << 30, 36], ids=["one micro-batch", "several"])
-@pytest.mark.parametrize(("policy_gradient", "task_rewards"), [(False, False), (False, True), (True, False)], ids=str)
-def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
-    qwen3: str, policy_gradient: bool, task_rewards: bool, tokens: int, chunk: int
-) -> None:
-    loss, only = loss_of("forward_kl_topk", policy_gradient, task_rewards), not policy_gradient and not task_rewards
-    engine = make_engine(qwen3, engine={"logits_chunk_size": chunk})
-    batch = top_k_batch([*MIXED, *BEGINNINGS], only, temperature=0.7, max_token_len_per_gpu=tokens)
-    found, expected = update(engine, batch, loss), top_k_alone(qwen3, batch, loss)
+LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
+REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *group(8, [3, 4], 2)]
+"""Groups that exceed 44 tokens, and a prompt that reaches into a response."""
+WHOLE, SEVERAL, EXCEEDED = ({"temperature": 0.7, "max_token_len_per_gpu": tokens} for tokens in (1 << 30, 36, 44))
+WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
+    "whole": ([*MIXED, *BEGINNINGS], WHOLE, {}),
+    "several": ([*MIXED, *BEGINNINGS], SEVERAL, {}),
+    "whole, logits in chunks": ([*MIXED, *BEGINNINGS], WHOLE, {"engine": {"logits_chunk_size": 3}}),
+    "several, logits in chunks": ([*MIXED, *BEGINNINGS], SEVERAL, {"engine": {"logits_chunk_size": 3}}),
+    "padded groups": (MIXED, PADDED, {"padded": True}),
+    "split": (REACHING, EXCEEDED, {"splits": True}),
+    "split, verified": (REACHING, EXCEEDED, {"splits": True, "engine": {"verify": "every_1"}}),
+    "split, padded": (
+        REACHING,
+        EXCEEDED,
+        {"splits": True, "engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}},
+    ),
+}
+"""Samples, how they are cut, and settings for ``make_engine``."""
+
+
+def check_top_k(engine: Any, path: str, batch: TensorDict, loss: Callable) -> None:
+    found, expected = update(engine, batch, loss), top_k_alone(path, batch, loss)
     assert_same(found, expected)
-    if tokens > 100:
+    if len(found.metrics["distillation/student_mass"]) == 1:  # else these are means of micro-batches
         for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):
             name = f"distillation/{name}"
             assert found.metrics[name][0] == pytest.approx(expected.metrics[name])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("policy_gradient", "task_rewards"), [(False, False), (False, True), (True, False)], ids=str)
+def test_top_k_gives_the_gradients_and_metrics_of_the_sequences_alone(
+    qwen3: str, policy_gradient: bool, task_rewards: bool, way: str
+) -> None:
+    samples, cut, options = WAYS[way]
+    engine, loss = make_engine(qwen3, **options), loss_of("forward_kl_topk", policy_gradient, task_rewards)
+    batch = top_k_batch(samples, not policy_gradient and not task_rewards, **cut)
+    with splitting(engine) if "split" in way else nullcontext():
+        check_top_k(engine, qwen3, batch, loss)
 
 
 def test_another_teacher_gives_another_loss_so_the_tests_above_show_something(packed: Any) -> None:
@@ -115,45 +141,16 @@ def test_another_teacher_gives_another_loss_so_the_tests_above_show_something(pa
     assert abs(update(packed, batch, loss).loss - update(packed, other, loss).loss) > 1e-3
 
 
-OPTIONS: dict[str, dict] = {
-    "a prompt that reaches into a response": {},
-    "padding": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 40, "logits_chunk_size": 5}},
-    "verified": {"engine": {"verify": "every_1"}},
-}
-LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
-REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *group(8, [3, 4], 2)]
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_top_k_of_groups_that_exceed_a_micro_batch(qwen3: str, option: str) -> None:
-    batch, loss = top_k_batch(REACHING, max_token_len_per_gpu=44), loss_of("forward_kl_topk", False, False)
-    engine = make_engine(qwen3, splits=True, **OPTIONS[option])
-    with splitting(engine):
-        assert_same(update(engine, batch, loss), top_k_alone(qwen3, batch, loss))
-
-
-def test_top_k_in_padded_groups(qwen3: str) -> None:
-    batch, loss = top_k_batch(MIXED, **PADDED), loss_of("forward_kl_topk", False, False)
-    assert_same(update(make_engine(qwen3, padded=True), batch, loss), top_k_alone(qwen3, batch, loss))
-
-
-def update_under_ulysses(rank: int, path: str) -> list[Result]:
-    engine = make_engine(path, splits=True, engine={"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4})
-    results = []
-    for samples, only, tokens in ULYSSES:
+def check_under_ulysses(rank: int, path: str) -> None:
+    spread = {"ulysses_sequence_parallel_size": 2, "logits_chunk_size": 4}
+    engine = make_engine(path, splits=True, engine=spread)
+    for samples, only, tokens in ((MIXED, True, 1 << 30), (MIXED, False, 20), (REACHING, True, 22)):
         batch = top_k_batch(samples, only, max_token_len_per_gpu=tokens)
-        results.append(update(engine, batch, loss_of("forward_kl_topk", not only, False)))
-    return results
-
-
-ULYSSES = [(MIXED, True, 1 << 30), (MIXED, False, 20), (REACHING, True, 22)]
+        check_top_k(engine, path, batch, loss_of("forward_kl_topk", not only, False))
 
 
 def test_top_k_under_ulysses(qwen3: str) -> None:
-    for results in on_ranks(2, update_under_ulysses, qwen3):
-        for (samples, only, _), found in zip(ULYSSES, results, strict=True):
-            batch, loss = top_k_batch(samples, only), loss_of("forward_kl_topk", not only, False)
-            assert_same(found, top_k_alone(qwen3, batch, loss))
+    on_ranks(2, check_under_ulysses, qwen3)
 
 
 def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:

@@ -6,19 +6,19 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from tests.engine.ranks import on_ranks
-from tests.support import VOCAB, actor_loss, make_engine, save_tiny_model, split_always
-from verl_pg_plugin.synthetic import Sample, make_batch
+from tests.engine.test_verify import random_samples
+from tests.support import actor_loss, make_engine, save_tiny_model
+from verl_pg_plugin.synthetic import make_batch
 
 WARM_UP = 30
 """Updates after which nothing may grow: by then every mode has run a few batches, and what is cached is."""
 MODES: dict[str, dict[str, Any]] = {
-    "packed": {},
+    "packed": {"splits": True},
     "packed, verified": {"engine": {"verify": "every_1"}},
     "packed, head in chunks": {"engine": {"logits_chunk_size": 64}},
     "packed, never carried": {"engine": {"carry": "never"}},
@@ -31,23 +31,9 @@ ALLOWED = {"resident_mib": 8.0, "tensors": 8, "descriptors": 0}
 """What of each may be more at the end than after the warm-up. Resident memory is the allocator's."""
 
 
-def random_samples(rng: np.random.Generator) -> list[Sample]:
-    """A group, turns that branch, equal responses and sequences by themselves, all ragged."""
-
-    def tokens(low: int, high: int) -> list[int]:
-        return rng.integers(VOCAB, size=int(rng.integers(low, high))).tolist()
-
-    prompt, stem = tokens(1, 120), tokens(2, 60)
-    samples = [Sample(prompt, tokens(1, 24)) for _ in range(int(rng.integers(3, 8)))]
-    for _ in range(4):
-        samples.append(Sample(stem, tokens(1, 20)))
-        stem = [*stem, *samples[-1].response, *tokens(1, 9)]
-    return [*samples, samples[0], *(Sample(tokens(1, 30), tokens(1, 9)) for _ in range(15 - len(samples)))]
-
-
 def batch_of(update: int, rank: int, name: str) -> TensorDict:
     """Ranks that share each sequence have one batch; a micro-batch has room for the longest sequence."""
-    by_rank = [random_samples(np.random.default_rng((update, r))) for r in range(2)]
+    by_rank = [(random_samples(2 * update + r) * 5)[:15] for r in range(2)]  # as many on both
     if name == "padded groups":
         cut = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 6 + update % 4}
         return make_batch(by_rank[rank], update, use_remove_padding=False, **cut)
@@ -68,8 +54,7 @@ def held() -> dict[str, float]:
 
 def soak(rank: int, path: str, updates: int) -> list[dict[str, float]]:
     """What is held after every update."""
-    engines = {name: make_engine(path, **{"packed": True, **settings}) for name, settings in MODES.items()}
-    split_always(engines["packed"])
+    engines = {name: make_engine(path, **settings) for name, settings in MODES.items()}
     held_after = []
     for update in range(updates):
         name = list(MODES)[update % len(MODES)]

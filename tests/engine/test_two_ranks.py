@@ -1,18 +1,33 @@
-"""FSDP2 over two processes: no rank waits for one that failed."""
+"""Two processes: no rank waits for one that failed, and runs resume from checkpoints of either mode in either mode."""
 
+import multiprocessing
 import os
 import re
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp import transformer_impl
 
-from tests.engine.ranks import on_ranks
+from tests.conftest import free_port
+from tests.engine.carried_cases import ONE_GROUP
+from tests.engine.ranks import graphs_as_they_are, on_ranks
+from tests.engine.test_exactness import MIXED
 from tests.support import (
+    actor_loss,
+    clone,
+    fsdp1_takes_models_on_a_cpu,
     group,
     make_engine,
+    save_tiny_model,
     update,
 )
 from verl_pg_plugin.attention import kernels, passes
@@ -129,3 +144,97 @@ def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list
         assert cause in raised
         assert told.startswith("rank 1: ")
         assert cause in told
+
+
+MOST_SECONDS = 30
+WITH_A_SPLIT_GROUP = [
+    *ONE_GROUP,
+    *group(6, [7, 1], 3),
+    *group(9, [4, 4], 2),
+    *group(5, [9, 8], 5),
+    *group(7, [3, 6], 6),
+]
+
+
+def failing_loss(**kwargs: Any) -> Any:
+    raise ZeroDivisionError("the fault of rank 1")
+
+
+def run_to_the_end(rank: int, path: str, store: str, failing: Any) -> None:
+    """An update whose loss fails on rank 1, in a process that ends with the error, as verl's worker does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    engine = make_engine(path, splits=True)
+    rows = range(8) if rank == 0 else range(8, len(WITH_A_SPLIT_GROUP))
+    batch = tu.index_select_tensor_dict(make_batch(WITH_A_SPLIT_GROUP, max_token_len_per_gpu=36), list(rows))
+    failing.wait()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, failing_loss if rank == 1 else actor_loss())
+
+
+def test_an_error_in_a_forward_of_one_rank_ends_both_processes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    path, store, failing = save_tiny_model(tmp_path), f"tcp://127.0.0.1:{free_port()}", context.Barrier(3)
+    processes = [context.Process(target=run_to_the_end, args=(rank, path, store, failing)) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        failing.wait(timeout=120)
+        start = time.monotonic()
+        for process in processes:
+            process.join(timeout=max(start + MOST_SECONDS - time.monotonic(), 0))
+        assert [process.exitcode for process in processes] == [1, 1], "a rank waits for one that is gone"
+    finally:
+        for process in processes:
+            process.kill()
+
+
+State = list[torch.Tensor]
+
+
+def state_of(engine: Any) -> State:
+    """Copies of this rank's shards of weights and of the optimizer's moments, in the order of the model."""
+    moments = [engine.optimizer.state[p] for p in engine.module.parameters()]
+    state = [*engine.module.parameters(), *(of[name] for of in moments for name in ("exp_avg", "exp_avg_sq", "step"))]
+    return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in state]
+
+
+def run_on_rank(rank: int, path: str, strategy: str, folder: str) -> dict[tuple[bool, bool], list[State]]:
+    """By the modes that save and load: the state saved, that loaded, those one step on, uninterrupted and resumed."""
+    fsdp1_takes_models_on_a_cpu()
+    rows, found = tu.index_select_tensor_dict(make_batch(MIXED), list(range(rank, len(MIXED), 2))), {}
+
+    def build(packed: bool) -> Any:
+        compiled = packed and strategy == "fsdp"  # inside flat parameters
+        return make_engine(path, packed=packed, strategy=strategy, engine={"compile_layers": True} if compiled else {})
+
+    def step(engine: Any) -> State:
+        with engine.train_mode():
+            engine.train_batch(clone(rows), actor_loss())
+        return state_of(engine)
+
+    # verl names the device of a checkpoint's weights with its number, and a CPU has none.
+    on_cpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
+    with graphs_as_they_are(), on_cpu:
+        for saves in (True, False):
+            through = build(saves)
+            saved = step(through)
+            through.save_checkpoint(f"{folder}/{saves}", global_step=1)
+            later = step(through)
+            for loads in (True, False):
+                resumed = build(loads)
+                resumed.load_checkpoint(f"{folder}/{saves}")
+                found[saves, loads] = [saved, state_of(resumed), later, step(resumed)]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+def test_runs_resume_with_the_mode_toggled(qwen3: str, strategy: str, tmp_path: Path) -> None:
+    """Weights and the optimizer's state."""
+    for of_rank in on_ranks(2, run_on_rank, qwen3, strategy, str(tmp_path)):
+        for (saves, loads), (saved, loaded, through, resumed) in of_rank.items():
+            assert all(map(torch.equal, saved, loaded))
+            for got, want in zip(resumed, through, strict=True):
+                if saves == loads:
+                    assert torch.equal(got, want)
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -8,8 +8,20 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from tests.modalities.image_cases import OPEN, QUESTION, SYSTEM, TEXT_ALONE, TURNS, TWO_GROUPS
-from tests.modalities.tiny_vision import IMAGE, VIDEO, Shot, config_of, image_batch, save_vision_model
+from tests.modalities.tiny_vision import (
+    IMAGE,
+    OPEN,
+    QUESTION,
+    SYSTEM,
+    TEXT_ALONE,
+    TURNS,
+    TWO_GROUPS,
+    VIDEO,
+    Shot,
+    config_of,
+    image_batch,
+    save_vision_model,
+)
 from tests.support import actor_loss, clone, infer, make_engine
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.modalities import Modality

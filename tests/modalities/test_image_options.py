@@ -7,8 +7,7 @@ from unittest.mock import patch
 import pytest
 import transformers
 
-from tests.modalities.image_cases import MIXED, TWO_GROUPS
-from tests.modalities.tiny_vision import KINDS, image_batch, save_vision_model
+from tests.modalities.tiny_vision import KINDS, MIXED, TWO_GROUPS, image_batch, save_vision_model
 from tests.support import check_exact, infer, make_engine, save_adapter
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import image_keys

@@ -8,8 +8,17 @@ import pytest
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import check_exact_on_ranks, on_ranks
-from tests.modalities.image_cases import CHAIN, MIXED, TEXT_ALONE, TWO_GROUPS
-from tests.modalities.tiny_vision import HYBRID_KINDS, IMAGE, KINDS, image_batch, save_vision_model
+from tests.modalities.tiny_vision import (
+    CHAIN,
+    HYBRID_KINDS,
+    IMAGE,
+    KINDS,
+    MIXED,
+    TEXT_ALONE,
+    TWO_GROUPS,
+    image_batch,
+    save_vision_model,
+)
 from tests.support import Result, actor_loss, assert_same, clone, make_engine, run_engine, run_reference
 
 SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]

@@ -6,8 +6,20 @@ from typing import Any
 
 import pytest
 
-from tests.modalities.image_cases import CHAIN, FORKS, MIXED, TEXT_ALONE, TURNS, TWO_GROUPS, film
-from tests.modalities.tiny_vision import HYBRID_KINDS, KINDS, image_batch, load, save_vision_model
+from tests.modalities.tiny_vision import (
+    CHAIN,
+    FORKS,
+    HYBRID_KINDS,
+    KINDS,
+    MIXED,
+    TEXT_ALONE,
+    TURNS,
+    TWO_GROUPS,
+    film,
+    image_batch,
+    load,
+    save_vision_model,
+)
 from tests.precision import in_float64
 from tests.support import actor_loss, check_exact, infer, make_engine
 

@@ -27,7 +27,6 @@ from tests.support import (
     run_reference,
     save_adapter,
     save_tiny_model,
-    split_always,
     splitting,
 )
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
@@ -70,12 +69,9 @@ class Engines:
         if key not in self.built:
             if adapter := self.checkpoint.adapter_of(case):
                 model["lora_adapter_path"] = adapter
-            settings = {"packed": True, **settings}
-            model = {**settings.pop("model", {}), **model}
-            built = make_engine(self.checkpoint.model, strategy=strategy, engine=engine, model=model, **settings)
-            if settings["packed"]:
-                split_always(built)
-            self.built[key] = built
+            settings = {"splits": settings.get("packed", True), "engine": engine, **settings}
+            settings["model"] = {**settings.get("model", {}), **model}
+            self.built[key] = make_engine(self.checkpoint.model, strategy=strategy, **settings)
         return self.built[key]
 
     def reference_of(self, case: Case, batch: TensorDict, seed: int = 0) -> Result:

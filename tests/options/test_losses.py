@@ -1,21 +1,31 @@
-"""Every policy loss of verl's registry under every aggregation, over unequal micro-batches: same loss and gradient."""
+"""Every policy loss of verl under every aggregation, over unequal micro-batches; old, reference and new log-probs."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.actor import RolloutCorrectionConfig
 
-from tests.options.harness import Checkpoint, Engines
-from tests.options.table import BUDGET, DEFAULT, SAMPLES
-from tests.support import Result, actor_loss, assert_same, clone, run_engine, run_reference
+from tests.options.harness import Checkpoint, Engines, batch_of
+from tests.options.table import DEFAULT, SAMPLES, case_of
+from tests.support import (
+    Result,
+    actor_loss,
+    assert_same,
+    clone,
+    make_engine,
+    old_outputs,
+    run_engine,
+    run_reference,
+    save_tiny_model,
+    update,
+)
 from verl_pg_plugin.synthetic import make_batch
 
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
@@ -51,6 +61,20 @@ ALL = [
 ]
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    **{
+        f"rollout correction, {kind}": {
+            "policy_loss": PolicyLossConfig(
+                loss_mode="bypass_mode",
+                rollout_correction=RolloutCorrectionConfig(loss_type=kind, rollout_is="token", bypass_mode=True),
+            )
+        }
+        for kind in ("reinforce", "ppo_clip")
+    },
+    **{f"KL loss, {kind}": {"kl_loss_type": kind} for kind in ("kl", "low_var_kl")},
+}
+
+
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
 def test_policy_loss(engines: Engines, checkpoint: Checkpoint, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
@@ -58,37 +82,75 @@ def test_policy_loss(engines: Engines, checkpoint: Checkpoint, mode: str, aggreg
     assert_loss_is_that_of_the_rows_alone(engines, checkpoint, loss)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "ppo_clip"])
-def test_rollout_correction_computed_in_the_loss(engines: Engines, checkpoint: Checkpoint, kind: str) -> None:
-    correction = RolloutCorrectionConfig(loss_type=kind, rollout_is="token", bypass_mode=True)
-    loss = actor_loss(policy_loss=PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction))
-    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, loss)
-
-
-@pytest.mark.parametrize("kind", ["kl", "low_var_kl"])
-def test_kl_loss(engines: Engines, checkpoint: Checkpoint, kind: str) -> None:
-    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, actor_loss(kl_loss_type=kind))
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_else_a_loss_computes(engines: Engines, checkpoint: Checkpoint, other: str) -> None:
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, actor_loss(**OTHERS[other]))
 
 
 def test_a_loss_of_the_user_that_is_no_policy_loss_at_all(engines: Engines, checkpoint: Checkpoint) -> None:
-    def everything(scale: float, model_output: dict, data: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
+    def everything(model_output: dict, data: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
         lengths = data["responses"].offsets().diff().tolist()
         rows = zip(model_output["log_probs"].unbind(), model_output["entropy"].unbind(), lengths, strict=True)
         parts = [p[-n - 1 : -1].square().sum() + e[-n - 1 : -1].exp().sum() for p, e, n in rows]
-        return scale * torch.stack(parts).sum(), {}
+        return 1e-3 * torch.stack(parts).sum(), {}
 
-    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, partial(everything, 1e-3))
+    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, everything)
 
 
-def test_rows_of_one_prompt_in_different_batches(engines: Engines, checkpoint: Checkpoint) -> None:
-    """Every batch is exact, and the gradients of their sums add up to that of all rows."""
-    everything = make_batch(SAMPLES, max_token_len_per_gpu=BUDGET)
-    loss = actor_loss(loss_agg_mode="token-sum")
-    expected = run_reference(checkpoint.model, everything, loss)
-    total = {name: gradient * 0 for name, gradient in expected.gradients.items()}
-    for rows in ([0, 2, 4, 7], [1, 5], [3, 6]):
-        result = run_engine(engines.of(DEFAULT), tu.index_select_tensor_dict(everything, rows), loss)
-        outputs = {name: [values[row] for row in rows] for name, values in expected.outputs.items()}
-        assert_same(Result(result.outputs, {}), Result(outputs, {}))
-        total = {name: gradient + result.gradients[name] for name, gradient in total.items()}
-    assert_same(Result({}, total), Result({}, expected.gradients))
+LORA = case_of("LoRA")
+
+
+def log_probs_of(engine: Any, batch: TensorDict) -> list[torch.Tensor]:
+    return old_outputs(engine, batch)["log_probs"]
+
+
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert_same(*(Result({"log_probs": rows}, {}) for rows in (actual, expected)))
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(
+    engines: Engines, checkpoint: Checkpoint
+) -> None:
+    batch = batch_of(DEFAULT)
+    engine = make_engine(checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
+    reference = log_probs_of(engine, batch)
+    for ref, old in zip(reference, log_probs_of(engines.of(DEFAULT), batch), strict=True):
+        assert torch.equal(ref, old)
+
+
+def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines) -> None:
+    """Old log-probs come from the inference budget, new ones from the training budget."""
+    old = log_probs_of(engines.of(DEFAULT), batch_of(DEFAULT))
+    batch = batch_of(case_of("dynamic batch size"))
+    batch["old_log_probs"] = jagged(old)
+    metrics = update(engines.of(DEFAULT), batch, actor_loss(use_kl_loss=False)).metrics
+    assert max(abs(kl) for kl in metrics["actor/ppo_kl"].values) < 1e-6
+    assert not any(metrics["actor/pg_clipfrac"].values)
+
+
+def test_kl_loss_against_another_model(engines: Engines, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=7)
+    batch, expected = batch_of(DEFAULT), batch_of(DEFAULT)
+    options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
+    batch["ref_log_prob"] = jagged(log_probs_of(make_engine(other, engine=options), batch))
+    alone = run_reference(other, expected).outputs["log_probs"]
+    assert_close(list(batch["ref_log_prob"].unbind()), alone)
+    expected["ref_log_prob"] = jagged(alone)
+    loss = actor_loss(kl_loss_coef=1.0)
+    assert_same(
+        run_engine(engines.of(DEFAULT), batch, loss), run_reference(checkpoint.model, expected, loss), tolerance=3e-5
+    )
+
+
+def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines, checkpoint: Checkpoint) -> None:
+    batch, engine = batch_of(LORA), engines.of(LORA)
+    with engine.disable_adapter():
+        without = log_probs_of(engine, batch)
+    assert_close(without, run_reference(checkpoint.model, batch).outputs["log_probs"])
+    adapted = run_reference(checkpoint.model, batch, actor_loss(), adapter=checkpoint.adapter).outputs["log_probs"]
+    assert_close(log_probs_of(engine, batch), adapted)
+    assert not torch.allclose(torch.cat(without), torch.cat(adapted))

@@ -3,13 +3,18 @@
 The quick tests have many pairs in one case; the slow ones run each by itself, which tells who is to blame.
 """
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+from tests.config import config_support
+from tests.config.config_support import TINY, compose_config, save_checkpoint
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
-from tests.options.option import Case, Place, alone, covering, pairs
+from tests.options.option import Case, Place, alone, covering, pairs, split
 from tests.options.table import BUDGET, DEFAULT, OPTIONS, SAMPLES, case_of
 from tests.support import (
     assert_same,
@@ -17,8 +22,8 @@ from tests.support import (
     critic_batch,
     make_engine,
     run_engine,
-    split_always,
 )
+from verl_pg_plugin.config.preflight import sharing_issues
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]
 QUICK = [option for option in ON_ONE_PROCESS if not option.compiles]
@@ -64,8 +69,36 @@ def test_another_attention_implementation_is_replaced_too(engines: Engines) -> N
 @pytest.mark.parametrize("case", covering(pairs(OF_CRITICS)), ids=str)
 def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, value_model: str) -> None:
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
-    engine = make_engine(value_model, model=case.settings("model"), engine=case.settings("engine"), critic=True)
-    if case.splits:
-        split_always(engine)
+    of_case = {section: case.settings(section) for section in ("engine", "model")}
+    engine = make_engine(value_model, critic=True, splits=case.splits, **of_case)
     batch = {name: value for name, value in settings.items() if not isinstance(value, torch.Tensor)}
     check_exact(engine, value_model, critic_batch(SAMPLES, **batch))
+
+
+PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
+SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
+ROW = re.compile(r"^\| ([^|]+) \| `?([^|]+?)`? \|", re.MULTILINE)
+ROWS = [(*row, title) for title in ("Exact", "Rejected") for row in ROW.findall(SECTIONS[title])]
+
+
+def test_every_option_has_a_row() -> None:
+    names = [option.name for option in OPTIONS]
+    assert len(set(names)) == len(names)
+    assert {(option.name, option.override, "Exact") for option in OPTIONS} <= set(ROWS)
+
+
+@pytest.fixture(scope="module")
+def runnable(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that leave nothing to object to."""
+    hf_config = transformers.Qwen3Config(**{**TINY, "num_attention_heads": 4})
+    checkpoint = save_checkpoint(tmp_path_factory.mktemp("qwen3"), hf_config)
+    flags = f"critic.model.path={checkpoint}", "actor_rollout_ref.actor.use_prefix_grouper=True"
+    return [*config_support.runnable(checkpoint, checkpoint / "no.parquet"), *flags]
+
+
+@pytest.mark.parametrize(("override", "status"), [row[1:] for row in ROWS if "=" in row[1]])
+def test_override_is_taken_or_refused_before_anything_starts(override: str, status: str, runnable: list[str]) -> None:
+    config = compose_config(*runnable, *split(override))
+    found = [issue.why for issue in sharing_issues(config) if not issue.is_warning]
+    found = [why for why in found if "needs a GPU" not in why]  # the machine's fault
+    assert bool(found) == (status == "Rejected"), found
