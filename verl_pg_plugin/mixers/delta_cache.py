@@ -9,36 +9,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_pg_plugin.attention.cache import CacheAccess, Place
+from verl_pg_plugin.attention.gather import to_device
+from verl_pg_plugin.layout import IntArray
 
 STATE, INPUTS = "state", "inputs"
 
 
 @dataclass(frozen=True)
-class Tails:
-    """Inputs of the ``reach`` tokens in front of some positions, which a convolution sees beyond them.
+class Exchange:
+    """What a forward reads from the cache and publishes, as rows of [cached | own].
 
     Attributes:
         read: positions behind cached tokens, at which own segments go on.
         publish: positions behind own tokens, at which those of other chunks do.
-        tokens: int64, those of all tails, ascending, in [the tails of ``read`` | own tokens].
-        index: (publish, reach) int64 in ``tokens``; where a sequence has no token, any.
-        reach: width of the convolution less one.
+        rows: int64, those that are read and those that are published, ascending.
+        index: (publish, width) int64 in ``rows``, which of them stand at each position.
     """
 
     read: tuple[int, ...]
     publish: tuple[int, ...]
-    tokens: Tensor
+    rows: Tensor
     index: Tensor
-    reach: int
 
-    @property
-    def num_read(self) -> int:
-        """Tokens of the tails of ``read``."""
-        return len(self.read) * self.reach
+    @classmethod
+    def of(cls, read: IntArray, publish: IntArray, published: IntArray, device: torch.device) -> Exchange | None:
+        """None where nothing is exchanged.
+
+        Args:
+            published: (publish, width) rows of [cached | own], with as many cached ones at each position.
+        """
+        if not len(read) + len(publish):
+            return None
+        num_read = len(read) * published.shape[1]
+        rows, index = np.unique(np.append(np.arange(num_read), published), return_inverse=True)
+        sent = (to_device(array, torch.int64, device) for array in (rows, index[num_read:].reshape(published.shape)))
+        return cls(tuple(read.tolist()), tuple(publish.tolist()), *sent)
 
 
 @dataclass(frozen=True)
@@ -48,88 +58,55 @@ class DeltaCache:
     access: CacheAccess
     layer: int
 
-    def with_tails(self, x_TD: Tensor, tails: Tails) -> Tensor:
-        """[the tails of ``tails.read`` | own tokens], as ``tails.tokens`` counts them."""
-        if not len(tails.tokens):
-            return x_TD
-        found = _WithTails.apply(x_TD, self, tails)
+    def exchange(
+        self, what: str, own: Tensor, exchange: Exchange | None, beside: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Rows [cached | own], and ``beside`` as it is.
+
+        Args:
+            what: ``STATE`` or ``INPUTS``.
+            own: (N, ...) with a gradient, or none is added to what is read.
+            beside: what was computed with ``own``, whose gradients come from other chunks alone where nothing reads it
+                here.
+        """
+        if exchange is None:
+            return own, beside
+        found, beside = _Exchange.apply(own, beside, self, what, exchange)
         if self.access.publish is not None:
-            last = found.detach()[tails.tokens]
-            for place, index in zip(tails.publish, tails.index, strict=True):
-                self.access.publish_state(Place(self.layer, INPUTS, place), last[index])
-        return found
+            published = found.detach()[exchange.rows]
+            for position, index in zip(exchange.publish, exchange.index, strict=True):
+                self.access.publish_state(Place(self.layer, what, position), published[index])
+        return found, beside
 
-    def read_states(self, anchor: Tensor, positions: tuple[int, ...]) -> Tensor | None:
-        """(N, H, K, V) states of the tokens in front of each position, zero at 0; None where all are.
-
-        Args:
-            anchor: any tensor with a gradient, so that the backward comes by.
-            positions: (N,) some of them 0.
-        """
-        return _ReadStates.apply(anchor, self, positions) if any(positions) else None
-
-    def publish_states(self, out: Tensor, state: Tensor, publish: tuple[tuple[int, int], ...]) -> tuple[Tensor, Tensor]:
-        """Both as they are.
-
-        Args:
-            out: what the segments put out that end in ``state``.
-            publish: which of the states (N, H, K, V) stands at which position.
-        """
-        for segment, position in publish:
-            self.access.publish_state(Place(self.layer, STATE, position), state[segment])
-        return _AddStateGradients.apply(out, state, self, publish)
+    def states(self, starts: Exchange | None, num_segments: int) -> Tensor | None:
+        """(N, H, K, V) states in which the first of so many segments start, zero for the others; None where all are."""
+        if starts is None:
+            return None
+        cached = self.access.state(Place(self.layer, STATE, starts.read[0]))
+        zeros = cached.new_zeros(num_segments - len(starts.read), *cached.shape[1:])
+        return self.exchange(STATE, zeros.requires_grad_(torch.is_grad_enabled()), starts)[0]
 
 
-class _WithTails(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, cache: DeltaCache, tails: Tails) -> Tensor:
-        ctx.cache, ctx.tails = cache, tails
-        return torch.cat([*(cache.access.state(Place(cache.layer, INPUTS, place)) for place in tails.read), x_TD])
+    def forward(
+        ctx: Any, own: Tensor, beside: Tensor | None, cache: DeltaCache, what: str, exchange: Exchange
+    ) -> tuple[Tensor, Tensor | None]:
+        cached = [cache.access.state(Place(cache.layer, what, position)) for position in exchange.read]
+        ctx.cache, ctx.what, ctx.exchange, ctx.num_read = cache, what, exchange, sum(map(len, cached))
+        rows = torch.cat([*cached, own]) if cached else own.view_as(own)
+        return rows, None if beside is None else beside.view_as(beside)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cache, tails = ctx.cache, ctx.tails
-        (grad,) = grads
-        of_tails = grad[tails.tokens].to(torch.promote_types(grad.dtype, torch.float32))
-        for place, index in zip(tails.publish, tails.index, strict=True):
-            pending = cache.access.take_state_gradient(Place(cache.layer, INPUTS, place))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad, of_beside), cache, exchange = grads, ctx.cache, ctx.exchange
+        total = grad[exchange.rows].to(torch.promote_types(grad.dtype, torch.float32))
+        for position, index in zip(exchange.publish, exchange.index, strict=True):
+            pending = cache.access.take_state_gradient(Place(cache.layer, ctx.what, position))
             if pending is not None:
-                of_tails.index_add_(0, index, pending.to(of_tails.dtype))
-        for i, place in enumerate(tails.read):
-            of_tail = of_tails[i * tails.reach : (i + 1) * tails.reach]
-            cache.access.add_state_gradient(Place(cache.layer, INPUTS, place), of_tail)
-        return grad.index_copy(0, tails.tokens, of_tails.to(grad.dtype))[tails.num_read :], None, None
-
-
-class _ReadStates(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, cache: DeltaCache, positions: tuple[int, ...]) -> Tensor:
-        ctx.cache, ctx.positions = cache, positions
-        found = {place: cache.access.state(Place(cache.layer, STATE, place)) for place in positions if place}
-        zero = torch.zeros_like(next(iter(found.values())))
-        return torch.stack([found.get(place, zero) for place in positions])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        for place, grad in zip(ctx.positions, grads[0], strict=True):
-            if place:
-                ctx.cache.access.add_state_gradient(Place(ctx.cache.layer, STATE, place), grad)
-        return None, None, None
-
-
-class _AddStateGradients(torch.autograd.Function):
-    """The identity. ``out`` passes too: a state that nothing here reads has its gradients from other chunks alone."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, state: Tensor, cache: DeltaCache, publish: Any) -> tuple[Tensor, Tensor]:
-        ctx.cache, ctx.publish = cache, publish
-        return out.view_as(out), state.view_as(state)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_out, of_state = grads[0], grads[1].clone()
-        for segment, place in ctx.publish:
-            pending = ctx.cache.access.take_state_gradient(Place(ctx.cache.layer, STATE, place))
-            if pending is not None:
-                of_state[segment] += pending
-        return of_out, of_state, None, None
+                total.index_add_(0, index, pending.to(total.dtype))
+        for i, position in enumerate(exchange.read):
+            width = exchange.index.shape[1]
+            cache.access.add_state_gradient(Place(cache.layer, ctx.what, position), total[i * width : (i + 1) * width])
+        own = grad.index_copy(0, exchange.rows, total.to(grad.dtype))[ctx.num_read :]
+        return own, of_beside, None, None, None

@@ -31,7 +31,7 @@ from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
 from verl_pg_plugin.layout import IntArray, PackedLayout
-from verl_pg_plugin.mixers.delta_cache import DeltaCache, Tails
+from verl_pg_plugin.mixers.delta_cache import INPUTS, STATE, DeltaCache, Exchange
 
 GATED_DELTA = "gated_delta"
 """Under this name ``AttentionContext.calls`` counts Gated DeltaNet layers."""
@@ -47,14 +47,16 @@ class Windows:
     """S windows of 2(W - 1) tokens, one for the start of each segment.
 
     Attributes:
-        tails: cached tokens that they hold; these count in front of the own ones.
+        tails: the W - 1 tokens in front of positions of the cache; those that are read count in front of the own ones.
+        num_read: how many are read.
         gather: their tokens, one window after the other.
         missing: (S, 2(W - 1)) bool, no token there: what is before a sequence, or behind a short segment.
         fixed: (F,) int64 own tokens whose convolution is taken from a window.
         place: (F,) int64 where, in the windows one after the other.
     """
 
-    tails: Tails
+    tails: Exchange | None
+    num_read: int
     gather: Gather
     missing: torch.Tensor
     fixed: torch.Tensor
@@ -84,16 +86,9 @@ class Windows:
         last = layout.publish[publish - layout.publish_start - 1]  # the token in front of each
         ends_in = np.searchsorted(layout.cu_seqlens_q, last, side="right") - 1
         last_inputs = tokens_at(ends_in, publish[:, None] + np.arange(-reach, 0))
-        of_tails, index = np.unique(np.append(np.arange(num_read), last_inputs), return_inverse=True)
-        index = index[num_read:].reshape(last_inputs.shape)
         return cls(
-            tails=Tails(
-                read=tuple(resumed_at.tolist()),
-                publish=tuple(publish.tolist()),
-                tokens=to_device(of_tails, torch.int64, device),
-                index=to_device(index, torch.int64, device),
-                reach=reach,
-            ),
+            tails=Exchange.of(resumed_at, publish, last_inputs, device),
+            num_read=num_read,
             gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), num_read + layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
             fixed=to_device(tokens[segment, column] - num_read, torch.int64, device),
@@ -113,8 +108,8 @@ def convolve(
     """
     x_TD = x.squeeze(0).transpose(0, 1)
     if cache is not None:
-        x_TD = cache.with_tails(x_TD, windows.tails)
-        x = x_TD[windows.tails.num_read :].transpose(0, 1).unsqueeze(0)
+        x_TD, _ = cache.exchange(INPUTS, x_TD, windows.tails)
+        x = x_TD[windows.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
     gathered = gather_tokens(x_TD, windows.gather)
     window_SLD = gathered.view(*windows.missing.shape, -1).masked_fill(windows.missing.unsqueeze(-1), 0.0)
@@ -152,13 +147,13 @@ class Level:
         cu_seqlens: (N+1,) int64, their bounds if they are laid one after the other.
         num_children: (M,) int64, how many of them continue each of the M segments one depth above, whose children are
             next to each other and in its order; None for the roots.
-        publish: which of them end at which position where another chunk goes on.
+        publish: those that end where another chunk goes on.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     num_children: torch.Tensor | None
-    publish: tuple[tuple[int, int], ...] = ()
+    publish: Exchange | None
 
 
 @dataclass(frozen=True)
@@ -167,13 +162,13 @@ class Levels:
 
     Attributes:
         levels: from the roots down.
-        starts: positions at which the roots start.
+        starts: roots that go on behind cached tokens, which come first.
         by_depth: the tokens sorted by depth; None where they are.
         back: the way back.
     """
 
     levels: list[Level]
-    starts: tuple[int, ...]
+    starts: Exchange | None
     by_depth: Gather | None = None
     back: Gather | None = None
 
@@ -200,18 +195,21 @@ class Levels:
         def sent(index: np.ndarray) -> torch.Tensor:
             return to_device(index, torch.int64, device)
 
-        levels, above = [], None
+        levels, above, nothing = [], None, np.zeros(0, dtype=np.int64)
         for d in range(int(depth.max()) + 1):
             members = np.flatnonzero(depth == d)
             num_children = None
             if above is not None:
                 num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
-            ends_at = enumerate(bounds[members + 1].tolist())
-            published = tuple((i, position_of[end]) for i, end in ends_at if end in position_of)
+            ending = np.flatnonzero(np.isin(bounds[members + 1], ends))
+            positions = np.array([position_of[end] for end in bounds[members[ending] + 1].tolist()], dtype=np.int64)
+            published = Exchange.of(nothing, positions, ending[:, None], device)
             cu_seqlens = sent(np.cumsum([0, *lengths[members]]))
             levels.append(Level(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members
-        starts = tuple(layout.segment_start[layout.segment_parent < 0].tolist())
+        roots = layout.segment_start[layout.segment_parent < 0]
+        assert roots[: np.count_nonzero(roots)].all(), "roots behind cached tokens come first"
+        starts = Exchange.of(roots[roots > 0], nothing, nothing[:, None], device)
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
             return cls(levels, starts)
@@ -259,8 +257,7 @@ def delta_rule_over(
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
     outs, state = [], None
     if cache is not None:
-        anchor = next((x for x in tensors if x.requires_grad), tensors[0])
-        state = cache.read_states(anchor, levels.starts)
+        state = cache.states(levels.starts, len(levels.levels[0].lengths))
     for level, part in zip(levels.levels, parts, strict=True):
         if level.num_children is not None:
             state = _HandDown.apply(state, level.num_children, len(level.lengths))
@@ -269,10 +266,10 @@ def delta_rule_over(
             options["cu_seqlens"] = level.cu_seqlens
         else:
             q, k, v, g, beta = (pad_sequence(x.split(level.lengths), batch_first=True) for x in part)
-        passes_on = level is not levels.levels[-1] or bool(level.publish)
+        passes_on = level is not levels.levels[-1] or level.publish is not None
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
-        if cache is not None and level.publish:
-            out, state = cache.publish_states(out, state, level.publish)
+        if cache is not None and state is not None:
+            state, out = cache.exchange(STATE, state, level.publish, beside=out)
         lengths = (out.shape[1],) if takes_any else level.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
