@@ -66,10 +66,11 @@ def test_keywords_of_the_model_are_used_and_decoders_get_the_shape_that_they_res
 
 def test_sinks_softcap_and_number_of_the_layer_are_handed_on() -> None:
     """Cached tokens lie in the cache by the number of their layer."""
-    sinks = torch.zeros(4)
-    options = interface.attention_options(Layer(), torch.zeros(1, 4, 5, 16), None, softcap=30.0, s_aux=sinks)
-    assert options.sinks is sinks
-    assert replace(options, sinks=None) == AttentionOptions(0.25, softcap=30.0, layer_idx=7)
+    sinks, context, asked = torch.zeros(4), packed(), []
+    context.attend = lambda q, k, v, options: asked.append(options)  # type: ignore[method-assign]
+    call(prefix_grouper=context, softcap=30.0, s_aux=sinks)
+    assert asked[0].sinks is sinks
+    assert replace(asked[0], sinks=None) == AttentionOptions(8**-0.5, softcap=30.0, layer_idx=7)
 
 
 NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but got no layout"

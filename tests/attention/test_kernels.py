@@ -124,9 +124,9 @@ def test_for_capped_scores_no_other_kernel_is_imported_or_compiled(
     ("dims", "misfit"),
     [
         ((256, 256), ""),
-        ((264, 128), "takes heads of up to 256 numbers, the model's have 264"),
+        ((264, 128), "takes heads of up to 256 numbers in steps of 8, the model's have 264"),
         ((128, 100), ""),
-        ((100, 96), "takes heads of a multiple of 8 numbers, the model's have 100"),
+        ((100, 96), "takes heads of up to 256 numbers in steps of 8, the model's have 100"),
     ],
 )
 def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], misfit: str) -> None:
@@ -160,8 +160,8 @@ def test_torchs_kernel_for_cpus_computes_what_is_written_out(
     sizes = [(sum(lengths[0]), 4), (sum(lengths[1]), 2), (sum(lengths[1]), 2), (sum(lengths[0]), 4)]
     tensors = [torch.randn(*size, 8, generator=generator).to(dtype) for size in sizes]
     found = outcome(passes.sdpa(), tensors, p)
-    monkeypatch.setattr(passes, "_has_flash", lambda q, p: False)
-    monkeypatch.setattr(passes, "QUERY_CHUNK", 2)
+    written_out = passes._written_out_forward, passes._written_out_backward, 2
+    monkeypatch.setattr(passes, "_of_segment", lambda q, p: written_out)
     rtol = 1e-12 if dtype == torch.float64 else 0.02
     for got, want in zip(found, outcome(passes.sdpa(), tensors, p), strict=True):
         torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)

@@ -33,33 +33,6 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     prefix_grouper: AttentionContext | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of packed tokens, with the signature of transformers' attention functions.
-
-    Args:
-        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the tokens are padded groups.
-        attention_mask, kwargs: see ``attention_options``.
-
-    Returns:
-        (B, T, H, D) and None for the attention weights.
-
-    Raises:
-        RuntimeError: no ``prefix_grouper``, or something that the kernels do not compute.
-    """
-    if prefix_grouper is None:
-        raise RuntimeError(
-            f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
-            "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
-        )
-    options = attention_options(module, query, attention_mask, **kwargs)
-    return prefix_grouper.mixed(ATTENTION, prefix_grouper.attend(query, key, value, options)), None
-
-
-def attention_options(
-    module: nn.Module,
-    query: Tensor,
-    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -67,12 +40,25 @@ def attention_options(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> AttentionOptions:
-    """What a layer asks of attention, from the keywords of transformers' attention functions.
+) -> tuple[Tensor, None]:
+    """Attention of packed tokens, with the signature of transformers' attention functions.
+
+    Args:
+        query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the tokens are padded groups.
+        s_aux: (H,) learned sinks.
+
+    Returns:
+        (B, T, H, D) and None for the attention weights.
 
     Raises:
-        RuntimeError: the model needs what the kernels do not compute (a mask, dropout, biases, non-causal layers).
+        RuntimeError: no ``prefix_grouper``, or something that the kernels do not compute (a mask, dropout, biases,
+            non-causal layers).
     """
+    if prefix_grouper is None:
+        raise RuntimeError(
+            f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
+            "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
+        )
     unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in WITHOUT_EFFECT]
     if attention_mask is not None:
         unsupported.append("attention_mask")
@@ -85,13 +71,14 @@ def attention_options(
             f"{_where(module)} asks for {', '.join(sorted(unsupported))}, which packed attention does not compute; "
             "set actor_rollout_ref.actor.use_prefix_grouper=False"
         )
-    return AttentionOptions(
+    options = AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window_size=-1 if sliding_window is None else sliding_window - 1,  # transformers counts the query itself
         softcap=softcap or 0.0,
         layer_idx=getattr(module, "layer_idx", 0),
         sinks=s_aux,
     )
+    return prefix_grouper.mixed(ATTENTION, prefix_grouper.attend(query, key, value, options)), None
 
 
 def _where(module: nn.Module) -> str:

@@ -7,7 +7,8 @@ a kernel nor torch.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ class KernelSpec:
         min_capability, max_capability: compute capabilities of a CUDA device; None where later devices run it too.
         package: distribution that must be installed; None where torch is enough.
         install: command that installs the package.
-        head_dim_multiple, max_head_dim: widths of heads that it takes; None for no largest.
+        head_dims: widths of heads that it takes; None for all.
         softcap: whether it caps scores.
     """
 
@@ -52,8 +53,7 @@ class KernelSpec:
     max_capability: tuple[int, int] | None = None
     package: str | None = None
     install: str = ""
-    head_dim_multiple: int = 1
-    max_head_dim: int | None = None
+    head_dims: range | None = None
     softcap: bool = True
 
     @property
@@ -69,29 +69,23 @@ class KernelSpec:
         if needs.softcap and not self.softcap:
             return "does not cap scores (softcap)"
         for width in sorted({max(dims) for dims in needs.head_dims}):
-            if width % self.head_dim_multiple:
-                return f"takes heads of a multiple of {self.head_dim_multiple} numbers, the model's have {width}"
-            if self.max_head_dim is not None and width > self.max_head_dim:
-                return f"takes heads of up to {self.max_head_dim} numbers, the model's have {width}"
+            if self.head_dims is not None and width not in self.head_dims:
+                most, step = self.head_dims[-1], self.head_dims.step
+                return f"takes heads of up to {most} numbers in steps of {step}, the model's have {width}"
         return ""
 
 
-_FLASH = KernelSpec("cuda", head_dim_multiple=8, max_head_dim=256)
+_flash = partial(KernelSpec, "cuda", head_dims=range(8, 257, 8))
 KERNELS: dict[str, KernelSpec] = {
-    "flash_attn_4": replace(
-        _FLASH, min_capability=(9, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"
-    ),
-    "flash_attn_3": replace(
-        _FLASH,
-        min_capability=(9, 0),
-        max_capability=(9, 0),
+    "flash_attn_4": _flash((9, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"),
+    "flash_attn_3": _flash(
+        (9, 0),
+        (9, 0),
         package="flash-attn-3",
         install="pip install ./hopper in a checkout of https://github.com/Dao-AILab/flash-attention",
     ),
-    "flash_attn_2": replace(
-        _FLASH, min_capability=(8, 0), package="flash-attn", install="pip install --no-build-isolation flash-attn"
-    ),
-    "torch_varlen": replace(_FLASH, min_capability=(8, 0), softcap=False),
+    "flash_attn_2": _flash((8, 0), package="flash-attn", install="pip install --no-build-isolation flash-attn"),
+    "torch_varlen": _flash((8, 0), softcap=False),
     "sdpa": KernelSpec(),
 }
 """Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs and fits the model, never sdpa."""
@@ -159,26 +153,23 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
 
 def setting_obstacle(setting: str, device_type: str, needs: AttentionNeeds) -> str:
     """Why no kernel that a setting stands for is installed and computes a model; empty if one is. Asks no GPU."""
-    found = {kernel: _spec_obstacle(kernel, device_type, needs) for kernel in candidates(setting, device_type)}
-    return "; ".join(f"{kernel} {why}" for kernel, why in found.items()) if all(found.values()) else ""
+    found = {
+        name: kernel_obstacle(name, device_type, needs, asks_gpu=False) for name in candidates(setting, device_type)
+    }
+    return "; ".join(f"{name} {why}" for name, why in found.items()) if all(found.values()) else ""
 
 
-def _spec_obstacle(name: str, device_type: str, needs: AttentionNeeds) -> str:
-    spec = KERNELS[name]
+def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = None, *, asks_gpu: bool = True) -> str:
+    """Why a kernel cannot run a model here and what would change that; empty if it can.
+
+    To ask the GPU starts a CUDA context. Then the kernel is also imported (``load_passes``) and tried
+    (``passes.softcap_fault``), for a model that caps scores alone.
+    """
+    spec, needs = KERNELS[name], needs or AttentionNeeds()
     if spec.device_type not in (None, device_type):
         return f"needs a {spec.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
     missing = "" if spec.installed else f"needs {spec.package}, which is not installed: {spec.install}"
-    return spec.misfit(needs) or missing
-
-
-def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = None) -> str:
-    """Why a kernel cannot run a model here and what would change that; empty if it can.
-
-    Asks the GPU, which starts a CUDA context. Imports the kernel (``load_passes``) and tries it
-    (``passes.softcap_fault``) for a model that caps scores alone.
-    """
-    spec, needs = KERNELS[name], needs or AttentionNeeds()
-    if found := _spec_obstacle(name, device_type, needs):
+    if (found := spec.misfit(needs) or missing) or not asks_gpu:
         return found
     if spec.device_type == "cuda":
         import torch

@@ -185,21 +185,18 @@ def sdpa() -> Passes:
     def forward(q: Tensor, k: Tensor, v: Tensor, p: Varlen) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.zeros_like(q), q.new_full((q.shape[1], len(q)), -torch.inf, dtype=wide)
-        flash = _has_flash(q, p)
-        for rows, keys in _segments(p, p.max_seqlen_q if flash else QUERY_CHUNK):
-            given = q[rows], _of_query_heads(k[keys], q), _of_query_heads(v[keys], q), p
-            out[rows], lse[:, rows] = _cpu_forward(*given) if flash else _written_out_forward(*given)
+        run, _, most = _of_segment(q, p)
+        for rows, keys in _segments(p, most):
+            out[rows], lse[:, rows] = run(q[rows], *_of_query_heads(q, k[keys], v[keys]), p)
         return out, lse
 
     def backward(dout: Tensor, *tensors: Any) -> None:
         q, k, v, out, lse, dq, dk, dv, p = tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         totals = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
-        flash = _has_flash(q, p)
-        for rows, keys in _segments(p, p.max_seqlen_q if flash else QUERY_CHUNK):
-            of_keys = _of_query_heads(k[keys], q), _of_query_heads(v[keys], q)
-            given = dout[rows], q[rows], *of_keys, out[rows], lse[:, rows], p
-            found = _cpu_backward(*given) if flash else _written_out_backward(*given)
+        _, run, most = _of_segment(q, p)
+        for rows, keys in _segments(p, most):
+            found = run(dout[rows], q[rows], *_of_query_heads(q, k[keys], v[keys]), out[rows], lse[:, rows], p)
             for total, where, part in zip(totals, (rows, keys, keys), found, strict=True):
                 total[where] += part.unflatten(1, (total.shape[1], -1)).sum(2)
         for gradient, total in zip((dq, dk, dv), totals, strict=True):
@@ -208,8 +205,11 @@ def sdpa() -> Passes:
     return forward, backward
 
 
-def _has_flash(q: Tensor, p: Varlen) -> bool:
-    return q.device.type == "cpu" and not p.softcap
+def _of_segment(q: Tensor, p: Varlen) -> tuple[Forward, Callable[..., Gradients], int]:
+    """The passes of one segment, and how many of its queries they take at once."""
+    if q.device.type == "cpu" and not p.softcap:
+        return _cpu_forward, _cpu_backward, p.max_seqlen_q
+    return _written_out_forward, _written_out_backward, QUERY_CHUNK
 
 
 def _segments(p: Varlen, most: int) -> Iterator[tuple[slice, slice]]:
@@ -221,8 +221,8 @@ def _segments(p: Varlen, most: int) -> Iterator[tuple[slice, slice]]:
             yield slice(start, stop), slice(k0, k1 - (q1 - stop) * p.causal)
 
 
-def _of_query_heads(x_KGD: Tensor, q_LHD: Tensor) -> Tensor:
-    return x_KGD.repeat_interleave(q_LHD.shape[1] // x_KGD.shape[1], dim=1)
+def _of_query_heads(q_LHD: Tensor, *of_keys_KGD: Tensor) -> list[Tensor]:
+    return [x.repeat_interleave(q_LHD.shape[1] // x.shape[1], dim=1) for x in of_keys_KGD]
 
 
 def _mask(num_q: int, num_k: int, p: Varlen, like: Tensor) -> Tensor:
