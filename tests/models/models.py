@@ -12,10 +12,10 @@ import transformers
 from prefix_grouper import PrefixGrouper
 from verl.trainer.ppo.prefix_grouper_utils import build_position_ids_for_prefix_grouper
 
-from tests.support import VOCAB, Result, group, save_tiny_model
+from tests.support import VOCAB, Result, critic_batch, group, learned, run_reference, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout
-from verl_pg_plugin.synthetic import Sample
+from verl_pg_plugin.engine.batch import read_sequences
+from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = [*group(9, [5, 3, 7], seed=1), *group(1, [4, 1], seed=2), *group(6, [2], seed=3)]
 """Uneven groups, a prompt of one token, a response of one token, a group of one."""
@@ -67,64 +67,46 @@ def pad(samples: Sequence[Sample], side: str) -> tuple[torch.Tensor, torch.Tenso
     return input_ids, mask
 
 
-def layout_of(samples: Sequence[Sample]) -> PackedLayout:
-    rows = [[*s.prompt, *s.response] for s in samples]
-    offsets = np.cumsum([0, *map(len, rows)])
-    return build_packed_layout(np.concatenate(rows), offsets, np.array([len(s.prompt) for s in samples]))
+LAYOUT = read_sequences(make_batch(SAMPLES)).lay_out()
 
 
-LAYOUT = layout_of(SAMPLES)
-
-
-def responses(logits: torch.Tensor, mask: torch.Tensor, samples: Sequence[Sample] = SAMPLES) -> list[torch.Tensor]:
+def responses(logits: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Logits in front of every response token out of padded positions."""
-    return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, samples, strict=True)]
+    return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, SAMPLES, strict=True)]
 
 
-def unpack(logits_1TV: torch.Tensor, layout: PackedLayout, samples: Sequence[Sample]) -> list[torch.Tensor]:
+def unpack(logits_1TV: torch.Tensor) -> list[torch.Tensor]:
     """Logits in front of every response token, by sample, out of packed rows."""
-    flat = logits_1TV[0, torch.from_numpy(layout.head_index[layout.response_head]).long()]
-    ends = np.cumsum([len(s.prompt) + len(s.response) for s in samples])
-    owner = torch.from_numpy(np.searchsorted(ends, layout.response_index, side="right"))
-    order = torch.from_numpy(np.argsort(layout.response_index, kind="stable"))
-    return [flat[order][owner[order] == b] for b in range(len(samples))]
+    flat = logits_1TV[0, torch.from_numpy(LAYOUT.head_index[LAYOUT.response_head]).long()]
+    order = torch.from_numpy(np.argsort(LAYOUT.response_index, kind="stable"))
+    return list(flat[order].split([len(s.response) for s in SAMPLES]))
 
 
-def result(model: Any, logits: Sequence[torch.Tensor], samples: Sequence[Sample]) -> Result:
-    """Log-probs and entropy (or values) of the response tokens, and gradients of a loss that weighs each differently.
-
-    Args:
-        logits: per sample, (response length, V) in front of every response token; V is 1 for a value model.
-    """
+def result(model: Any, logits: Sequence[torch.Tensor]) -> Result:
+    """What verl's losses learn from logits in front of every response token, by sample; (n, 1) of them are values."""
     model.zero_grad()
-    if logits[0].shape[-1] == 1:
-        outputs = {"values": [rows.squeeze(-1) for rows in logits]}
-    else:
-        log_p = [rows.log_softmax(-1) for rows in logits]
-        labels = [torch.tensor(s.response).unsqueeze(-1) for s in samples]
-        outputs = {
-            "log_probs": [p.gather(-1, label).squeeze(-1) for p, label in zip(log_p, labels, strict=True)],
-            "entropy": [-(p.exp() * p).sum(-1) for p in log_p],
-        }
-    generator = torch.Generator().manual_seed(7)
-    loss = sum((torch.randn(len(row), generator=generator) * row).sum() for rows in outputs.values() for row in rows)
-    assert isinstance(loss, torch.Tensor)
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Result({name: [row.detach() for row in rows] for name, rows in outputs.items()}, gradients)
+    rows: dict[str, list[torch.Tensor]] = {}
+    for sample, of_sample in zip(SAMPLES, logits, strict=True):
+        if of_sample.shape[-1] == 1:
+            outputs = {"values": of_sample.squeeze(-1)}
+        else:
+            log_p, labels = of_sample.log_softmax(-1), torch.tensor(sample.response).unsqueeze(-1)
+            outputs = {"log_probs": log_p.gather(-1, labels).squeeze(-1), "entropy": -(log_p.exp() * log_p).sum(-1)}
+        for name, values in outputs.items():
+            rows.setdefault(name, []).append(torch.nn.functional.pad(values, (len(sample.prompt) - 1, 1)))
+    return learned(model, rows, critic_batch(SAMPLES) if "values" in rows else make_batch(SAMPLES))
 
 
 def padded(model: Any, side: str = "left") -> Result:
     input_ids, mask = pad(SAMPLES, side)
     logits = model(input_ids, attention_mask=mask).logits
     assert (logits[mask == 0] == 0).all()
-    return result(model, responses(logits, mask), SAMPLES)
+    return result(model, responses(logits, mask))
 
 
 def packed(model: Any) -> Result:
     assert LAYOUT.num_tokens < LAYOUT.num_logical_tokens
-    logits = model(torch.from_numpy(LAYOUT.input_ids).unsqueeze(0), prefix_grouper=LAYOUT).logits
-    return result(model, unpack(logits, LAYOUT, SAMPLES), SAMPLES)
+    return result(model, unpack(model(torch.from_numpy(LAYOUT.input_ids).unsqueeze(0), prefix_grouper=LAYOUT).logits))
 
 
 def grouped(model: Any) -> Result:
@@ -133,7 +115,7 @@ def grouped(model: Any) -> Result:
     masks = {"attention_mask": grouper.padding_mask, "position_ids": position_ids}
     logits = model(input_ids, prefix_grouper=grouper, **masks).logits
     *_, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
-    return result(model, [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)], SAMPLES)
+    return result(model, [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)])
 
 
 WAYS: dict[str, Callable[[Any], Result]] = {"padded": padded, "packed": packed, "grouped": grouped}
@@ -150,15 +132,11 @@ def upstream_batch(samples: list[Sample], group_sizes: list[int]) -> tuple[Prefi
 
 
 @functools.cache
-def reference(path: str, **options: Any) -> Result:
+def reference(path: str, critic: bool = False) -> Result:
     """Every sequence alone, without padding, through transformers' own attention and, for Qwen3, its class."""
-    stock = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True).model_type == "qwen3"
-    model = load(path, "eager", stock=stock, **options)
-    rows = [
-        model(input_ids=torch.tensor([[*s.prompt, *s.response]]), use_cache=False).logits[0, len(s.prompt) - 1 : -1]
-        for s in SAMPLES
-    ]
-    return result(model, rows, SAMPLES)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=True)
+    options = {} if config.model_type == "qwen3" else {"trust_remote_code": True}
+    return run_reference(path, critic_batch(SAMPLES) if critic else make_batch(SAMPLES), **options)
 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:

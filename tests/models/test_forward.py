@@ -1,4 +1,4 @@
-"""The shipped model files against one sequence at a time through transformers, per token and per parameter."""
+"""The shipped model files, alone and under verl's engine, against one sequence at a time through transformers."""
 
 import shutil
 from pathlib import Path
@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import FSDPModule
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from tests.models.models import (
     SAMPLES,
@@ -20,9 +23,9 @@ from tests.models.models import (
     reference,
     save_qwen3,
 )
-from tests.support import assert_same, save_tiny_model
+from tests.support import assert_same, check_exact, group, make_engine, save_tiny_model
 from verl_pg_plugin.attention.interface import ATTENTION_NAME, register_attention
-from verl_pg_plugin.synthetic import Sample
+from verl_pg_plugin.synthetic import Sample, make_batch
 
 TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
 
@@ -59,7 +62,7 @@ def test_value_models_read_checkpoints_of_token_classifiers(tmp_path: Path, chec
     model = load(str(tmp_path), auto_class=TOKEN_CLASSIFICATION).train()
     assert type(model).__name__.endswith("ForValue")
     for way in (padded, packed):
-        assert_same(way(model), reference(str(tmp_path), auto_class=TOKEN_CLASSIFICATION))
+        assert_same(way(model), reference(str(tmp_path), critic=True))
 
 
 @pytest.mark.parametrize("keep", [1, 3, torch.tensor([2, 5])])
@@ -164,3 +167,36 @@ def test_sources_that_do_not_fit_are_rejected_before_anything_is_written(tmp_pat
     assemble(llama, 1, llama, 1, output)
     with pytest.raises(FileExistsError):
         assemble(llama, 1, llama, 1, output)
+
+
+ALSO_MASKED = [
+    *group(12, [5, 9, 1], seed=1),
+    *group(1, [4, 2], seed=2),
+    Sample(range(20, 26), range(5), mask=[1, 1, 0, 0, 1]),
+    Sample([5] * 7, [7]),
+    Sample([5] * 7, [7]),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on the CPU; on a GPU the engine runs on the GPU")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("mode", ["padded", "rmpad", "prefix_grouper", "packed"])
+def test_the_engine_is_exact_in_every_mode_and_gradients_reach_all_weights(checkpoint: str, mode: str) -> None:
+    removes_padding, groups_whole = mode in ("rmpad", "packed"), mode == "prefix_grouper"
+    # Only fixed micro-batches keep padded groups whole.
+    limit = {"micro_batch_size_per_gpu": 4} if groups_whole else {"max_token_len_per_gpu": 60}
+    batch = make_batch(ALSO_MASKED, use_remove_padding=removes_padding, use_dynamic_bsz=not groups_whole, **limit)
+    engine = make_engine(
+        checkpoint,
+        packed=mode in ("prefix_grouper", "packed"),
+        model={"trust_remote_code": True, "use_remove_padding": removes_padding},
+        engine={"use_dynamic_bsz": not groups_whole},
+    )
+    assert any("transformers_modules" in base.__module__ for base in type(engine.module).__mro__)
+    trusted = {"trust_remote_code": True} if "split" in checkpoint else {}  # Qwen3 against transformers' own class
+    found = check_exact(engine, checkpoint, batch, **trusted)
+    trained = {name for name, gradient in found.gradients.items() if gradient.abs().max() > 0}
+    assert trained == {name for name, _ in engine.module.named_parameters()}
+    layers = [m for m in engine.module.modules() if isinstance(m, (LlamaDecoderLayer, Qwen3DecoderLayer))]
+    assert len(layers) == engine.module.config.num_hidden_layers
+    assert all(isinstance(layer, FSDPModule) for layer in layers), "a layer is gathered by itself"

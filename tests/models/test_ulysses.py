@@ -13,7 +13,7 @@ from verl.utils.ulysses import (
 )
 
 from tests.engine.ranks import on_ranks
-from tests.models.models import LAYOUT, SAMPLES, grouped, load, packed, padded, reference, result, save_qwen3, unpack
+from tests.models.models import LAYOUT, grouped, load, packed, padded, reference, result, save_qwen3, unpack
 from tests.support import Result, assert_same
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION
@@ -32,7 +32,7 @@ def labels_only(model: Any) -> Result:
     tokens, head_index = (torch.from_numpy(array) for array in (LAYOUT.input_ids, LAYOUT.head_index))
     logits = model(tokens.unsqueeze(0), prefix_grouper=LAYOUT, logits_to_keep=head_index).logits
     every_token = logits.new_zeros(1, LAYOUT.num_tokens, logits.shape[-1]).index_copy(1, head_index, logits)
-    return result(model, unpack(every_token, LAYOUT, SAMPLES), SAMPLES)
+    return result(model, unpack(every_token))
 
 
 def sliced_by_the_caller(model: Any) -> Result:
@@ -46,7 +46,7 @@ def sliced_by_the_caller(model: Any) -> Result:
     logits = model(tokens, position_ids=position_ids, prefix_grouper=ulysses).logits
     logits = gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
     assert ulysses.calls[ATTENTION] == model.config.num_hidden_layers
-    return result(model, unpack(logits, LAYOUT, SAMPLES), SAMPLES)
+    return result(model, unpack(logits))
 
 
 def run_rank(rank: int, exact: list[str], odd_heads: str) -> None:
