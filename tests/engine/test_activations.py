@@ -24,11 +24,9 @@ from tests.modalities.tiny_vision import KINDS, MIXED, image_batch, save_vision_
 from tests.precision import BF16
 from tests.support import (
     Result,
-    actor_loss,
     assert_same,
     clone,
     fsdp1_takes_models_on_a_cpu,
-    full_gradients,
     group,
     infer,
     make_engine,
@@ -306,19 +304,3 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
         assert not any(call() for call in calls)
     finally:
         gc.enable()
-
-
-def test_two_backwards_of_one_graph_take_the_same_from_the_host(qwen3: str) -> None:
-    engine = make_engine(qwen3)
-    copier, first = watched(engine), {}
-
-    def twice(**outputs: Any) -> Any:
-        loss, metrics = actor_loss()(**outputs)
-        loss.backward(retain_graph=True)
-        first.update(full_gradients(engine.module))
-        engine.optimizer_zero_grad()
-        return loss, metrics
-
-    second = update_at(Level.ATTENTION_ON_HOST, engine, make_batch(SAMPLES), loss=twice)
-    assert same_bits([second, Result({}, first)])
-    assert copier.copies["back"] > copier.copies["out"]

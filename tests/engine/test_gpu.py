@@ -1,4 +1,4 @@
-"""The engine on a GPU in bf16: as close to float32 as stock verl is, and split groups as whole ones."""
+"""The engine on a GPU in bf16: split groups as whole ones, and peaks; tests/options has errors beside stock verl's."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors, pooled
+from tests.precision import BF16, SMOOTH_LOSS, errors, pooled
 from tests.support import actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
-from verl_pg_plugin.synthetic import Sample, make_batch
+from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
@@ -22,22 +22,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
 
 
-def two_groups(budget: int, seed: int = 1, *others: Sample) -> TensorDict:
+def two_groups(budget: int, seed: int = 1) -> TensorDict:
     samples = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], seed), *group(150, [100, 40, 77, 90], seed + 10)]
-    return make_batch([*samples, *others], max_token_len_per_gpu=budget)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-@pytest.mark.parametrize("chunk", [0, 16], ids=["whole head", "head in chunks"])
-def test_bf16_error_is_at_most_that_of_stock_rmpad(qwen3: str, strategy: str, chunk: int) -> None:
-    flash = {"override_config": {"attn_implementation": "flash_attention_2"}}
-    batch = two_groups(1200, 1, *group(90, [64], 3))
-    reference = run_reference(qwen3, batch, LOSS)
-    stock = make_engine(qwen3, packed=False, strategy=strategy, engine=BF16, model=flash)
-    baseline = errors(run_engine(stock, batch, LOSS), reference)
-    options = {**BF16, "logits_chunk_size": chunk}
-    packed = make_engine(qwen3, strategy=strategy, engine=options, model=flash)
-    assert_no_worse(errors(run_engine(packed, batch, LOSS), reference), baseline)
+    return make_batch(samples, max_token_len_per_gpu=budget)
 
 
 OPTIONS: dict[str, dict] = {

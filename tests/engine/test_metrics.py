@@ -29,63 +29,65 @@ TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
 
 
-def metrics(indices: list[list[int]], *costs: MiniBatchCosts, sp_size: int = 1) -> dict[str, list]:
-    """Of ranks that have the same micro-batches, one for each of ``costs``."""
+NONE, GROUPS = MiniBatchCosts(), [[0, 1], [2, 3]]
+SHARED, ALONE = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3)), 4 * (4 * 100 + 4 * 10 + (1 + 2 + 3 + 4))
+GAIN = pytest.approx(ALONE / SHARED)
+CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any]]] = {
+    "the gain, beside what whole prompts give": (
+        GROUPS,
+        [NONE],
+        1,
+        {"flop_ratio": GAIN, "dedup_ratio": 16 / 8, "dedup_ratio_of_groups": 16 / (2 * 2 + 4 * 1)},
+    ),
+    "padding is physical and no work": (
+        GROUPS,
+        [MiniBatchCosts(num_padding=8)],
+        1,
+        {"flop_ratio": GAIN, "dedup_ratio": 16 / 16, "padding_tokens": 8.0},
+    ),
+    "ranks that share their sequences count once": (
+        GROUPS,
+        [NONE, NONE],
+        2,
+        {"logical_tokens": 16.0, "physical_tokens": 8.0},
+    ),
+    # Groups are prompts: all four begin with token 1, one root.
+    "micro-batches of one prompt": (GROUPS, [NONE], 1, {"groups_per_micro_batch": 1}),
+    "micro-batches of two prompts": ([[0, 2], [1, 3]], [NONE], 1, {"groups_per_micro_batch": 2}),
+    "one micro-batch": ([[0, 1, 2, 3]], [NONE], 1, {"groups_per_micro_batch": 2}),
+    "the memory of the fullest rank": (
+        GROUPS,
+        [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)],
+        1,
+        {"peak_carried_gib": 2.0},
+    ),
+    "verified samples of all ranks and their largest error": (
+        GROUPS,
+        [MiniBatchCosts(num_verified=number, verify_max_error=error) for number, error in ((4, 1e-6), (2, 3e-6))],
+        1,
+        {"verified_rows": 6.0, "verify_max_error": 3e-6},
+    ),
+    "nothing verified": (GROUPS, [NONE], 1, {"verify_max_error": None}),
+}
+"""Micro-batches, what they cost on each rank, how many ranks share a sequence, and what is told (None: is not)."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mini_batch_tells_what_it_cost(case: str) -> None:
+    indices, costs, sp_size, expected = CASES[case]
     micro_batches = [
         PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
         for members in indices
     ]
     plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, [[] for _ in indices], False, Levels())
-    ranks = [figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs]
-    return mini_batch_metrics(ranks, sp_size, "sdpa")
-
-
-GROUPS = [[0, 1], [2, 3]]
-
-
-def test_padding_is_physical_and_no_work() -> None:
-    plain, padded = metrics(GROUPS, MiniBatchCosts()), metrics(GROUPS, MiniBatchCosts(num_padding=8))
-    assert plain["prefix_grouper/flop_ratio"] == padded["prefix_grouper/flop_ratio"]
-    assert plain["prefix_grouper/dedup_ratio"] == [16 / 8]
-    assert padded["prefix_grouper/dedup_ratio"] == [16 / 16]
-    assert padded["prefix_grouper/padding_tokens"] == [8.0]
-
-
-def test_ranks_that_share_their_sequences_count_once() -> None:
-    told = metrics(GROUPS, MiniBatchCosts(), MiniBatchCosts(), sp_size=2)
-    assert told["prefix_grouper/logical_tokens"] == [16.0]
-    assert told["prefix_grouper/physical_tokens"] == [8.0]
-
-
-def test_the_gain_is_told_in_flops_and_beside_what_whole_prompts_give() -> None:
-    told = metrics(GROUPS, MiniBatchCosts())
-    shared = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3))
-    alone = 4 * (4 * 100 + 4 * 10 + (1 + 2 + 3 + 4))
-    assert told["prefix_grouper/flop_ratio"] == [pytest.approx(alone / shared)]
-    assert told["prefix_grouper/dedup_ratio_of_groups"] == [16 / (2 * 2 + 4 * 1)]
-
-
-@pytest.mark.parametrize(("indices", "groups"), [(GROUPS, 1), ([[0, 2], [1, 3]], 2), ([[0, 1, 2, 3]], 2)])
-def test_groups_are_prompts_and_not_roots_of_prefix_trees(indices: list[list[int]], groups: float) -> None:
-    """All four begin with token 1: one root, two prompts."""
-    assert metrics(indices, MiniBatchCosts())["prefix_grouper/groups_per_micro_batch"] == [groups]
+    told = mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
+    for name, value in expected.items():
+        assert told.get(f"prefix_grouper/{name}") == (None if value is None else [value]), name
 
 
 def test_prompts_of_another_class_are_another_group() -> None:
     classes = replace(SEQUENCES, classes=np.array([0, 1, 0, 0]))
     assert classes.prompt_groups.tolist() == [0, 1, 2, 2]
-
-
-def test_a_step_takes_as_much_memory_as_its_fullest_rank() -> None:
-    ranks = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
-    assert metrics(GROUPS, *ranks)["prefix_grouper/peak_carried_gib"] == [2.0]
-
-
-def test_verified_samples_of_all_ranks_and_their_largest_error() -> None:
-    told = metrics(GROUPS, *(MiniBatchCosts(num_verified=n, verify_max_error=e) for n, e in ((4, 1e-6), (2, 3e-6))))
-    assert told["prefix_grouper/verified_rows"] == [6.0]
-    assert told["prefix_grouper/verify_max_error"] == [3e-6]
-    assert "prefix_grouper/verify_max_error" not in metrics(GROUPS, MiniBatchCosts())
 
 
 def test_expensive_micro_batches_run_first_and_not_those_of_most_tokens() -> None:
