@@ -31,7 +31,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$P
 .venv/bin/python -c "import transformers as t; assert t.__version__ == '$version', t.__file__"
 echo "tests on transformers $version" >&2
 .venv/bin/python -m pytest -m "not slow" \
-  tests/test_compat.py tests/attention/test_models.py tests/models/test_forward.py \
+  tests/test_compat.py tests/models/test_forward.py \
   tests/mixers/test_mixers.py tests/mixers/test_gated_delta.py \
   tests/engine/test_compiled_layers.py \
   tests/architectures "${images[@]}" \

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, Place, PrefixCache
-from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout
+from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout
 
 KEYS = Place(0, "k")
 
@@ -55,7 +55,7 @@ def chunk(num_responses: int, first_label: int = 2, **place: int) -> PackedLayou
     tokens = np.array([token for i in range(num_responses) for token in (1, 2, 3, 10 + i)])
     rows = tokens, np.arange(0, len(tokens) + 1, 4), np.full(num_responses, 3)
     part = Chunk(num_sequences=num_responses, **place)
-    return build_chunk_layout(*rows, chunk=part, first_label=first_label, forward_only=True)
+    return build_packed_layout(*rows, chunk=part, first_label=first_label, forward_only=True)
 
 
 def cached(dtype: torch.dtype, pending: float = 0.0) -> CachedTokens:

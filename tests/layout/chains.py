@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, Key, batch_of
-from verl_pg_plugin.layout import PackedLayout, build_chunk_layout, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
 from verl_pg_plugin.planning.micro_batches import (
     CacheWeights,
     MicroBatch,
@@ -81,11 +81,8 @@ def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[L
     for part in group:
         mine = batch.take(part.sequences)
         arrays = mine.tokens, mine.offsets, np.array(mine.prompt_lengths), mine.class_array
-        if part.chunk is None:
-            layout = build_packed_layout(*arrays)
-        else:
-            label = first_label(group, np.array(batch.prompt_lengths))
-            layout = build_chunk_layout(*arrays, chunk=part.chunk, first_label=label, forward_only=forward_only)
+        label = first_label(group, np.array(batch.prompt_lengths)) if part.chunk else 0
+        layout = build_packed_layout(*arrays, None, part.chunk, label, forward_only)
         laid_out.append(LaidOut(part, mine, layout, part_keys(mine, num_of_group(part))))
     return laid_out
 

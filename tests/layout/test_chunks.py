@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.layout.chains import LaidOut, lay_out, num_of_group, plans, tries
 from tests.layout.tries import Batch, Key, batch_of, batches, response_places
-from verl_pg_plugin.layout import Chunk, PackedLayout, build_chunk_layout, idle_prefill
+from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout, idle_prefill
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
 
@@ -83,7 +83,7 @@ def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_
     batch = batch_of(*[(range(20), (1, 2, 3))] * 2, (range(20), (4, 5)))
     part = Chunk(num_sequences=2, num_cached=22, num_kept=19)
     mine, options = batch.take([1, 2]), {"first_label": 19, "forward_only": True}
-    layout = build_chunk_layout(mine.tokens, mine.offsets, np.full(2, 20), chunk=part, **options)
+    layout = build_packed_layout(mine.tokens, mine.offsets, np.full(2, 20), chunk=part, **options)
     assert layout.kv_index.tolist() == [*range(19), 22, 23]
     assert layout.num_gathered_kv == 21
 
@@ -191,7 +191,7 @@ FIRST = Chunk(num_sequences=4, num_read_next=19)
 
 def lay_group_out(part: Chunk, first_label: int = 19) -> PackedLayout:
     options = {"chunk": part, "first_label": first_label, "forward_only": True}
-    return build_chunk_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **options)
+    return build_packed_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **options)
 
 
 @pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 40, "num_read_next": 0}])

@@ -6,7 +6,6 @@ from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_orde
 from verl_pg_plugin.layout.packed import (
     Chunk,
     PackedLayout,
-    build_chunk_layout,
     build_packed_layout,
     idle_prefill,
     share_state_positions,
@@ -25,7 +24,6 @@ __all__ = [
     "PaddedLayout",
     "PrefixOrder",
     "Sequences",
-    "build_chunk_layout",
     "build_packed_layout",
     "build_padded_layout",
     "build_prefix_order",

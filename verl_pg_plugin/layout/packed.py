@@ -49,9 +49,6 @@ class Chunk:
     num_read_next: int = 0
 
 
-NO_CHUNK = Chunk(num_sequences=0)
-
-
 @dataclass(frozen=True)
 class PackedLayout:
     """Index maps of a packed forward over B sequences; numpy integers, host memory.
@@ -162,8 +159,9 @@ def build_packed_layout(
     prompt_lengths: IntArray,
     classes: IntArray | None = None,
     inside: IntArray | None = None,
-    chunk: Chunk = NO_CHUNK,
+    chunk: Chunk | None = None,
     first_label: int = 0,
+    forward_only: bool = True,
 ) -> PackedLayout:
     """Lay out sequences so that each shared token exists once, without the queries of tokens that are cached.
 
@@ -173,7 +171,11 @@ def build_packed_layout(
         prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
         classes: (B,) optional; sequences of different class never share a token.
         inside: (N,) optional, of images, see ``build_prefix_order``.
-        chunk, first_label: see ``build_chunk_layout``.
+        chunk: of a split group, whose sequences come first, in the order of ``PrefixOrder``; the others share nothing
+            with them.
+        first_label: lowest position whose label lies in a response of any sequence of the split group. Tokens published
+            from there on run the LM head even where they are prompt here, because they may be a label elsewhere.
+        forward_only: the cache is filled by earlier chunks and nothing is prefilled.
 
     Raises:
         ValueError: an empty prompt or response, token ids outside of 0 .. 2**32 - 1, or the numbers describe no chunk.
@@ -183,6 +185,10 @@ def build_packed_layout(
         if is_empty.any():
             raise ValueError(f"sequence {int(np.argmax(is_empty))} has an empty {part}")
 
+    chunk = chunk or Chunk(num_sequences=0)
+    if chunk.num_sequences:
+        own_class = np.zeros_like(lengths) if classes is None else classes - classes.min() + 1
+        classes = np.where(np.arange(len(lengths)) < chunk.num_sequences, 0, 1 + own_class)
     order = build_prefix_order(tokens, offsets, classes, inside)
     first_token = _exclusive_cumsum(order.num_new)
     num_tokens = int(order.num_new.sum())
@@ -216,6 +222,7 @@ def build_packed_layout(
     needs_head[publish[max(first_label - chunk.num_kept, 0) :]] = True
     head_of_token = np.cumsum(needs_head, dtype=np.int32) - 1
     head_index = c + np.flatnonzero(needs_head[c:])
+    needs_prefill = not forward_only and c > chunk.num_kept
 
     return PackedLayout(
         input_ids=tokens[token_index],
@@ -237,38 +244,8 @@ def build_packed_layout(
         cached_heads=np.flatnonzero(needs_head[:c]),
         publish=publish - c,
         publish_start=chunk.num_kept,
+        prefill=_prefill(tokens, offsets, chunk.num_kept, c, first_label) if needs_prefill else None,
     )
-
-
-def build_chunk_layout(
-    tokens: IntArray,
-    offsets: IntArray,
-    prompt_lengths: IntArray,
-    classes: IntArray | None = None,
-    inside: IntArray | None = None,
-    *,
-    chunk: Chunk,
-    first_label: int,
-    forward_only: bool,
-) -> PackedLayout:
-    """Lay out one chunk of a split group.
-
-    Args:
-        tokens, offsets, prompt_lengths, classes, inside: as ``build_packed_layout`` takes them. The split group's
-            sequences come first, in the order of ``PrefixOrder``; all others are whole groups.
-        first_label: lowest position whose label lies in a response of any sequence of the split group. Tokens published
-            from there on run the LM head even where they are prompt here, because they may be a label elsewhere.
-        forward_only: the cache is filled by earlier chunks and nothing is prefilled.
-
-    Raises:
-        ValueError: as ``build_packed_layout``.
-    """
-    own_class = np.zeros(len(offsets) - 1, dtype=np.int64) if classes is None else classes - classes.min() + 1
-    apart = np.where(np.arange(len(own_class)) < chunk.num_sequences, 0, 1 + own_class)
-    layout = build_packed_layout(tokens, offsets, prompt_lengths, apart, inside, chunk, first_label)
-    if forward_only or chunk.num_cached <= chunk.num_kept:
-        return layout
-    return replace(layout, prefill=_prefill(tokens, offsets, chunk.num_kept, chunk.num_cached, first_label))
 
 
 def share_state_positions(layouts: list[PackedLayout]) -> list[PackedLayout]:

@@ -13,7 +13,6 @@ from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_orde
 from verl_pg_plugin.layout.packed import (
     Chunk,
     PackedLayout,
-    build_chunk_layout,
     build_packed_layout,
     idle_prefill,
 )
@@ -97,19 +96,14 @@ class Sequences:
         numbers: dict[tuple[int, bytes], int] = {}
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
 
-    def lay_out(self) -> PackedLayout:
-        """The packed tokens of one forward."""
-        return self._as_the_model_takes_them(build_packed_layout(*self._arrays))
+    def lay_out(self, chunk: Chunk | None = None, first_label: int = 0, forward_only: bool = True) -> PackedLayout:
+        """The packed tokens of one forward, see ``build_packed_layout``."""
+        arrays = self._keys, self.offsets, self.prompt_lengths, self.classes, self.inside
+        return self._as_the_model_takes_them(build_packed_layout(*arrays, chunk, first_label, forward_only))
 
     def lay_out_padded(self) -> PaddedLayout:
         """The tokens of one forward in upstream's padded groups."""
         return build_padded_layout(self.tokens, self.offsets, self.prompt_lengths)
-
-    def lay_out_chunk(self, chunk: Chunk, first_label: int, forward_only: bool) -> PackedLayout:
-        """See ``build_chunk_layout``."""
-        layout = build_chunk_layout(*self._arrays, chunk=chunk, first_label=first_label, forward_only=forward_only)
-        prefill = layout.prefill and self._as_the_model_takes_them(layout.prefill)
-        return replace(self._as_the_model_takes_them(layout), prefill=prefill)
 
     def lay_out_idle_prefill(self) -> PackedLayout:
         """See ``idle_prefill``."""
@@ -119,14 +113,16 @@ class Sequences:
     def _keys(self) -> IntArray:
         return self.tokens if self.keys is None else self.keys
 
-    @property
-    def _arrays(self) -> tuple[IntArray, IntArray, IntArray, IntArray | None, IntArray | None]:
-        return self._keys, self.offsets, self.prompt_lengths, self.classes, self.inside
-
     def _as_the_model_takes_them(self, layout: PackedLayout) -> PackedLayout:
         """A layout that was made from the keys, with the tokens and positions that they stand for."""
         if self.keys is None:
             return layout
         index = layout.token_index
         positions = layout.position_ids if self.positions is None else self.positions[:, index]
-        return replace(layout, input_ids=self.tokens[index], labels=self.tokens[index + 1], position_ids=positions)
+        return replace(
+            layout,
+            input_ids=self.tokens[index],
+            labels=self.tokens[index + 1],
+            position_ids=positions,
+            prefill=layout.prefill and self._as_the_model_takes_them(layout.prefill),
+        )

@@ -161,15 +161,9 @@ def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -
 
     ``sequences`` are those of the mini-batch.
     """
-    layouts = []
-    for micro_batch in group:
-        selected = sequences.select(micro_batch.sequences)
-        if micro_batch.chunk is None:
-            layouts.append(selected.lay_out())
-        else:
-            label = first_label(group, sequences.prompt_lengths)
-            layouts.append(selected.lay_out_chunk(micro_batch.chunk, label, forward_only))
-    return share_state_positions(layouts)
+    label = first_label(group, sequences.prompt_lengths) if group[0].chunk else 0
+    selected = ((sequences.select(micro_batch.sequences), micro_batch.chunk) for micro_batch in group)
+    return share_state_positions([part.lay_out(chunk, label, forward_only) for part, chunk in selected])
 
 
 class _Span(NamedTuple):
