@@ -5,10 +5,10 @@ operators whose result has as many elements as their input's values say.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,14 +53,7 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     """Watches every micro-batch from the selection of its sequences on, its backward included."""
-    watching = Waits()
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        with watching, pytest.MonkeyPatch.context() as patch:
-            for name in READS:
-                patch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
-            yield
+    watching, run = Waits(), SharedPrefixEngine._run
 
     def noting(method: Callable) -> Callable:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -69,14 +62,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
         return noted
 
-    def within(method: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with watched():
-                return method(*args, **kwargs)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        reads = {name: noting(getattr(torch.Tensor, name)) for name in READS}
+        with watching, patch.multiple(torch.Tensor, **reads):
+            return run(*args, **kwargs)
 
-        return run
-
-    monkeypatch.setattr(SharedPrefixEngine, "_run", within(SharedPrefixEngine._run))
+    monkeypatch.setattr(SharedPrefixEngine, "_run", watched)
     return watching
 
 

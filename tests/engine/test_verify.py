@@ -169,9 +169,12 @@ def test_the_message_names_sample_token_and_ways_out(qwen3: str) -> None:
 
 WHOLE, LONE, CUT = make_batch(SAMPLES), make_batch(SAMPLES[6:]), make_batch(SAMPLES, max_token_len_per_gpu=120)
 BY_FOUR = make_batch(SAMPLES, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)  # two micro-batches
+BY_ONE = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 WHEN: dict[str, tuple[str, list, list[int]]] = {
     "first of each kind": ("first", [(inferred, CUT), (updated, CUT)] * 2, [2, 2, 0, 0]),
     "first that shares something": ("first", [(inferred, LONE), (inferred, WHOLE), (inferred, LONE)], [0, 2, 0]),
+    # The chunk of a prompt that fills a micro-batch reads no token but its own.
+    "first that reads what a chunk left, and the chunk": ("first", [(inferred, BY_ONE)] * 2, [2, 0]),
     "every third across mini-batches": ("every_3", [(inferred, BY_FOUR)] * 6, [2, 2, 0, 2, 2, 0]),
 }
 
@@ -179,15 +182,8 @@ WHEN: dict[str, tuple[str, list, list[int]]] = {
 @pytest.mark.parametrize("when", WHEN)
 def test_as_many_micro_batches_are_verified_as_asked(qwen3: str, when: str) -> None:
     verify, steps, expected = WHEN[when]
-    engine = make_engine(qwen3, engine={"verify": verify})
+    engine = make_engine(qwen3, splits="chunk" in when, engine={"verify": verify})
     assert [verified(step(engine, batch)) for step, batch in steps] == expected
-
-
-def test_first_is_not_spent_on_the_owner_of_a_split_group(qwen3: str) -> None:
-    """The chunk of a prompt that fills a micro-batch reads no token but its own."""
-    engine = make_engine(qwen3, splits=True, engine=FIRST)
-    batch = make_batch(group(60, [3, 3, 3], 1), use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    assert [verified(inferred(engine, batch)) for _ in range(2)] == [2, 0], "it, and the first that reads what it left"
 
 
 def test_first_is_not_spent_on_turns_that_only_continue_one_another(qwen3: str) -> None:
@@ -247,10 +243,9 @@ def test_a_token_beyond_the_tolerance_is_a_mismatch_that_is_named(error: float, 
 
 
 def test_a_faint_fault_in_every_token_is_a_mismatch() -> None:
-    expected, got = torch.zeros(200), torch.full((200,), 0.05)
-    max_error, worst = compare({"x": [got]}, {"x": [expected]}, {"x": Tolerance(per_token=0.1, mean=0.01)})
-    assert max_error == pytest.approx(0.05)
-    assert worst is not None
+    got, expected = {"x": [torch.full((200,), 0.05)]}, {"x": [torch.zeros(200)]}
+    max_error, worst = compare(got, expected, {"x": Tolerance(per_token=0.1, mean=0.01)})
+    assert (max_error, worst is None) == (pytest.approx(0.05), False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -21,9 +21,9 @@ from tests.support import (
     group,
     make_engine,
     old_outputs,
-    run_engine,
     run_reference,
     save_tiny_model,
+    update,
 )
 from verl_pg_plugin.synthetic import make_batch
 
@@ -41,7 +41,7 @@ def run_on_rank(rank: int, path: str) -> tuple[list[int], Result]:
     with graphs_as_they_are():
         engine = make_engine(path, **COMPILED)
         for samples in RAGGED:
-            run_engine(engine, make_batch(samples, max_token_len_per_gpu=64))
+            update(engine, make_batch(samples, max_token_len_per_gpu=64))
             graphs.append(counters["stats"]["unique_graphs"])
         engine = make_engine(path, strategy="fsdp", engine={"forward_only": True, "model_dtype": "fp32"})
         batch = tu.index_select_tensor_dict(make_batch(SAMPLES, max_token_len_per_gpu=BUDGET), ROWS[rank])
