@@ -147,13 +147,6 @@ def test_a_bad_batch_on_one_rank_stops_both_and_the_next_one_runs(failures: list
 
 
 MOST_SECONDS = 30
-WITH_A_SPLIT_GROUP = [
-    *ONE_GROUP,
-    *group(6, [7, 1], 3),
-    *group(9, [4, 4], 2),
-    *group(5, [9, 8], 5),
-    *group(7, [3, 6], 6),
-]
 
 
 def failing_loss(**kwargs: Any) -> Any:
@@ -165,8 +158,7 @@ def run_to_the_end(rank: int, path: str, store: str, failing: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     engine = make_engine(path, splits=True)
-    rows = range(8) if rank == 0 else range(8, len(WITH_A_SPLIT_GROUP))
-    batch = tu.index_select_tensor_dict(make_batch(WITH_A_SPLIT_GROUP, max_token_len_per_gpu=36), list(rows))
+    batch = make_batch(SAMPLES if rank else ONE_GROUP, max_token_len_per_gpu=36)  # the first is split
     failing.wait()
     with engine.train_mode():
         engine.forward_backward_batch(batch, failing_loss if rank == 1 else actor_loss())
@@ -199,10 +191,10 @@ def state_of(engine: Any) -> State:
     return [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in state]
 
 
-def run_on_rank(rank: int, path: str, strategy: str, folder: str) -> dict[tuple[bool, bool], list[State]]:
-    """By the modes that save and load: the state saved, that loaded, those one step on, uninterrupted and resumed."""
+def resume(rank: int, path: str, strategy: str, folder: str) -> None:
+    """Engines of both modes save, those of both resume, and each takes the step that the first took uninterrupted."""
     fsdp1_takes_models_on_a_cpu()
-    rows, found = tu.index_select_tensor_dict(make_batch(MIXED), list(range(rank, len(MIXED), 2))), {}
+    rows = tu.index_select_tensor_dict(make_batch(MIXED), list(range(rank, len(MIXED), 2)))
 
     def build(packed: bool) -> Any:
         compiled = packed and strategy == "fsdp"  # inside flat parameters
@@ -213,28 +205,27 @@ def run_on_rank(rank: int, path: str, strategy: str, folder: str) -> dict[tuple[
             engine.train_batch(clone(rows), actor_loss())
         return state_of(engine)
 
+    for saves in (True, False):
+        through = build(saves)
+        saved = step(through)
+        through.save_checkpoint(f"{folder}/{saves}", global_step=1)
+        later = step(through)
+        for loads in (True, False):
+            resumed = build(loads)
+            resumed.load_checkpoint(f"{folder}/{saves}")
+            assert all(map(torch.equal, state_of(resumed), saved))
+            for got, want in zip(step(resumed), later, strict=True):
+                assert saves != loads or torch.equal(got, want)
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def resume_on_a_cpu(*args: Any) -> None:
     # verl names the device of a checkpoint's weights with its number, and a CPU has none.
-    on_cpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
-    with graphs_as_they_are(), on_cpu:
-        for saves in (True, False):
-            through = build(saves)
-            saved = step(through)
-            through.save_checkpoint(f"{folder}/{saves}", global_step=1)
-            later = step(through)
-            for loads in (True, False):
-                resumed = build(loads)
-                resumed.load_checkpoint(f"{folder}/{saves}")
-                found[saves, loads] = [saved, state_of(resumed), later, step(resumed)]
-    return found
+    with graphs_as_they_are(), patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None):
+        resume(*args)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_runs_resume_with_the_mode_toggled(qwen3: str, strategy: str, tmp_path: Path) -> None:
     """Weights and the optimizer's state."""
-    for of_rank in on_ranks(2, run_on_rank, qwen3, strategy, str(tmp_path)):
-        for (saves, loads), (saved, loaded, through, resumed) in of_rank.items():
-            assert all(map(torch.equal, saved, loaded))
-            for got, want in zip(resumed, through, strict=True):
-                if saves == loads:
-                    assert torch.equal(got, want)
-                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    on_ranks(2, resume_on_a_cpu, qwen3, strategy, str(tmp_path))

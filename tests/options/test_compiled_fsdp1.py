@@ -32,30 +32,28 @@ ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
 COMPILED = {"strategy": "fsdp", "engine": {"compile_layers": True}}
 
 
-def run_on_rank(rank: int, path: str) -> tuple[list[int], Result]:
-    """Graphs after each of some ragged batches, and the log-probs of an offloaded reference policy."""
+def check_on_rank(rank: int, path: str) -> None:
+    """Ragged batches make no further graphs, and an offloaded reference policy keeps its numbers."""
     fsdp1_takes_models_on_a_cpu()
     torch._dynamo.reset()
     counters.clear()
-    graphs = []
     with graphs_as_they_are():
-        engine = make_engine(path, **COMPILED)
+        engine, graphs = make_engine(path, **COMPILED), []
         for samples in RAGGED:
             update(engine, make_batch(samples, max_token_len_per_gpu=64))
             graphs.append(counters["stats"]["unique_graphs"])
-        engine = make_engine(path, strategy="fsdp", engine={"forward_only": True, "model_dtype": "fp32"})
-        batch = tu.index_select_tensor_dict(make_batch(SAMPLES, max_token_len_per_gpu=BUDGET), ROWS[rank])
+        assert graphs[0] > 0, "nothing was compiled"
+        assert set(graphs) == {graphs[0]}
+        reference = {"forward_only": True, "model_dtype": "fp32", "compile_layers": True}
+        engine, batch = make_engine(path, strategy="fsdp", engine=reference), make_batch(SAMPLES)
         # An offloaded shard is pinned, which only a device makes sense of.
         with patch.object(torch.Tensor, "pin_memory", lambda self: self):
-            return graphs, Result(old_outputs(engine, batch), {})
+            found = old_outputs(engine, tu.index_select_tensor_dict(batch, ROWS[rank]))
+    assert_same(Result(found, {}), Result(run_reference(path, batch).of_rank(ROWS[rank]).outputs, {}))
 
 
 def test_ragged_micro_batches_compile_once_and_reference_policies_keep_their_numbers(checkpoint: Checkpoint) -> None:
-    expected = run_reference(checkpoint.model, make_batch(SAMPLES))
-    for rows, ((first, *later), found) in zip(ROWS, on_ranks(2, run_on_rank, checkpoint.model), strict=True):
-        assert first > 0, "nothing was compiled"
-        assert set(later) == {first}
-        assert_same(found, Result(expected.of_rank(rows).outputs, {}))
+    on_ranks(2, check_on_rank, checkpoint.model)
 
 
 def test_compiled_critics_keep_their_numbers(value_model: str) -> None:
