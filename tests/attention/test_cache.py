@@ -44,6 +44,7 @@ def test_tokens_that_were_taken_hold_no_memory(kept: list[int]) -> None:
     """A view of the first four tokens of a prompt would hold the whole prompt to the end of the group."""
     cache = PrefixCache()
     cache.push(block(0, 100))
+    cache.access(chunk(2, num_read_next=2), publishes=False)
     for keep in kept:
         cache.pop(keep)
         assert 16 * keep <= sum(part.num_bytes for part in cache.blocks) <= 2 * 16 * keep

@@ -20,7 +20,6 @@ from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.attention.op import AttentionOptions, Tape
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece
-from verl_pg_plugin.engine.inputs import cache_access, consume, keep_published
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatchLimits, cut_micro_batches
 
@@ -96,13 +95,12 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
     assert len(group) > 1
     for part in lay_out(batch, group, forward_only=False)[::-1]:
         layout = part.layout
-        consumed = consume(cache, layout)
+        consumed = cache.consume(layout)
         if (prefill := layout.prefill) is not None:
-            access = cache_access(cache, prefill, publishes=True, prefill=True)
+            access = cache.access(prefill, publishes=True, prefill=True)
             with torch.no_grad():
                 run(prefill, part.keys[prefill.num_cached : layout.num_cached], access)
-            keep_published(cache, access)
-        access = cache_access(cache, layout, publishes=False, consumed=consumed)
+        access = cache.access(layout, publishes=False, consumed=consumed)
         for gradient in run(layout, part.own_keys, access):
             dsinks += gradient
     assert not cache.num_tokens

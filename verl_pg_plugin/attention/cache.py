@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_pg_plugin.attention.gather import to_device
-from verl_pg_plugin.layout import PackedLayout
+from verl_pg_plugin.layout import Layout, PackedLayout
 
 
 class Place(NamedTuple):
@@ -89,7 +89,7 @@ class PrefixCache:
     """The tokens ``0 .. num_tokens`` of one path, shallow first.
 
     Attributes:
-        peak_bytes: most that they ever took.
+        peak_bytes: most that they took in front of a forward.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,6 @@ class PrefixCache:
         if block.start != self.num_tokens:
             raise RuntimeError(f"tokens {block.start} .. {block.stop} do not continue {self.num_tokens} cached tokens")
         self.blocks.append(block)
-        self.peak_bytes = max(self.peak_bytes, sum(block.num_bytes for block in self.blocks))
 
     def pop(self, keep: int) -> list[CachedTokens]:
         """Take off the tokens from ``keep`` on, shallow first."""
@@ -119,6 +118,37 @@ class PrefixCache:
             popped.append(taken)
             self.blocks.append(kept)
         return popped[::-1]
+
+    def consume(self, layout: Layout) -> list[CachedTokens]:
+        """Take off the tokens that a chunk of an update computes with gradient, before its prefill comes.
+
+        Returns:
+            Their pending gradients; the values are dropped, since the chunk computes them again.
+        """
+        if not isinstance(layout, PackedLayout) or not layout.is_chunk:
+            return []
+        blocks = self.pop(layout.publish_start)
+        for block in blocks:
+            block.values.clear()
+        return blocks
+
+    def access(
+        self, layout: Layout, *, publishes: bool, consumed: Sequence[CachedTokens] = (), prefill: bool = False
+    ) -> CacheAccess | None:
+        """What a chunk or a prefill reads, publishes and consumes; None for what neither reads nor publishes.
+
+        Tokens that it publishes are on the cache from here on, in place of what they replace.
+        """
+        if not isinstance(layout, PackedLayout) or not layout.is_chunk:
+            return None
+        self.peak_bytes = max(self.peak_bytes, sum(block.num_bytes for block in self.blocks))
+        read, publish = list(self.blocks), None
+        if publishes:
+            publish = CachedTokens(layout.publish_start, layout.publish_start + len(layout.publish))
+            self.pop(layout.publish_start)
+            if len(layout.publish):
+                self.push(publish)
+        return CacheAccess(layout, read, publish, consumed, prefill)
 
 
 @dataclass(eq=False)

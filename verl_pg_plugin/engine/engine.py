@@ -34,7 +34,7 @@ from verl_pg_plugin.engine.activations import Activations, PinnedCopier
 from verl_pg_plugin.engine.batch import uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
 from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
-from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, cache_access, consume, keep_published, make_inputs
+from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
@@ -228,12 +228,12 @@ class SharedPrefixEngine(FSDPEngine):
         kind = "forward-only" if forward_only else "update"
         sequences = plan.sequences.select(planned.sequences)
         micro_batch = plan.selector.select(planned.sequences, self._device)
-        consumed = [] if forward_only else consume(cache, planned.layout)
+        consumed = [] if forward_only else cache.consume(planned.layout)
         if planned.prefill is not None:
             self._prefill(planned.prefill, planned, plan, cache)
         samples = self.verifier.choose(planned, sequences, kind)
         alone = self._compute_alone([planned.sequences[sample] for sample in samples], plan) if samples else None
-        access = cache_access(cache, planned.layout, publishes=forward_only, consumed=consumed)
+        access = cache.access(planned.layout, publishes=forward_only, consumed=consumed)
         inputs = self._inputs(planned.layout, sequences, plan.runs_encoder, access)
         self.activations.begin(planned.level)
         loss, metrics = torch.ones((), device=self._device), {}  # filled: a copy of a number would wait for the device
@@ -242,9 +242,7 @@ class SharedPrefixEngine(FSDPEngine):
             if loss_function is not None:
                 group = self.get_data_parallel_group()
                 loss, metrics = loss_function(model_output=outputs, data=micro_batch, dp_group=group)
-        if forward_only:
-            keep_published(cache, access)
-        else:
+        if not forward_only:
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
         outputs = {name: values.detach() for name, values in outputs.items()}
@@ -270,14 +268,13 @@ class SharedPrefixEngine(FSDPEngine):
     def _prefill(self, layout: PackedLayout, planned: PlannedMicroBatch, plan: Plan, cache: PrefixCache) -> None:
         """Compute without gradient what a chunk reads and no earlier one has published."""
         first = planned.sequences[:1]  # the path is a prefix of a chunk's first sequence
-        access = cache_access(cache, layout, publishes=True, prefill=True)
+        access = cache.access(layout, publishes=True, prefill=True)
         inputs = self._inputs(layout, plan.sequences.select(first), plan.runs_encoder, access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
         with torch.no_grad(), self._autocast():
             self.compute(inputs, plan.selector.select(first, self._device))
         self.module.train(training)
-        keep_published(cache, access)
 
     def _compute_alone(self, chosen: list[int], plan: Plan) -> tuple[Responses, Responses]:
         """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance.
