@@ -9,6 +9,18 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import Qwen3Config
 
 
+class Workers:
+    """A worker group of four processes that are two data-parallel ranks."""
+
+    def __init__(self) -> None:
+        self._dispatch_info: dict[str, list[int]] = {}
+        self.updated: list[Any] = []
+
+    def _query_dispatch_info(self, role: str) -> list[int]:
+        assert role == "actor"
+        return [0, 0, 1, 1]
+
+
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., DictConfig]:
     """What a trainer's balance reads: mini-batches of two prompts, two responses each."""

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig
 from transformers import AutoConfig
 
-from tests.trainer.workers import Workers
+from tests.trainer.conftest import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.trainer.groups import actor_flops, group_order, mini_batches_of_config, num_ranks_of
 

@@ -61,17 +61,6 @@ def test_v0_and_v1_train_alike_from_one_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "mode"), [("run_qwen3_ppo_pg.sh", Mode.PACKED), ("run_qwen3_prefix_grouper.sh", Mode.PADDED_GROUPS)]
-)
-def test_v0_trains_what_v1_trains(script: str, mode: Mode, tmp_path: Path) -> None:
-    summary, steps = train(tmp_path, V0, script=script, NGPUS_PER_NODE="2")
-    assert summary["mode"] == mode.value
-    assert_shared(steps, least=4)
-    assert all(("critic/grad_norm" in step) == ("ppo" in script) for step in steps)
-
-
-@pytest.mark.slow
 def test_a_run_that_stops_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     saving = (V0, "trainer.save_freq=2", "trainer.resume_mode=auto", f"trainer.default_local_dir={checkpoints}")

@@ -11,7 +11,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainer
 from verl.trainer.ppo.v1 import trainer_base as verls
 
-from tests.trainer.workers import Workers
+from tests.trainer.conftest import Workers
 from verl_pg_plugin import plugin
 
 

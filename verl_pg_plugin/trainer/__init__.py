@@ -26,9 +26,7 @@ TrainerT = TypeVar("TrainerT")
 VERLS = "verl.trainer.ppo.v1.trainer_base.PPOTrainer", "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
 
 
-def keep_groups(
-    trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches = mini_batches_of_config
-) -> type[TrainerT]:
+def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | None = None) -> type[TrainerT]:
     """The same class, whose ranks get whole groups in runs that share prefixes; in others it does what it did.
 
     Its own ``_balance_batch`` runs first and may pad, filter or replace the batch; the order of what it leaves is ours.
@@ -46,6 +44,8 @@ def keep_groups(
         place = f"{trainer_cls.__module__}.{trainer_cls.__qualname__}"
         raise TypeError(f"{place} is derived from neither {' nor '.join(VERLS)}")
     upstream.regroup_after_balance(trainer_cls, regroup, updated)
+    if num_mini_batches is None:
+        num_mini_batches = getattr(trainer_cls, "num_mini_batches", mini_batches_of_config)
     trainer_cls.num_mini_batches = staticmethod(num_mini_batches)  # type: ignore[attr-defined]
     return trainer_cls
 
