@@ -142,7 +142,8 @@ def regroup_after_balance(
     def update_and_show(update: Any) -> Any:
         def update_then_show(self: Any, batch: Any, *metrics: Any, **kwargs: Any) -> Any:
             output = update(self, batch, *metrics, **kwargs)
-            updated(self, *(metrics or kwargs.values() or [output.meta_info["metrics"]]))  # V0 returns them
+            returned = getattr(output, "meta_info", {}).get("metrics", {})  # by V0
+            updated(self, metrics[0] if metrics else kwargs.get("metrics", returned))
             return output
 
         return update_then_show

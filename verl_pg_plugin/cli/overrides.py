@@ -13,24 +13,20 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.device import auto_set_device, get_device_name
 
-from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
+from verl_pg_plugin.architectures import rmpad_fault
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 from verl_pg_plugin.config.machine import count_of
-from verl_pg_plugin.config.mode import Mode, mode_of
+from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rules import engine_of
-from verl_pg_plugin.engine.room import host_bytes
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import Level, Levels
-from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Settings, batch_of_lengths, forecast, plan
-from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -64,19 +60,20 @@ def run_lines(config: DictConfig) -> list[Check]:
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
         lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
-        levels, _ = _levels(config, hf_config)
+        engine = engine_of(config, ACTOR, hf_config)
+        asked = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
+        levels = Levels(host_alone=bool(engine.of_model("enable_activation_offload")))
         names = ", ".join(level.value for level in levels.ladder)
-        text = names if levels.asked else f"{OPTIONS}.activations=auto: the first that fits of {names}"
-        lines += [_compiled_line(config, hf_config), Check(OK, "activations", text)]
+        text = f"{OPTIONS}.activations=auto: the first that fits of {names}" if asked == "auto" else asked
+        lines += [_compiled_line(engine), Check(OK, "activations", text)]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
         lines.append(Check(WARN if issue.is_warning else FAIL, "settings", f"{issue.where}: {issue.why}", fix))
     return lines
 
 
-def _compiled_line(config: DictConfig, hf_config: Any) -> Check:
-    engine = engine_of(config, ACTOR, hf_config)
-    if hf_config is None:
+def _compiled_line(engine: Engine) -> Check:
+    if engine.hf_config is None:
         asked = engine.option("compile_layers")
         return Check(OK, "compiled layers", f"{COMPILE_LAYERS}={asked}: known with a local checkpoint")
     on, reason = layer_compilation(engine)
@@ -88,20 +85,17 @@ def _compiled_line(config: DictConfig, hf_config: Any) -> Check:
 
 
 def group_lines(config: DictConfig) -> list[Check]:
-    """Whether the micro-batches of each phase hold the longest group that the overrides allow, or how they split it."""
-    prompt, response, n = (
-        count_of(config, key) for key in ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n")
-    )
+    """Whether micro-batches of each phase hold the longest group that the overrides allow; ``estimate`` says more."""
+    keys = "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n"
+    prompt, response, n = (count_of(config, key) for key in keys)
     if not (prompt and response and n):
         return []  # of which verl speaks
-    batch = batch_of_lengths([prompt], [[response] * n])
-    order, alone = batch.order(), n * (prompt + response)
-    text = f"{n} responses of {response} tokens to a prompt of {prompt}: {order.num_new.sum()} tokens, alone {alone}"
+    tokens, alone = prompt - 1 + n * response, n * (prompt + response)
+    text = f"{n} responses of {response} tokens to a prompt of {prompt}: {tokens} tokens, alone {alone}"
     lines = [Check(OK, "tokens", text)]
     if mode_of(config) is not Mode.PACKED:
         return lines
-    hf_config = read_checkpoint(config)[0]
-    levels, weights = _levels(config, hf_config)
+    hf_config, _ = read_checkpoint(config)
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
     roles = [("old_log_prob", ROLLOUT, ACTOR, "log_prob_", "log_prob_"), ("update", ACTOR, ACTOR, "ppo_", "")]
@@ -109,63 +103,24 @@ def group_lines(config: DictConfig) -> list[Check]:
     for phase, section, role, kind, switch in roles:
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"
-        asked, most = f"{key}={count_of(config, key)}", count_of(config, key)
+        asked, most, size = f"{key}={count_of(config, key)}", count_of(config, key), n
+        if by_tokens:
+            most, size = most * engine_of(config, role).sp_size, tokens
+        whole = "stays whole where memory holds it, else it " if by_tokens and phase == "update" else ""
+        split = f"{asked} is less than it takes: it {whole}is split into chunks"
         if not most:
             continue  # of which preflight speaks
-        parts = -(-n // most)
-        if by_tokens:
-            most *= engine_of(config, role).sp_size
-            if most < order.num_tokens.max():
-                lines.append(Check(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
-                continue
-            settings = Settings(most, carries, levels)
-            parts = sum(map(len, plan(batch, settings)[phase == "update"]))
-            if weights and phase == "update":  # on this machine's GPU
-                found = forecast(batch, ModelFlops.of(text_skeleton(hf_config)), settings)
-                peak, has = found.peak_gib(weights), torch.cuda.get_device_properties(0).total_memory / 2**30
-                text = (
-                    f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} on the host"
-                )
-                fits, fix = peak <= has, "it will hardly fit: more GPUs, or a Ulysses group"
-                lines.append(Check(OK if fits else WARN, "memory of the update", text, "" if fits else fix))
-        if parts == 1:
-            above = by_tokens and order.num_new.sum() > most  # by the memory that ``_levels`` finds
-            lines.append(Check(OK, phase, f"it stays whole above {asked}" if above else f"{asked} holds it whole"))
+        if by_tokens and most < prompt - 1 + response:
+            lines.append(Check(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
+        elif size <= most:
+            lines.append(Check(OK, phase, f"{asked} holds it whole"))
         elif carries:
-            text = f"{asked} splits it into some {parts} chunks, which read the prefix KV cache of earlier ones"
-            lines.append(Check(OK, phase, text))
+            lines.append(Check(OK, phase, f"{split}, which read the prefix KV cache of earlier ones"))
         else:
             why = f" ({', '.join(cannot)} layers have no prefix KV cache)" if cannot else ""
-            text = f"{asked} splits it into {parts} chunks that each compute the prompt again{why}"
-            lines.append(Check(WARN, phase, text, f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"))
+            fix = f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"
+            lines.append(Check(WARN, phase, f"{split} that each compute the prompt again{why}", fix))
     return lines
-
-
-def _levels(config: DictConfig, hf_config: Any) -> tuple[Levels, WeightBytes | None]:
-    """How the actor's micro-batches get their level, and on a GPU what its weights take of it."""
-    engine = engine_of(config, ACTOR, hf_config)
-    asked = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
-    levels = Levels(
-        Level(asked) if asked in [level.value for level in Level] else None,
-        host_alone=bool(engine.of_model("enable_activation_offload")),
-        ranks=engine.sp_size,
-    )
-    nodes, per_node = count_of(config, "trainer.nnodes"), count_of(config, "trainer.n_gpus_per_node")
-    if hf_config is None or not (nodes and per_node):
-        return levels, None
-    sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0])
-    levels = replace(levels, sizes=sizes)
-    if sizes is None or engine.device != "cuda" or not torch.cuda.is_available():
-        return levels, None
-    weights = WeightBytes.of(text_skeleton(hf_config), nodes * per_node)
-    host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
-    host -= weights.weights if engine.get("param_offload") else 0.0
-    host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
-    if engine.of_model("lora_rank"):
-        weights = replace(weights, gradients=0.0, optimizer=0.0)
-    if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
-        weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
-    return replace(levels, room=weights.room(torch.cuda.get_device_properties(0).total_memory, host)), weights
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:
