@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import CheckpointError
 
 from tests.architectures.outcome import EXACT, HYBRIDS, NOT_RUN, outcome_of, supports_checkpointing
-from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.architectures.tiny_configs import MODEL_TYPES, SEED, save_causal, tiny_config
 from tests.engine.carried_cases import ONE_GROUP
 from tests.engine.ranks import check_exact_on_ranks
 from tests.engine.test_exactness import CASES
@@ -52,20 +52,10 @@ SAMPLES = [
 ]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
 FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-SEED = 1
-"""Of the weights. With 0, the sum that is the gradient of one number of Apertus' activation cancels almost, and stock
-float32 itself is 1.6e-5 off float64."""
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
     "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)},
 }
-
-
-def save_causal(folder: Path, model_type: str) -> str:
-    torch.manual_seed(SEED)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def engine_of(model_type: str, folder: Path, engine: dict | None = None, model: dict | None = None) -> Any:

@@ -15,10 +15,9 @@ import torch
 import transformers
 from tensordict import TensorDict
 
-from tests.architectures.tiny_configs import tiny_config
+from tests.architectures.tiny_configs import save_causal, tiny_config
 from tests.engine.carried_cases import trie
 from tests.engine.ranks import on_ranks
-from tests.engine.test_exactness import EXPERTS
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.tiny_vision import KINDS, MIXED, image_batch, save_vision_model
 from tests.precision import BF16
@@ -151,7 +150,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "split groups in bf16": {"splits": True, "engine": BF16},
 }
 SAVED: dict[str, Callable[[Path], str]] = {
-    "experts": lambda folder: save_tiny_model(folder, "qwen3_moe", **EXPERTS["qwen3_moe"]),
+    "experts": lambda folder: save_causal(folder, "qwen3_moe"),
     "layers without attention": save_hybrid,  # which keep their inputs at every level
     "images": lambda folder: save_vision_model(folder, KINDS[1]),
 }

@@ -4,16 +4,32 @@ The processes of a number of ranks run all of its cases: a process takes longer 
 """
 
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from verl.utils import tensordict_utils as tu
 
-from tests.engine.ranks import graphs_as_they_are, on_ranks
+from tests.architectures.tiny_configs import save_causal
+from tests.engine.ranks import check_exact_on_ranks, graphs_as_they_are, on_ranks
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, alone, covering, pairs
-from tests.options.table import OPTIONS, case_of
-from tests.support import fsdp1_takes_models_on_a_cpu
+from tests.options.table import BUDGET, OPTIONS, SAMPLES, case_of
+from tests.support import (
+    Result,
+    assert_same,
+    critic_batch,
+    fsdp1_takes_models_on_a_cpu,
+    group,
+    make_engine,
+    old_outputs,
+    run_reference,
+    update,
+)
+from verl_pg_plugin.synthetic import make_batch
 
 ON_CPU = [option for option in OPTIONS if not option.needs_gpu]
 QUICK = [option for option in ON_CPU if not option.compiles]
@@ -67,8 +83,9 @@ def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
     engines = Engines(checkpoint)
     with graphs_as_they_are() if "FSDP1" in ranks else nullcontext():
         errors = errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
-    frames = counters["frames"]
-    assert frames["total"] == frames["ok"], f"torch ran some of {frames['total']} frames uncompiled"
+    if "FSDP1" in ranks:
+        frames = counters["frames"]
+        assert frames["total"] == frames["ok"], f"torch ran some of {frames['total']} frames uncompiled"
     return errors
 
 
@@ -79,3 +96,46 @@ def test_several_processes_keep_the_numbers(ranks: str, case: Case, checkpoint: 
         by_rank = on_ranks(4 if ranks == "four" else 2, errors_on_rank, checkpoint, ranks)
         FOUND[ranks] = by_case(CASES[ranks], by_rank)
     assert not FOUND[ranks][str(case)], FOUND[ranks][str(case)]
+
+
+RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(3)]
+ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
+COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
+
+
+def check_on_rank(rank: int, path: str) -> None:
+    """Ragged batches make no further graphs, and an offloaded reference policy keeps its numbers."""
+    fsdp1_takes_models_on_a_cpu()
+    torch._dynamo.reset()
+    counters.clear()
+    with graphs_as_they_are():
+        engine, graphs = make_engine(path, **COMPILED_FSDP1), []
+        for samples in RAGGED:
+            update(engine, make_batch(samples, max_token_len_per_gpu=64))
+            graphs.append(counters["stats"]["unique_graphs"])
+        assert graphs[0] > 0, "nothing was compiled"
+        assert set(graphs) == {graphs[0]}
+        reference = {"forward_only": True, "model_dtype": "fp32", "compile_layers": True}
+        engine, batch = make_engine(path, strategy="fsdp", engine=reference), make_batch(SAMPLES)
+        # An offloaded shard is pinned, which only a device makes sense of.
+        with patch.object(torch.Tensor, "pin_memory", lambda self: self):
+            found = old_outputs(engine, tu.index_select_tensor_dict(batch, ROWS[rank]))
+    assert_same(Result(found, {}), Result(run_reference(path, batch).of_rank(ROWS[rank]).outputs, {}))
+
+
+def test_ragged_micro_batches_compile_once_and_reference_policies_keep_their_numbers(checkpoint: Checkpoint) -> None:
+    on_ranks(2, check_on_rank, checkpoint.model)
+
+
+def test_compiled_critics_keep_their_numbers(value_model: str) -> None:
+    make = partial(critic_batch, SAMPLES, max_token_len_per_gpu=BUDGET)
+    check_exact_on_ranks(value_model, make, ROWS, critic=True, **COMPILED_FSDP1)
+
+
+@pytest.mark.slow
+def test_compiled_experts_of_flat_parameters_keep_their_numbers(tmp_path: Path) -> None:
+    path = save_causal(tmp_path, "qwen3_moe")
+    # The implementation that torch compiles whole on a CPU.
+    override = {"attn_implementation": "sdpa", "_experts_implementation": "batched_mm"}
+    make = partial(make_batch, SAMPLES, max_token_len_per_gpu=BUDGET)
+    check_exact_on_ranks(path, make, ROWS, model={"override_config": override}, **COMPILED_FSDP1)
