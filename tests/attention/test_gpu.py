@@ -9,10 +9,10 @@ import torch
 from tests.attention.dense import Outcome, Tensors, assert_equal, cut, dense_outcome, packed_outcome, random_tensors
 from tests.layout.tries import Batch, batch_of, sequence_rows
 from verl_pg_plugin.attention import tree
+from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import Kernel, kernel_obstacle, load_passes, select_kernel
-from verl_pg_plugin.attention.op import AttentionOptions, attend
-from verl_pg_plugin.attention.passes import Varlen, softcap_fault
-from verl_pg_plugin.attention.tree import Piece, Tree
+from verl_pg_plugin.attention.op import AttentionOptions
+from verl_pg_plugin.attention.passes import softcap_fault
 from verl_pg_plugin.layout import PackedLayout
 
 pytestmark = pytest.mark.gpu
@@ -60,25 +60,19 @@ def replicated_outcome(
     The loss reads each shared row's output in the first sequence that has it, as in the packed run; the gradients
     of copies are added in float32 and rounded once.
     """
-    lengths = [len(tokens) - 1 for tokens in batch.sequences]
-    device = tensors.q.device
+    lengths, device = [len(tokens) - 1 for tokens in batch.sequences], tensors.q.device
     rows = torch.tensor([row for tokens in batch.sequences for row in sequence_rows(layout, tokens)], device=device)
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     seen: set[int] = set()
     first = torch.tensor([row not in seen and not seen.add(row) for row in rows.tolist()], device=device)
 
-    q, k, v = (t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
-    tokens = slice(0, len(q))
-    alone = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max(lengths), max(lengths)))])
-    out = attend(q, k, v, alone, kernel, AttentionOptions(q.shape[-1] ** -0.5, window, softcap))
-    out.backward(tensors.grad_out[rows] * first[:, None, None])
-
-    def summed(grad: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(layout.num_tokens, *grad.shape[1:], dtype=torch.float32, device=device)
-        return total.index_add_(0, rows, grad.float()).to(grad.dtype)
-
-    packed_out = torch.zeros_like(tensors.q).index_copy(0, rows[first], out.detach()[first])
-    return Outcome(packed_out, summed(q.grad), summed(k.grad), summed(v.grad))
+    alone = PackedAttention.unshared(kernel, cu_seqlens, max(lengths), len(rows))
+    copies = [t.detach()[rows].requires_grad_() for t in (tensors.q, tensors.k, tensors.v)]
+    out = alone.attend_packed(*copies, AttentionOptions(tensors.q.shape[-1] ** -0.5, window, softcap))
+    grads = torch.autograd.grad(out, copies, tensors.grad_out[rows] * first[:, None, None])
+    zeros = (torch.zeros(layout.num_tokens, *grad.shape[1:], device=device) for grad in grads)
+    sums = (total.index_add_(0, rows, grad.float()).to(grad.dtype) for total, grad in zip(zeros, grads, strict=True))
+    return Outcome(torch.zeros_like(tensors.q).index_copy(0, rows[first], out.detach()[first]), *sums)
 
 
 def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> None:

@@ -3,6 +3,7 @@
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,18 +106,6 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
             dsinks += gradient
     assert not cache.num_tokens
     assert_equal(type(expected)(*found, dsinks), expected)
-
-
-def test_padding_follows_the_other_tokens_and_attends_to_nothing() -> None:
-    layout = GROUP.layout()
-    packed = PackedAttention(layout, SDPA)
-    tensors = random_tensors(layout.num_tokens + 3, heads=4, kv_heads=2, head_dim=8, seed=6, dtype=torch.float64)
-    options = AttentionOptions(8**-0.5)
-    padded = packed.attend_packed(tensors.q, tensors.k, tensors.v, options)
-    alone = packed.attend_packed(*(x[: layout.num_tokens] for x in (tensors.q, tensors.k, tensors.v)), options)
-    assert torch.equal(padded[: layout.num_tokens], alone)
-    assert padded.shape == tensors.q.shape
-    assert not padded[layout.num_tokens :].any()
 
 
 class Recorded:
@@ -261,15 +250,8 @@ def test_a_recomputed_layer_with_an_attention_call_more_is_an_error() -> None:
 
 
 def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
-    layout = batch_of(((1, 2), (3,)), ((1, 2), (4,))).layout()
-    context, made = PackedAttention(layout, SDPA), []
-
-    def windows(layout: PackedLayout, width: int) -> int:
-        made.append(width)
-        return layout.num_tokens * width
-
-    assert [context.index(windows, width) for width in (3, 3, 4)] == [9, 9, 12]
-    assert made == [3, 4]
-    context.layout = None
+    context, made = PackedAttention(GROUP.layout(), SDPA), Mock(side_effect=lambda layout, width: (layout, width))
+    assert [context.index(made, width) for width in (3, 3, 4)] == [(context.layout, width) for width in (3, 3, 4)]
+    assert made.call_count == 2
     with pytest.raises(RuntimeError, match="have no layout"):
-        context.index(windows, 3)
+        PackedAttention(None, SDPA).index(made, 3)

@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, Key, batch_of
-from verl_pg_plugin.layout import PackedLayout, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout import PackedLayout, build_prefix_order
+from verl_pg_plugin.planning import micro_batches
 from verl_pg_plugin.planning.micro_batches import (
     CacheWeights,
     MicroBatch,
     MicroBatchLimits,
     cut_micro_batches,
-    first_label,
 )
 
 
@@ -77,14 +77,10 @@ class LaidOut:
 
 def lay_out(batch: Batch, group: list[MicroBatch], forward_only: bool) -> list[LaidOut]:
     """Layouts of all chunks of a split group, in forward order, or of one ordinary micro-batch."""
-    laid_out = []
-    for part in group:
-        mine = batch.take(part.sequences)
-        arrays = mine.tokens, mine.offsets, np.array(mine.prompt_lengths), mine.class_array
-        label = first_label(group, np.array(batch.prompt_lengths)) if part.chunk else 0
-        layout = build_packed_layout(*arrays, None, part.chunk, label, forward_only)
-        laid_out.append(LaidOut(part, mine, layout, part_keys(mine, num_of_group(part))))
-    return laid_out
+    layouts = micro_batches.lay_out(group, batch.as_numbers, forward_only)
+    mine = [batch.take(part.sequences) for part in group]
+    keys = [part_keys(own, num_of_group(part)) for part, own in zip(group, mine, strict=True)]
+    return [LaidOut(*laid_out) for laid_out in zip(group, mine, layouts, keys, strict=True)]
 
 
 def num_of_group(part: MicroBatch) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from verl_pg_plugin.layout import PackedLayout, PrefixOrder, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout import PackedLayout, PrefixOrder, Sequences
 
 Key = tuple[int, ...]
 
@@ -38,14 +38,15 @@ class Batch:
         return np.cumsum([0, *map(len, self.sequences)])
 
     @property
-    def class_array(self) -> np.ndarray | None:
-        return None if self.classes is None else np.array(self.classes)
+    def as_numbers(self) -> Sequences:
+        classes = None if self.classes is None else np.array(self.classes)
+        return Sequences(self.tokens, self.offsets, np.array(self.prompt_lengths), classes)
 
     def layout(self) -> PackedLayout:
-        return build_packed_layout(self.tokens, self.offsets, np.array(self.prompt_lengths), self.class_array)
+        return self.as_numbers.lay_out()
 
     def order(self) -> PrefixOrder:
-        return build_prefix_order(self.tokens, self.offsets, self.class_array)
+        return self.as_numbers.order()
 
     def take(self, rows: Sequence[int]) -> "Batch":
         return Batch(
