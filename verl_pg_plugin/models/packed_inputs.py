@@ -116,20 +116,32 @@ def pack_padded(
     return _over_ranks(tokens.T, positions.T, segments, indices, tuple(input_ids.shape))
 
 
-def use_layout(
-    config: PretrainedConfig, input_ids: torch.Tensor, position_ids: torch.Tensor | None, layout: PackedLayout
+def shared_inputs(
+    config: PretrainedConfig,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    prefix_grouper: PrefixGrouperLike,
 ) -> ModelInputs:
-    """Tokens of a layout; ``position_ids`` (1, T) default to the layout's."""
+    """Tokens that a ``prefix_grouper`` describes; positions (1, T) default to those of a layout."""
+    if not isinstance(prefix_grouper, (AttentionContext, PackedLayout)):
+        return _padded_groups(config, input_ids, attention_mask, position_ids, prefix_grouper)
+    if attention_mask is not None:
+        raise ValueError("this prefix_grouper says which tokens exist: pass attention_mask=None with it")
+    if isinstance(prefix_grouper, AttentionContext):
+        if position_ids is None or position_ids.shape != input_ids.shape:
+            raise ValueError("prepared tokens need position_ids of the shape of input_ids")
+        return ModelInputs(input_ids, position_ids, NO_MASK, prefix_grouper)
+    layout, kernel = prefix_grouper, kernel_of(config._attn_implementation, input_ids.device.type)
     for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
         if given is not None and given.shape != (1, layout.num_tokens):
             raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    packed = PackedAttention(layout, kernel_of(config._attn_implementation, input_ids.device.type))
-    return _over_ranks(input_ids, position_ids, packed)
+    return _over_ranks(input_ids, position_ids, PackedAttention(layout, kernel))
 
 
-def use_padded_groups(
+def _padded_groups(
     config: PretrainedConfig,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -137,6 +149,11 @@ def use_padded_groups(
     grouper: PrefixGrouper,
 ) -> ModelInputs:
     """Rows ``[prompt | response 1 | ... | padding]`` of upstream's grouper, one group a row, (B, S)."""
+    from prefix_grouper import PrefixGrouper  # needed by this mode alone
+
+    if not isinstance(grouper, PrefixGrouper):
+        name = type(grouper).__qualname__
+        raise TypeError(f"prefix_grouper must be a PrefixGrouper, PackedLayout or AttentionContext, not {name}")
     padding_mask = grouper.padding_mask
     if input_ids.shape != padding_mask.shape:
         raise ValueError(
@@ -283,7 +300,7 @@ class PackedInputsMixin:
                 raise ValueError("use_cache=True with a prefix_grouper: shared prefixes are for training; drop one")
             if input_ids is None:
                 raise ValueError("a prefix_grouper needs input_ids; inputs_embeds are not supported")
-            inputs = self._group(input_ids, attention_mask, position_ids, prefix_grouper)
+            inputs = shared_inputs(self.config, input_ids, attention_mask, position_ids, prefix_grouper)
         elif attention_mask is not None and attention_mask.ndim == 2 and input_ids is not None and not cached:
             inputs = pack_padded(self.config, input_ids, attention_mask, position_ids)
         else:
@@ -321,31 +338,6 @@ class PackedInputsMixin:
             attentions=outputs.attentions,
             **{CACHE: getattr(outputs, CACHE)},
         )
-
-    def _group(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        prefix_grouper: PrefixGrouperLike,
-    ) -> ModelInputs:
-        prepared = isinstance(prefix_grouper, AttentionContext)
-        if (prepared or isinstance(prefix_grouper, PackedLayout)) and attention_mask is not None:
-            raise ValueError("this prefix_grouper says which tokens exist: pass attention_mask=None with it")
-        if isinstance(prefix_grouper, PackedLayout):
-            return use_layout(self.config, input_ids, position_ids, prefix_grouper)
-        if prepared:
-            if position_ids is None or position_ids.shape != input_ids.shape:
-                raise ValueError("prepared tokens need position_ids of the shape of input_ids")
-            return ModelInputs(input_ids, position_ids, NO_MASK, prefix_grouper)
-        from prefix_grouper import PrefixGrouper  # needed by this mode alone
-
-        if not isinstance(prefix_grouper, PrefixGrouper):
-            raise TypeError(
-                "prefix_grouper must be a PrefixGrouper, PackedLayout or AttentionContext, not "
-                f"{type(prefix_grouper).__qualname__}"
-            )
-        return use_padded_groups(self.config, input_ids, attention_mask, position_ids, prefix_grouper)
 
 
 class ValueHeadMixin:
