@@ -30,6 +30,8 @@ from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
 VOCAB = 97
+# FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
+_init_utils._check_module_states_for_sync_module_states = lambda states: None
 
 
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
@@ -267,11 +269,6 @@ def flat_gradients(module: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
         for fqn, view in zip(handle.flat_param._fqns, handle._get_unflat_views(gradient), strict=True):
             gradients[prefix + fqn.replace("_fsdp_wrapped_module.", "")] = view.detach().clone()
     return gradients
-
-
-def fsdp1_takes_models_on_a_cpu() -> None:
-    """FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same."""
-    _init_utils._check_module_states_for_sync_module_states = lambda states: None
 
 
 def infer(engine: Any, batch: TensorDict) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from tests.conftest import free_port
 from tests.precision import in_float64
-from tests.support import check_exact, fsdp1_takes_models_on_a_cpu, make_engine
+from tests.support import check_exact, make_engine
 
 SECONDS_BEHIND_A_FAILURE = 30.0
 
@@ -76,7 +76,6 @@ def _check_exact(
     splits: bool,
     options: dict[str, Any],
 ) -> None:
-    fsdp1_takes_models_on_a_cpu()
     with in_float64() if float64 else nullcontext(), graphs_as_they_are():
         engine = make_engine(path, splits=splits, **options)
         mine = sequences and sequences[engine.get_data_parallel_rank()]

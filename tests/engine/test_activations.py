@@ -25,7 +25,6 @@ from tests.support import (
     Result,
     assert_same,
     clone,
-    fsdp1_takes_models_on_a_cpu,
     group,
     infer,
     make_engine,
@@ -163,7 +162,6 @@ def test_a_level_changes_no_bit_of_any_gradient(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend="aot_eager"))
-    fsdp1_takes_models_on_a_cpu()
     path, batch, per_layer = SAVED[way](tmp_path) if way in SAVED else qwen3, CUT, None if way in SAVED else 3
     if way == "images":
         batch = image_batch(path, MIXED, max_token_len_per_gpu=60)

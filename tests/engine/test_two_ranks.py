@@ -24,7 +24,6 @@ from tests.engine.test_exactness import MIXED
 from tests.support import (
     actor_loss,
     clone,
-    fsdp1_takes_models_on_a_cpu,
     group,
     make_engine,
     save_tiny_model,
@@ -193,7 +192,6 @@ def state_of(engine: Any) -> State:
 
 def resume(rank: int, path: str, strategy: str, folder: str) -> None:
     """Engines of both modes save, those of both resume, and each takes the step that the first took uninterrupted."""
-    fsdp1_takes_models_on_a_cpu()
     rows = tu.index_select_tensor_dict(make_batch(MIXED), list(range(rank, len(MIXED), 2)))
 
     def build(packed: bool) -> Any:

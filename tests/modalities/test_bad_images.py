@@ -17,10 +17,10 @@ from tests.modalities.tiny_vision import (
     TURNS,
     TWO_GROUPS,
     VIDEO,
-    Shot,
     config_of,
     image_batch,
     save_vision_model,
+    shot,
 )
 from tests.support import actor_loss, clone, infer, make_engine
 from verl_pg_plugin.engine.batch import read_sequences
@@ -59,7 +59,7 @@ def with_tokens(tokens: dict[int, int]) -> Callable[[TensorDict], None]:
 
 
 def in_one_plane(batch: TensorDict) -> None:
-    batch["position_ids"] = make_batch([shot.sample for shot in TWO_GROUPS])["position_ids"]
+    batch["position_ids"] = make_batch(TWO_GROUPS)["position_ids"]
 
 
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
@@ -106,7 +106,7 @@ def test_error_names_the_cause(packed: Any, path: str, case: str) -> None:
 
 
 def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, path: str) -> None:
-    batch = image_batch(path, [Shot([SYSTEM, QUESTION], [[40], OPEN])])
+    batch = image_batch(path, [shot([SYSTEM, QUESTION], [[40], OPEN])])
     with pytest.raises(BatchError, match=r"sequence 0 ends in an image.*max_response_length"):
         infer(packed, batch)
 

@@ -135,38 +135,31 @@ Part = Shown | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Shot:
-    """One sequence: tokens and images of a prompt and of a response."""
+class Shot(Sample):
+    """One sequence, and what a processor returns of the images and videos in it."""
 
-    prompt: Sequence[Part]
-    response: Sequence[Part]
-    inputs: dict[str, torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        inputs: dict[str, list[torch.Tensor]] = {}
-        for part in (*self.prompt, *self.response):
-            if isinstance(part, Shown):
-                pixels, grids, _ = MEDIA[part.medium]
-                inputs.setdefault(pixels, []).append(part.pixels)
-                inputs.setdefault(grids, []).append(torch.tensor([part.grid]))
-        object.__setattr__(self, "inputs", {name: torch.cat(tensors) for name, tensors in inputs.items()})
-
-    @property
-    def sample(self) -> Sample:
-        return Sample(_tokens(self.prompt), _tokens(self.response))
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:
-        return [*_tokens(self.prompt), *_tokens(self.response)]
+        return [*self.prompt, *self.response]
 
 
-def _tokens(parts: Sequence[Part]) -> list[int]:
-    return [token for part in parts for token in (part.tokens if isinstance(part, Shown) else part)]
+def shot(prompt: Sequence[Part], response: Sequence[Part]) -> Shot:
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for shown in (part for part in (*prompt, *response) if isinstance(part, Shown)):
+        pixels, grids, _ = MEDIA[shown.medium]
+        inputs.setdefault(pixels, []).append(shown.pixels)
+        inputs.setdefault(grids, []).append(torch.tensor([shown.grid]))
+    tokens = (
+        [t for part in of for t in (part.tokens if isinstance(part, Shown) else part)] for of in (prompt, response)
+    )
+    return Shot(*tokens, inputs={name: torch.cat(tensors) for name, tensors in inputs.items()})
 
 
 def shots(prompt: Sequence[Part], *responses: Sequence[int]) -> list[Shot]:
     """A group: one prompt, responses of tokens alone."""
-    return [Shot(prompt, [response]) for response in responses]
+    return [shot(prompt, [response]) for response in responses]
 
 
 @cache
@@ -174,25 +167,24 @@ def load(path: str) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
 
 
-def position_ids(model: Any, shot: Shot) -> torch.Tensor:
+def position_ids(model: Any, sample: Shot) -> torch.Tensor:
     """(4, L) as verl's agent loop makes them: a counter, then the model's own rope index."""
-    ids = torch.tensor([shot.tokens])
+    ids = torch.tensor([sample.tokens])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    grids = {name: tensor for name, tensor in shot.inputs.items() if name.endswith("thw")}
+    grids = {name: tensor for name, tensor in sample.inputs.items() if name.endswith("thw")}
     rope, _ = model.model.get_rope_index(ids, mm_token_type_ids=types, attention_mask=torch.ones_like(ids), **grids)
     return torch.cat([torch.arange(ids.shape[1])[None], rope[:, 0]])
 
 
 def image_batch(path: str, samples: Sequence[Shot], **settings: Any) -> TensorDict:
     """As verl's V1 trainer hands the samples to an engine, with what its agent loop adds to images."""
-    batch = make_batch([shot.sample for shot in samples], **settings)
-    positions = [position_ids(load(path), shot) for shot in samples]
+    batch = make_batch(samples, **settings)
+    positions = [position_ids(load(path), sample) for sample in samples]
     batch["position_ids"] = tu.nested_tensor_from_tensor_list(positions, ragged_idx=2)
-    rows = []
-    for shot in samples:
-        grids = shot.inputs.get("image_grid_thw")
-        lengths = {} if grids is None else {"images_seqlens": grids[:, 1] * grids[:, 2]}
-        rows.append({**{name: tensor.clone() for name, tensor in shot.inputs.items()}, **lengths})
+    rows = [{name: tensor.clone() for name, tensor in sample.inputs.items()} for sample in samples]
+    for row in rows:
+        if (grids := row.get("image_grid_thw")) is not None:
+            row["images_seqlens"] = grids[:, 1] * grids[:, 2]
     tu.assign_non_tensor_stack(batch, "multi_modal_inputs", rows)
     return batch
 
@@ -210,10 +202,10 @@ TWO_GROUPS = [
 TEXT_ALONE = shots([SYSTEM, QUESTION], [40, 41, 42], [55, 56])
 MIXED = [*TWO_GROUPS, *shots([SYSTEM, WIDE, [30, 31], CAT, QUESTION], [40, 41], [52, 53, 54]), *TEXT_ALONE]
 TURNS = [
-    Shot([SYSTEM, CAT, QUESTION], [[40, 41], CHART, [42, 43]]),
-    Shot([SYSTEM, CAT, QUESTION], [[40, 41], CHART, [44]]),
-    Shot([SYSTEM, CAT, QUESTION], [[40, 41], OTHER_CHART, [42, 43]]),
-    Shot([SYSTEM, CAT, QUESTION], [[45]]),
+    shot([SYSTEM, CAT, QUESTION], [[40, 41], CHART, [42, 43]]),
+    shot([SYSTEM, CAT, QUESTION], [[40, 41], CHART, [44]]),
+    shot([SYSTEM, CAT, QUESTION], [[40, 41], OTHER_CHART, [42, 43]]),
+    shot([SYSTEM, CAT, QUESTION], [[45]]),
 ]
 
 

@@ -22,7 +22,6 @@ from tests.support import (
     Result,
     assert_same,
     critic_batch,
-    fsdp1_takes_models_on_a_cpu,
     group,
     make_engine,
     old_outputs,
@@ -77,7 +76,6 @@ FOUND: dict[str, dict[str, str]] = {}
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
-    fsdp1_takes_models_on_a_cpu()
     torch._dynamo.reset()
     counters.clear()
     engines = Engines(checkpoint)
@@ -105,7 +103,6 @@ COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
 
 def check_on_rank(rank: int, path: str) -> None:
     """Ragged batches make no further graphs, and an offloaded reference policy keeps its numbers."""
-    fsdp1_takes_models_on_a_cpu()
     torch._dynamo.reset()
     counters.clear()
     with graphs_as_they_are():

@@ -19,7 +19,6 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from tests.config.config_support import compose_config
 from tests.engine.ranks import on_ranks
-from tests.support import fsdp1_takes_models_on_a_cpu
 from verl_pg_plugin.trainer.sft_blocks import SFTBlocks
 
 SHARED = "engine._target_=verl_pg_plugin.config.PrefixGrouperEngineConfig +engine.use_prefix_grouper=True"
@@ -68,7 +67,6 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> dict[str, list[
     from verl_pg_plugin.plugin import register
 
     register()
-    fsdp1_takes_models_on_a_cpu()
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     # verl names the device of a checkpoint's weights with its number, and a CPU has none.
     on_cpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
