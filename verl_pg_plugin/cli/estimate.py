@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Figures] = []
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     for budget in sorted(args.budget or usual):
-        settings = Settings(budget, not args.no_carry, levels, compile_layers=compiled, kernel=args.kernel)
+        settings = Settings(budget, levels, not args.no_carry, compile_layers=compiled, kernel=args.kernel)
         found = forecast(batch, flops, settings)
         rows.append(figures(found, found.peak_gib(weights), gib, args))
         if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:

@@ -18,7 +18,6 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
-    MicroBatch,
     MicroBatchLimits,
     cut_micro_batches,
     lay_out,
@@ -64,14 +63,14 @@ class Settings:
 
     Attributes:
         budget: tokens of a micro-batch, of all GPUs that share a sequence.
+        levels: have sizes.
         carry: ``prefix_grouper.carry=auto``.
-        levels: without sizes no memory is predicted.
         kernel: of packed mode; stock verl runs flash_attn_2.
     """
 
     budget: int
+    levels: Levels
     carry: bool = True
-    levels: Levels = Levels()  # noqa: RUF009
     compile_layers: bool = True
     kernel: str = "flash_attn_2"
 
@@ -123,11 +122,15 @@ def forecast(batch: Sequences, flops: ModelFlops, settings: Settings) -> Forecas
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    levels, tokens = _levels(batch, settings), int(batch.lengths.sum())
-    sizes = levels.sizes
+    order, limits, tokens = batch.order(), MicroBatchLimits(settings.budget), int(batch.lengths.sum())
+    levels, sizes = settings.levels.within_stock(tokens_of_stock(batch.lengths, limits)), settings.levels.sizes
+    assert sizes is not None
     pairs = float(flops.attention(np.zeros_like(batch.lengths), batch.lengths).sum())
     alone, shared, memory, physical_tokens = [], [], [], 0
-    for forward_only, groups in zip((True, False), plan(batch, settings), strict=True):
+    for forward_only in (True, False):
+        weights = cache_weights(levels, forward_only) if settings.carry else None
+        of_phase = replace(levels, room=None) if forward_only else levels  # no layer keeps anything for a backward
+        groups = cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=of_phase)
         micro_batches = -(-tokens // settings.budget)
         alone.append(float(_flops(flops, settings, forward_only, tokens, pairs, tokens, micro_batches, True).sum()))
         priced = np.zeros(3)
@@ -140,8 +143,8 @@ def forecast(batch: Sequences, flops: ModelFlops, settings: Settings) -> Forecas
             priced[0] += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
             if not forward_only:
                 physical_tokens += layout.num_tokens
-                kept = layout.num_tokens * sizes.waiting(level) + sizes.beside(*layout.cache_use) if sizes else 0
-                working = layout.num_tokens * sizes.working(level) if sizes else 0
+                kept = layout.num_tokens * sizes.waiting(level) + sizes.beside(*layout.cache_use)
+                working = layout.num_tokens * sizes.working(level)
                 on_host = levels.host_bytes(level, layout.num_tokens)
                 memory.append(((kept + working) / levels.ranks, kept / levels.ranks, on_host, level))
         shared.append(priced)
@@ -168,25 +171,6 @@ def forecast(batch: Sequences, flops: ModelFlops, settings: Settings) -> Forecas
         activation_gib=most / 2**30,
         host_gib=max(on_host for _, _, on_host, _ in memory) / 2**30,
     )
-
-
-def plan(batch: Sequences, settings: Settings) -> tuple[list[list[MicroBatch]], ...]:
-    """The micro-batches of a forward-only phase and of the update.
-
-    Raises:
-        ValueError: the budget does not hold the longest sequence.
-    """
-    order, limits = batch.order(), MicroBatchLimits(settings.budget)
-    levels, plans = _levels(batch, settings), []
-    for forward_only in (True, False):
-        weights = cache_weights(levels, forward_only) if settings.carry else None
-        chosen = replace(levels, room=None) if forward_only else levels  # no layer keeps anything for a backward
-        plans.append(cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=chosen))
-    return tuple(plans)
-
-
-def _levels(batch: Sequences, settings: Settings) -> Levels:
-    return settings.levels.within_stock(tokens_of_stock(batch.lengths, MicroBatchLimits(settings.budget)))
 
 
 def _flops(
