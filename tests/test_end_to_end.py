@@ -72,24 +72,6 @@ def test_two_commands_of_the_readme_train_in_packed_mode(tmp_path: Path) -> None
     assert_shared(steps, least=8)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_one_seed_samples_the_same_tokens_in_rmpad_and_packed_mode_for_five_steps(tmp_path: Path) -> None:
-    # One optimizer step a training step: the modes balance differently, and would fill mini-batches differently.
-    sizes = {"TOTAL_STEPS": "5", "TRAIN_BATCH_SIZE": "4", "PPO_MINI_BATCH_SIZE": "4", "MAX_TOKEN_LEN": "2048"}
-    drawn = []
-    for script in ("run_qwen3_rmpad.sh", "run_qwen3_pg.sh"):
-        rollouts = tmp_path / script / "rollouts"
-        train(tmp_path / script, f"trainer.rollout_data_dir={rollouts}", script=script, **sizes)
-        steps = [(rollouts / f"{step}.jsonl").read_text().splitlines() for step in range(1, 6)]
-        sequences = [[json.loads(line) for line in step] for step in steps]
-        drawn.append([sorted((one["input"], one["output"], one["score"]) for one in step) for step in sequences])
-    rmpad, packed = drawn
-    assert [len(step) for step in rmpad] == [32] * 5
-    assert packed == rmpad
-    assert len({response for _, response, _ in rmpad[0]}) > 4, "greedy or constant responses would prove nothing"
-
-
 VERLS_ENTRY_POINT = ("trainer.v1.trainer_mode=colocate_async", "+prefix_grouper.logits_chunk_size=64")
 
 
