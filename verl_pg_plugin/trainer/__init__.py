@@ -23,7 +23,7 @@ __all__ = ["keep_groups"]
 
 TrainerT = TypeVar("TrainerT")
 
-VERLS = "verl.trainer.ppo.v1.trainer_base.PPOTrainer", "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
+BASES = "verl.trainer.ppo.v1.trainer_base.PPOTrainer", "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
 
 
 def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | None = None) -> type[TrainerT]:
@@ -42,7 +42,7 @@ def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | 
     """
     if not issubclass(trainer_cls, tuple(verls_trainers())):
         place = f"{trainer_cls.__module__}.{trainer_cls.__qualname__}"
-        raise TypeError(f"{place} is derived from neither {' nor '.join(VERLS)}")
+        raise TypeError(f"{place} is derived from neither {' nor '.join(BASES)}")
     upstream.regroup_after_balance(trainer_cls, regroup, updated)
     if num_mini_batches is None:
         num_mini_batches = getattr(trainer_cls, "num_mini_batches", mini_batches_of_config)
@@ -52,5 +52,5 @@ def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | 
 
 def verls_trainers() -> list[type]:
     """verl's own, as far as this process has imported them; a version of verl need not have both."""
-    loaded = ((sys.modules.get(module), name) for module, _, name in (path.rpartition(".") for path in VERLS))
+    loaded = ((sys.modules.get(module), name) for module, _, name in (path.rpartition(".") for path in BASES))
     return [getattr(module, name) for module, name in loaded if hasattr(module, name)]
