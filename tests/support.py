@@ -30,6 +30,20 @@ from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
 VOCAB = 97
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+"""Sizes of a model."""
+FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
 _init_utils._check_module_states_for_sync_module_states = lambda states: None
 
@@ -37,20 +51,7 @@ _init_utils._check_module_states_for_sync_module_states = lambda states: None
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
     """Write a random float32 causal LM with GQA into ``path``; returns the path as verl wants it."""
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        **overrides,
-    }
-    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **overrides})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     return str(path)

@@ -27,6 +27,7 @@ from tests.modalities import tiny_vision
 from tests.modalities.tiny_vision import TEXT_ALONE
 from tests.precision import BF16, in_float64
 from tests.support import (
+    FUSED_HEAD,
     Result,
     assert_same,
     check_exact,
@@ -51,7 +52,6 @@ SAMPLES = [
     *CASES["multi_turn_branches_three_deep"],
 ]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
-FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
     "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)},

@@ -8,20 +8,13 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.support import TINY
+
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 """Every type that the installed transformers has a causal language model for."""
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
+    **TINY,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

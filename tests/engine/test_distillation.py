@@ -19,6 +19,7 @@ from tests.engine.carried_cases import NESTED
 from tests.engine.ranks import on_ranks
 from tests.engine.test_exactness import CASES, MIXED, PADDED
 from tests.support import (
+    FUSED_HEAD,
     VOCAB,
     Result,
     assert_same,
@@ -154,8 +155,7 @@ def test_top_k_under_ulysses(qwen3: str) -> None:
 
 
 def test_fused_kernels_are_refused_with_top_k_by_name(qwen3: str) -> None:
-    fused = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-    engine = make_engine(qwen3, model=fused)
+    engine = make_engine(qwen3, model=FUSED_HEAD)
     batch = with_teacher(make_batch(MIXED, calculate_entropy=False))
     loss = loss_of("k1", True, False)
     update(engine, batch, loss)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.architectures.tiny_configs import save_causal
-from tests.support import check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
+from tests.support import FUSED_HEAD, check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -101,7 +101,7 @@ IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 WAYS: dict[str, dict] = {
     **{name: {"override_config": {"_experts_implementation": name}} for name in IMPLEMENTATIONS},
     "router logits": {"override_config": {"output_router_logits": True}},
-    "fused kernels": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}},
+    "fused kernels": FUSED_HEAD,
 }
 
 

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from tests.layout.tries import Batch, batch_of
-from tests.support import VOCAB, group
+from tests.support import TINY, VOCAB, group
 from verl_pg_plugin.synthetic import Sample
 
 EXPERTS = {
@@ -27,15 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "
 """Further sizes by model type."""
 
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    **TINY,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
     "initializer_range": 0.1,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,

@@ -29,6 +29,7 @@ from tests.modalities.tiny_vision import (
 )
 from tests.precision import in_float64
 from tests.support import (
+    FUSED_HEAD,
     Result,
     actor_loss,
     assert_same,
@@ -109,7 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro_batches_of_60_rows": {"batch": {"max_token_len_per_gpu": 60}},
     "micro_batches_of_3_sequences": {"batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}},
     "head_in_chunks": {"engine": {"logits_chunk_size": 4}},
-    "fused_head": {"model": {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}},
+    "fused_head": {"model": FUSED_HEAD},
     "verified": {"engine": {"verify": "every_1"}, "batch": {"max_token_len_per_gpu": 60}},
     "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
     "attention_recomputed": {"engine": {"activations": "inputs"}},

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.mixers import hybrids
+from tests.support import TINY
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_vl")
@@ -25,17 +26,7 @@ MEDIA = {
     "video": ("pixel_values_videos", "video_grid_thw", VIDEO),
 }
 
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-}
+TEXT = {**TINY, "vocab_size": VOCAB, "num_hidden_layers": 3, "initializer_range": 0.15, "pad_token_id": 0}
 ENCODER = {
     "patch_size": PATCH,
     "spatial_merge_size": MERGE,
