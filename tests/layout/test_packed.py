@@ -175,6 +175,34 @@ def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_compu
         assert received == expected
 
 
+@given(st.data(), tries(), st.booleans())
+def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(
+    data: st.DataObject, batch: Batch, forward_only: bool
+) -> None:
+    """In the order in which the engine runs chunks: in reverse with a gradient."""
+    for group in data.draw(plans(batch)):
+        layouts = [p.layout for p in lay_out(batch, group, forward_only)]
+        cached: list[int] = []
+        read: set[int] = set()
+        for layout in layouts if forward_only else layouts[::-1]:
+            if not forward_only:
+                owned = [at for at in cached if at > layout.publish_start]
+                assert owned == layout.published_states.tolist(), "each takes the gradients of what it computes"
+                assert read.issuperset(owned)
+                cached, read = [at for at in cached if at <= layout.publish_start], read.difference(owned)
+            if (prefill := layout.prefill) is not None:
+                assert set(prefill.resumed_at.tolist()) <= set(cached)
+                read.update(prefill.resumed_at.tolist())
+                cached += prefill.published_states.tolist()
+            reads, behind = set(layout.resumed_at.tolist()), [at for at in cached if at <= layout.num_cached]
+            assert reads <= set(behind)
+            assert layout.num_states == len(behind)
+            read.update(reads)
+            if forward_only:
+                cached = [at for at in cached if at <= layout.publish_start] + layout.published_states.tolist()
+        assert forward_only or not cached
+
+
 @given(batches())
 def test_a_rank_without_a_prefill_runs_one_token_that_nobody_reads(batch: Batch) -> None:
     idle = idle_prefill(batch.tokens, batch.offsets)

@@ -8,7 +8,7 @@ from verl_pg_plugin.layout.packed import (
     PackedLayout,
     build_packed_layout,
     idle_prefill,
-    share_state_positions,
+    share_states,
 )
 from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
 from verl_pg_plugin.layout.sequences import Sequences
@@ -29,5 +29,5 @@ __all__ = [
     "build_prefix_order",
     "counted",
     "idle_prefill",
-    "share_state_positions",
+    "share_states",
 ]

@@ -77,8 +77,9 @@ class PackedLayout:
         cached_heads: (C,) positions of cached tokens whose LM head outputs this chunk's responses read, ascending.
         publish: (H,) packed tokens that later chunks read, at positions ``publish_start .. publish_start + H``.
         publish_start: tokens of the cache that are still valid below the published ones.
-        state_positions: of the path, ascending, at which some chunk of the split group goes on, behind the state that a
-            recurrent layer publishes there.
+        published_states: positions, ascending, at which later chunks go on behind published tokens, so that a recurrent
+            layer publishes its state there.
+        num_states: of such positions behind cached tokens.
         prefill: tokens of the path that must be computed without gradient before this chunk; None where the cache
             already has all of them.
     """
@@ -102,7 +103,8 @@ class PackedLayout:
     cached_heads: IntArray = field(default_factory=_empty)
     publish: IntArray = field(default_factory=_empty)
     publish_start: int = 0
-    state_positions: IntArray = field(default_factory=_empty)
+    published_states: IntArray = field(default_factory=_empty)
+    num_states: int = 0
     prefill: PackedLayout | None = None
 
     @property
@@ -141,16 +143,9 @@ class PackedLayout:
         return np.unique(self.segment_start[(self.segment_parent < 0) & (self.segment_start > 0)])
 
     @property
-    def published_states(self) -> IntArray:
-        """Those of ``state_positions`` that are behind a published token."""
-        start, stop = self.publish_start, self.publish_start + len(self.publish)
-        return self.state_positions[(self.state_positions > start) & (self.state_positions <= stop)]
-
-    @property
     def cache_use(self) -> tuple[int, int, int, int]:
         """Tokens that are cached and that are published, and how many states are behind some of either."""
-        states = int((self.state_positions <= self.num_cached).sum())
-        return self.num_cached, len(self.publish), states, len(self.published_states)
+        return self.num_cached, len(self.publish), self.num_states, len(self.published_states)
 
 
 def build_packed_layout(
@@ -248,18 +243,29 @@ def build_packed_layout(
     )
 
 
-def share_state_positions(layouts: list[PackedLayout]) -> list[PackedLayout]:
-    """The chunks of a split group, each told at which positions one of them, or of their prefills, goes on."""
-    forwards = [*layouts, *(layout.prefill for layout in layouts if layout.prefill is not None)]
-    positions = np.unique(np.concatenate([layout.resumed_at for layout in forwards]))
-    return [
-        replace(
-            layout,
-            state_positions=positions,
-            prefill=layout.prefill and replace(layout.prefill, state_positions=positions),
-        )
-        for layout in layouts
-    ]
+def share_states(layouts: list[PackedLayout]) -> list[PackedLayout]:
+    """The chunks of a split group, in forward order, each told where later ones go on behind what it publishes."""
+    published: list[set[int]] = [set() for _ in layouts]
+    for reader, layout in enumerate(layouts):
+        prefilled = () if layout.prefill is None else layout.prefill.resumed_at.tolist()
+        for position in {*layout.resumed_at.tolist(), *prefilled}:
+            # Of the last chunk before that has published the token in front.
+            owners = (i for i in range(reader) if 0 < position - layouts[i].publish_start <= len(layouts[i].publish))
+            published[max(owners)].add(position)
+    told = []
+    for reader, layout in enumerate(layouts):
+        behind, top = [], layout.num_cached
+        for i in range(reader - 1, -1, -1):
+            start = layouts[i].publish_start
+            behind += [position for position in published[i] if start < position <= top]
+            top = min(top, start)
+        prefill = layout.prefill
+        if prefill is not None:
+            of_prefill = np.array(sorted(p for p in behind if p > prefill.publish_start), dtype=np.int64)
+            prefill = replace(prefill, published_states=of_prefill)
+        own = np.array(sorted(published[reader]), dtype=np.int64)
+        told.append(replace(layout, published_states=own, num_states=len(behind), prefill=prefill))
+    return told
 
 
 def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> PackedLayout:

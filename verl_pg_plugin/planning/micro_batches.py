@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Sequences, share_state_positions
+from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Sequences, share_states
 from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.sessions import selected
 
@@ -163,7 +163,7 @@ def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -
     """
     label = first_label(group, sequences.prompt_lengths) if group[0].chunk else 0
     selected = ((sequences.select(micro_batch.sequences), micro_batch.chunk) for micro_batch in group)
-    return share_state_positions([part.lay_out(chunk, label, forward_only) for part, chunk in selected])
+    return share_states([part.lay_out(chunk, label, forward_only) for part, chunk in selected])
 
 
 class _Span(NamedTuple):
