@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tests.attention.dense import assert_equal, cut, dense_outcome, packed_outcome, random_tensors
-from tests.layout.chains import lay_out, part_keys
-from tests.layout.tries import Batch, Key, batch_of, batches
+from tests.layout.tries import Batch, Key, batch_of, batches, lay_out, part_keys
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.gather import Gather

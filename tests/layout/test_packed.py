@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.chains import LaidOut, lay_out, num_of_group, part_keys, plans, tries
-from tests.layout.tries import Batch, Key, batch_of, batches, response_places
+from tests.layout.tries import (
+    Batch,
+    Key,
+    LaidOut,
+    batch_of,
+    batches,
+    lay_out,
+    num_of_group,
+    part_keys,
+    plans,
+    response_places,
+    tries,
+)
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout, idle_prefill
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))

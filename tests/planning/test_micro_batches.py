@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.chains import limits_for, num_of_group, plans, tries
-from tests.layout.tries import Batch, batch_of, batches
+from tests.layout.tries import Batch, batch_of, batches, limits_for, num_of_group, plans, tries
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
