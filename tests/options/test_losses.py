@@ -104,6 +104,10 @@ def log_probs_of(engine: Any, batch: TensorDict) -> list[torch.Tensor]:
     return old_outputs(engine, batch)["log_probs"]
 
 
+def alone(path: str, batch: TensorDict, adapter: str | None = None) -> list[torch.Tensor]:
+    return run_reference(path, batch, adapter=adapter).outputs["log_probs"]
+
+
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert_same(*(Result({"log_probs": rows}, {}) for rows in (actual, expected)))
 
@@ -137,20 +141,19 @@ def test_kl_loss_against_another_model(engines: Engines, checkpoint: Checkpoint,
     batch, expected = batch_of(DEFAULT), batch_of(DEFAULT)
     options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
     batch["ref_log_prob"] = jagged(log_probs_of(make_engine(other, engine=options), batch))
-    alone = run_reference(other, expected).outputs["log_probs"]
-    assert_close(list(batch["ref_log_prob"].unbind()), alone)
-    expected["ref_log_prob"] = jagged(alone)
+    of_other = alone(other, expected)
+    assert_close(list(batch["ref_log_prob"].unbind()), of_other)
+    expected["ref_log_prob"] = jagged(of_other)
     loss = actor_loss(kl_loss_coef=1.0)
-    assert_same(
-        run_engine(engines.of(DEFAULT), batch, loss), run_reference(checkpoint.model, expected, loss), tolerance=3e-5
-    )
+    found = run_engine(engines.of(DEFAULT), batch, loss)
+    assert_same(found, run_reference(checkpoint.model, expected, loss), tolerance=3e-5)
 
 
 def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines, checkpoint: Checkpoint) -> None:
     batch, engine = batch_of(LORA), engines.of(LORA)
     with engine.disable_adapter():
         without = log_probs_of(engine, batch)
-    assert_close(without, run_reference(checkpoint.model, batch).outputs["log_probs"])
-    adapted = run_reference(checkpoint.model, batch, actor_loss(), adapter=checkpoint.adapter).outputs["log_probs"]
+    assert_close(without, alone(checkpoint.model, batch))
+    adapted = alone(checkpoint.model, batch, checkpoint.adapter)
     assert_close(log_probs_of(engine, batch), adapted)
     assert not torch.allclose(torch.cat(without), torch.cat(adapted))
