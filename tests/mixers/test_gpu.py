@@ -15,7 +15,7 @@ import torch
 
 from tests.layout.tries import sequence_rows
 from tests.mixers.hybrids import save_hybrid, trie_of_depth
-from tests.precision import SMOOTH_LOSS, assert_no_worse, errors
+from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors
 from tests.support import actor_loss, group, make_engine, run_engine, run_reference, splitting
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import Levels, Windows, convolve, delta_rule_over, plain_convolution
@@ -31,7 +31,6 @@ pytestmark = [
 with_fla = pytest.mark.skipif(
     ON_GPU and bool(kernel_obstacles("cuda")), reason="; ".join(kernel_obstacles("cuda")) or "none"
 )
-BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 SIZES = {
     "hidden_size": 256,

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import transformers
-from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import check_exact_on_ranks, on_ranks
 from tests.modalities.tiny_vision import (
@@ -30,16 +29,13 @@ from tests.modalities.tiny_vision import (
 from tests.precision import in_float64
 from tests.support import (
     FUSED_HEAD,
-    Result,
     actor_loss,
-    assert_same,
     check_exact,
     clone,
     infer,
     make_engine,
-    run_engine,
-    run_reference,
     save_adapter,
+    update,
 )
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import image_keys
@@ -150,54 +146,32 @@ def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
         infer(make_engine(path, engine={"verify": "first"}), image_batch(path, TWO_GROUPS))
 
 
-SPLIT = [*TWO_GROUPS, *TEXT_ALONE, *TEXT_ALONE, *TEXT_ALONE]
-"""Six rows with images for rank 0, six without for rank 1."""
-
-
 ALSO_SLOW = pytest.param(KINDS[0], marks=pytest.mark.slow)
 ON_RANKS = pytest.mark.parametrize("kind", [KINDS[1], ALSO_SLOW], indirect=True)
 SPREAD = pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], ALSO_SLOW], indirect=True)
 
 
-def own_rows(rank: int) -> list[int]:
-    return list(range(6 * rank, 6 * rank + 6))
+@ON_RANKS
+def test_a_rank_without_images_waits_for_nobody(path: str) -> None:
+    """Six rows with images for rank 0, six without for rank 1."""
+    for budget in (1 << 20, 50):
+        make = partial(image_batch, path, [*TWO_GROUPS, *3 * TEXT_ALONE], max_token_len_per_gpu=budget)
+        check_exact_on_ranks(path, make, [list(range(6)), list(range(6, 12))])
 
 
-def fail_on_rank_one(engine: Any, rank: int, path: str) -> str:
-    good = image_batch(path, TWO_GROUPS)
+def fail_on_rank_one(rank: int, path: str) -> str:
+    engine, good = make_engine(path), image_batch(path, TWO_GROUPS)
     bad = clone(good)
     bad["input_ids"].values()[-2] = IMAGE
-    with engine.train_mode():
-        with pytest.raises((ValueError, RuntimeError)) as raised:
-            engine.forward_backward_batch(bad if rank == 1 else clone(good), actor_loss())
-        engine.forward_backward_batch(good, actor_loss())
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        update(engine, bad if rank == 1 else good)
+    update(engine, good)
     return str(raised.value)
 
 
-def run_split(rank: int, path: str) -> tuple[list[Result], str]:
-    """In one micro-batch and in several: rank 1 has text alone. Then what is said to a batch that is bad there."""
-    engine = make_engine(path)
-    batches = [image_batch(path, SPLIT, max_token_len_per_gpu=budget) for budget in (1 << 20, 50)]
-    results = [run_engine(engine, tu.index_select_tensor_dict(batch, own_rows(rank))) for batch in batches]
-    return results, fail_on_rank_one(engine, rank, path)
-
-
-@pytest.fixture(scope="module")
-def ranks(path: str) -> list[tuple[list[Result], str]]:
-    return on_ranks(2, run_split, path)
-
-
 @ON_RANKS
-def test_a_rank_without_images_waits_for_nobody(ranks: list, path: str) -> None:
-    expected = run_reference(path, image_batch(path, SPLIT))
-    for rank, (results, _) in enumerate(ranks):
-        for result in results:
-            assert_same(result, expected.of_rank(own_rows(rank)))
-
-
-@ON_RANKS
-def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(ranks: list) -> None:
-    (_, told), (_, raised) = ranks
+def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(path: str) -> None:
+    told, raised = on_ranks(2, fail_on_rank_one, path)
     assert "sequence 5 has 25 placeholders 90, its 1 images need 24" in raised
     assert told.startswith("rank 1: BatchError: ")
     assert raised in told
