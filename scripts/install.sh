@@ -24,4 +24,9 @@ echo "installing verl-pg-plugin[$extras] into .venv (about two minutes)" >&2
 # A half-made environment (no ensurepip) has a python and no pip.
 .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
 .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[$extras]"
+if [[ ",$extras," = *,dev,* ]] && .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  # For verl's VeOmni engine, which one test imports, without the rest of what it asks for.
+  .venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target .venv/veomni \
+    veomni blobfile timm tiktoken
+fi
 echo "$stamp" > .venv/.installed

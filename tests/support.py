@@ -18,11 +18,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
-from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    VeOmniOptimizerConfig,
+)
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss, value_loss
 
-from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_micro_batches
@@ -46,6 +52,7 @@ TINY: dict[str, Any] = {
 FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
 _init_utils._check_module_states_for_sync_module_states = lambda states: None
+VEOMNI_ON_A_CPU = {"mixed_precision": True, "attn_implementation": "eager", "moe_implementation": "eager"}
 
 
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
@@ -116,14 +123,17 @@ def make_engine(
     register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
     engine = engine or {}
     options = {name: engine[name] for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
-    engine_config = PrefixGrouperEngineConfig(
+    on_veomni = strategy == "veomni"
+    fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    of_strategy: dict[str, Any] = VEOMNI_ON_A_CPU if on_veomni else {"mixed_precision": fp32}
+    engine_config = (PrefixGrouperVeOmniEngineConfig if on_veomni else PrefixGrouperEngineConfig)(
         prefix_grouper=PrefixGrouperOptions(**options),
         **{
             "strategy": strategy,
             "use_prefix_grouper": packed,
             "use_dynamic_bsz": not padded,
             "use_torch_compile": False,
-            "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            **of_strategy,
             **{name: value for name, value in engine.items() if name not in options},
         },
     )
@@ -141,10 +151,13 @@ def make_engine(
     built = (engine_cls or EngineRegistry.get_engine_cls(model_type, strategy))(
         model_config=model_config,
         engine_config=engine_config,
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
+        optimizer_config=(VeOmniOptimizerConfig if on_veomni else FSDPOptimizerConfig)(
+            lr=1e-2, total_training_steps=10
+        ),
         checkpoint_config=CheckpointConfig(),
     )
-    built.initialize()
+    with in_float32(built) if on_veomni else nullcontext():
+        built.initialize()
     if splits:
         split_always(built)
     return built
@@ -178,6 +191,17 @@ def splitting(engine: Any) -> Iterator[None]:
         engine.forward_backward_batch = run
     assert chains
     assert all(chains), "no group was split, so nothing was shown"
+
+
+@contextmanager
+def in_float32(engine: Any) -> Iterator[None]:
+    """verl's VeOmni engine, whose config has no dtype, builds its model for float32 instead of bf16, and runs it so."""
+    from verl.workers.engine.veomni import transformer_impl
+
+    engine._autocast_dtype = torch.float32
+    float32 = partial(transformer_impl.MixedPrecisionConfig, param_dtype="float32")
+    with patch.object(transformer_impl, "MixedPrecisionConfig", float32):
+        yield
 
 
 def actor_loss(**overrides: Any) -> Callable:
@@ -404,15 +428,13 @@ def check_exact(
     loss: Callable | None = None,
     sequences: Sequence[int] | None = None,
     splits: bool = False,
-    expected: Result | None = None,
     **reference: Any,
 ) -> Result:
     """Outputs of both paths, loss and gradients of ``batch`` are those of every sequence alone.
 
-    ``sequences`` are those of this rank; ``splits`` says that groups are split. ``reference`` is for ``run_reference``,
-    whose result ``expected`` may be given.
+    ``sequences`` are those of this rank; ``splits`` says that groups are split; ``reference`` is for ``run_reference``.
     """
-    expected, mine = expected or run_reference(path, batch, loss, **reference), batch
+    expected, mine = run_reference(path, batch, loss, **reference), batch
     if sequences is not None:
         expected, mine = expected.of_rank(sequences), tu.index_select_tensor_dict(batch, list(sequences))
     with splitting(engine) if splits else nullcontext():

@@ -18,7 +18,7 @@ from verl_pg_plugin.config.options import PrefixGrouperOptions, option_issues
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "options.md"
-HYDRA = REPOSITORY / "verl_pg_plugin" / "config" / "hydra" / "prefix_grouper" / "dp.yaml"
+HYDRA = REPOSITORY / "verl_pg_plugin" / "config" / "hydra" / "prefix_grouper" / "options.yaml"
 VALUES = {None: "null", "off": '"off"'}
 """How YAML writes a default: a bare off is False."""
 HEAD = """\
@@ -66,13 +66,7 @@ def hydra_file(text: str) -> str:
         about = f"{said[option.name].replace('``', '')} Values: {taken_by(option.name)}."
         lines += ["", *textwrap.wrap(about, 120, initial_indent="  # ", subsequent_indent="  # ")]
         lines.append(f"  {option.name}: {VALUES.get(option.default, option.default)}")
-    head, _, rest = text.partition("PrefixGrouperOptions\n")
-    return (
-        f"{head}PrefixGrouperOptions\n"
-        + "\n".join(lines)
-        + "\n\nactor_rollout_ref:"
-        + rest.partition("\nactor_rollout_ref:")[2]
-    )
+    return text.partition("PrefixGrouperOptions\n")[0] + "PrefixGrouperOptions\n" + "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -33,24 +33,26 @@ def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
         assert (engine_config.strategy, engine_config.forward_only) == (strategy, role == REF)
 
 
-def test_every_other_setting_is_verls_own():
-    config = compose_config("actor_rollout_ref.rollout.name=hf")
+@pytest.mark.parametrize(
+    ("engine", "stock_target"), [("dp", "FSDPEngineConfig"), ("veomni", "VeOmniEngineConfig")], ids=["dp", "veomni"]
+)
+def test_every_other_setting_is_verls_own(engine: str, stock_target: str) -> None:
+    overrides = f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf"
+    config = compose_config(*overrides)
     assert mode_of(config) is Mode.RMPAD
     ours = OmegaConf.to_container(config, resolve=True)
-    stock = OmegaConf.to_container(compose_stock("actor_rollout_ref.rollout.name=hf"), resolve=True)
+    stock = OmegaConf.to_container(compose_stock(*overrides), resolve=True)
     options = ours.pop("prefix_grouper")
     assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"
-    for role in ("actor", "ref"):
-        engine = ours["actor_rollout_ref"][role]["fsdp_config"]
-        assert [engine.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
-        engine["_target_"] = "verl.workers.config.FSDPEngineConfig"
-    critic = ours["critic"]["fsdp"]
-    assert [critic.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
-    critic["_target_"] = "verl.workers.config.FSDPEngineConfig"
+    roles, of_fsdp = ours["actor_rollout_ref"], engine == "dp"
+    sections = [roles[role]["fsdp_config" if of_fsdp else "veomni"] for role in ("actor", "ref")]
+    for section in [*sections, *([ours["critic"]["fsdp"]] if of_fsdp else [])]:
+        assert [section.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
+        section["_target_"] = f"verl.workers.config.{stock_target}"
     assert ours == stock
 
 
-@pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan"])
 def test_other_engines_of_verl_keep_their_config(engine):
     config = compose_config(f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf")
     assert "fsdp_config" not in config.actor_rollout_ref.actor

@@ -75,7 +75,8 @@ import verl_pg_plugin
 from verl_pg_plugin import compat
 
 for module in pkgutil.walk_packages(verl_pg_plugin.__path__, "verl_pg_plugin."):
-    if not module.name.endswith(("__main__", "attention.segment_sum", "cpu.replay_buffer")):  # of Triton, and of V1
+    # of Triton, of V1 and of VeOmni
+    if not module.name.endswith(("__main__", "attention.segment_sum", "cpu.replay_buffer", "engine.veomni")):
         importlib.import_module(module.name)
 print([path for path in compat.problems() if "trainer" in path])
 """

@@ -156,7 +156,12 @@ REFUSED: list[tuple[str, str, str, str]] = [
     (f"{ACTOR}.fsdp_config._target_=no.such.Class", f"{ACTOR}.fsdp_config._target_", "cannot be imported", "++"),
     (f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", f"{ACTOR}.fsdp_config._target_", "", "++"),
     (f"{REF}.fsdp_config.use_prefix_grouper=False", f"{REF}.fsdp_config.use_prefix_grouper", "must follow", "=True"),
-    (f"{ACTOR}.strategy=megatron {REF}.strategy=fsdp", f"{ACTOR}.strategy", "verl's FSDP engine", "model_engine=dp"),
+    (
+        f"{ACTOR}.strategy=megatron {REF}.strategy=fsdp",
+        f"{ACTOR}.strategy",
+        "verl's FSDP and VeOmni",
+        "model_engine=dp",
+    ),
     (
         f"{ACTOR}.fsdp_config.qat.enable=True",
         f"{ACTOR}.fsdp_config.qat.enable",

@@ -115,7 +115,7 @@ def run_on_this_rank(case: Case, engine: Any, everything: TensorDict) -> Result:
     mine = tu.index_select_tensor_dict(everything, rows_of(case, engine, everything))
     if case.splits and tu.get_non_tensor_data(mine, "use_dynamic_bsz", default=True):
         # Ranks that share sequences share the budget of all.
-        ranks = engine.engine_config.ulysses_sequence_parallel_size
+        ranks = engine.ulysses_sequence_parallel_size
         budget = -(-tu.get_non_tensor_data(mine, "max_token_len_per_gpu", default=None) // ranks)
         tu.assign_non_tensor(mine, max_token_len_per_gpu=budget)
     shares = isinstance(engine, SharedPrefixEngine)

@@ -100,5 +100,5 @@ def runnable(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_override_is_taken_or_refused_before_anything_starts(override: str, status: str, runnable: list[str]) -> None:
     config = compose_config(*runnable, *split(override))
     found = [issue.why for issue in sharing_issues(config) if not issue.is_warning]
-    found = [why for why in found if "needs a GPU" not in why]  # the machine's fault
+    found = [why for why in found if not re.search("needs a GPU|the package veomni", why)]  # the machine's fault
     assert bool(found) == (status == "Rejected"), found

@@ -1,6 +1,6 @@
 """Configuration of the plugin: options, modes, engine config, rules, preflight and Hydra files.
 
-The import loads neither verl nor torch. The engine config, a subclass of one of verl's, is loaded on first use.
+The import loads neither verl nor torch. The engine configs, subclasses of verl's, are loaded on first use.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from verl_pg_plugin.config.mode import Mode, mode_of
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
 if TYPE_CHECKING:
-    from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
+    from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig, PrefixGrouperVeOmniEngineConfig
 
-__all__ = ["Mode", "PrefixGrouperEngineConfig", "PrefixGrouperOptions", "mode_of"]
+__all__ = ["Mode", "PrefixGrouperEngineConfig", "PrefixGrouperOptions", "PrefixGrouperVeOmniEngineConfig", "mode_of"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "PrefixGrouperEngineConfig":
+    if name not in ("PrefixGrouperEngineConfig", "PrefixGrouperVeOmniEngineConfig"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl_pg_plugin.config.engine_config import PrefixGrouperEngineConfig
+    from verl_pg_plugin.config import engine_config
 
-    return PrefixGrouperEngineConfig
+    return getattr(engine_config, name)

@@ -31,6 +31,8 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
     unsafe = ""
     if "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {}):
         unsafe = "the checkpoint may bring a model class of its own" if engine.of_model("trust_remote_code") else ""
+    if engine.on_veomni:
+        unsafe = "compiled layers of VeOmni's models have not run on a GPU"
     if engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"):
         unsafe = "compiled layers have not been tested with LoRA under strategy=fsdp"
     if flat and any((engine.get("wrap_policy") or {}).values()):

@@ -15,13 +15,13 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.config.preflight import check, sharing_issues
 from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
 
-ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp")
-STOCK_ENGINE_CONFIG = "verl.workers.config.FSDPEngineConfig"
+ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp", f"{ACTOR}.{VEOMNI}", f"{REF}.{VEOMNI}")
+STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.config.VeOmniEngineConfig")
 
 
 def engage(config: DictConfig) -> None:
@@ -44,17 +44,22 @@ def add_sections(config: DictConfig) -> None:
 
     What the user has set in a section of ours stays, for the rules to look at.
     """
-    if not (mode_of(config).shares_prefixes and config.actor_rollout_ref.actor.strategy in FSDP_STRATEGIES):
+    strategy = config.actor_rollout_ref.actor.strategy
+    if not (mode_of(config).shares_prefixes and strategy in STRATEGIES):
         return
-    ours = OmegaConf.load(str(files("verl_pg_plugin.config.hydra") / "prefix_grouper" / "dp.yaml"))
+    folder = files("verl_pg_plugin.config.hydra") / "prefix_grouper"
+    names = "options.yaml", "veomni.yaml" if strategy == VEOMNI else "dp.yaml"
+    options, engines = (OmegaConf.load(str(folder / name)) for name in names)
+    assert isinstance(engines, DictConfig)
+    del engines["defaults"]  # the options, as Hydra is told
     users = copy.deepcopy(config)
     with open_dict(users):
         for engine in ENGINES:
             section = OmegaConf.select(users, engine)
-            if section["_target_"] == STOCK_ENGINE_CONFIG:
+            if section and section["_target_"] in STOCK_ENGINE_CONFIGS:
                 del section["_target_"]
     with open_dict(config):
-        config.merge_with(ours, users)
+        config.merge_with(options, engines, users)
 
 
 def engage_or_exit(config: DictConfig) -> None:

@@ -1,14 +1,14 @@
-"""Engine config of the shared-prefix engine: verl's FSDP config plus the switches of this plugin."""
+"""Engine configs of the shared-prefix engines: verl's for FSDP and VeOmni plus the switches of this plugin."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl.workers.config import FSDPEngineConfig
+from verl.workers.config import FSDPEngineConfig, VeOmniEngineConfig
 from verl.workers.engine.base import EngineRegistry
 
 from verl_pg_plugin.after_import import run_waiting
-from verl_pg_plugin.config.keys import FSDP_STRATEGIES
+from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
 
@@ -36,8 +36,31 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
                 assert_in_force(strategy)
 
 
-def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
-    """Check that verl would build our engine on this machine, or one derived from it, and return its name.
+@dataclass
+class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
+    """``VeOmniEngineConfig`` with the same switch.
+
+    Raises:
+        RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
+    """
+
+    use_prefix_grouper: bool = False
+    prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_prefix_grouper:
+            run_waiting()
+            assert_in_force(VEOMNI)
+
+    @property
+    def use_no_sync_for_gradient_accumulation(self) -> bool:
+        """FSDP's name for what VeOmni never does: keep whole gradients from one micro-batch to the next."""
+        return False
+
+
+def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
+    """Check that verl would build our engine on this machine, or one derived from it.
 
     Raises:
         RuntimeError: verl would build another, which shares nothing.
@@ -50,4 +73,3 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
             "check that VERL_USE_EXTERNAL_PLUGINS does not exclude verl_pg_plugin, and see what python -m "
             "verl_pg_plugin doctor says"
         )
-    return str(engine_cls.__qualname__)

@@ -14,4 +14,6 @@ USE_PREFIX_GROUPER = f"{ACTOR}.use_prefix_grouper"
 USE_REMOVE_PADDING = f"{MODEL}.use_remove_padding"
 
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
+VEOMNI = "veomni"
+STRATEGIES = (*FSDP_STRATEGIES, VEOMNI)
 """Strategies of verl for which this plugin has engines."""

@@ -17,6 +17,7 @@ from verl_pg_plugin.config.keys import (
     REF,
     USE_PREFIX_GROUPER,
     USE_REMOVE_PADDING,
+    VEOMNI,
 )
 
 SP_SIZE = "ulysses_sequence_parallel_size"
@@ -79,7 +80,7 @@ class Engine:
         if model_config.model_type == "value_model":
             role = CRITIC
         engine = cls(role, engine_config, model_config, get_device_name(), model_config.hf_config)
-        return replace(engine, sp_key=f"{engine.section}.{SP_SIZE}")
+        return replace(engine, sp_key=f"{engine.section}.{engine.sp_name}")
 
     @property
     def mode(self) -> Mode:
@@ -88,7 +89,18 @@ class Engine:
     @property
     def section(self) -> str:
         """Of the engine config in the trainer's config."""
-        return f"{self.role}.{'fsdp' if self.role == CRITIC else 'fsdp_config'}"
+        of_fsdp = "fsdp" if self.role == CRITIC else "fsdp_config"
+        return f"{self.role}.{VEOMNI if self.on_veomni else of_fsdp}"
+
+    @property
+    def on_veomni(self) -> bool:
+        """Whether verl's VeOmni engine builds it, else that of FSDP."""
+        return bool(self.get("strategy") == VEOMNI)
+
+    @property
+    def sp_name(self) -> str:
+        """Of the Ulysses size in the engine config."""
+        return "ulysses_parallel_size" if self.on_veomni else SP_SIZE
 
     @property
     def model_section(self) -> str:
@@ -97,7 +109,7 @@ class Engine:
     @property
     def sp_size(self) -> int:
         """Ranks that share the tokens of a micro-batch; 1 where the config holds no positive integer."""
-        size = self.get(SP_SIZE)
+        size = self.get(self.sp_name)
         return size if isinstance(size, int) and size > 0 else 1
 
     def get(self, path: str) -> Any:

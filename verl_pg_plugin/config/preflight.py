@@ -30,13 +30,14 @@ from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
     CRITIC_MODEL,
-    FSDP_STRATEGIES,
     MODEL,
     OPTIONS,
     REF,
     ROLLOUT,
+    STRATEGIES,
     USE_PREFIX_GROUPER,
     USE_REMOVE_PADDING,
+    VEOMNI,
 )
 from verl_pg_plugin.config.machine import machine_issues
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
@@ -47,6 +48,7 @@ from verl_pg_plugin.issue import ConfigError, Issue
 logger = logging.getLogger(__name__)
 
 ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+VEOMNI_ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperVeOmniEngineConfig"
 TORN = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
 INTERPRETERS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
@@ -105,11 +107,16 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         # An architecture that cannot share is looked at no further.
         engine = engine_of(config, role, None if issues else hf_config)
         found += [issue for issue in issues if issue not in found]
-        has_engine = engine.get("strategy") in FSDP_STRATEGIES
+        has_engine = engine.get("strategy") in STRATEGIES
+        if engine.on_veomni and OmegaConf.select(config, engine.section) is None:
+            why = f"the config has no section {engine.section}, which only model_engine={VEOMNI} brings along"
+            found.append(Issue(f"{role}.strategy={VEOMNI}", why, f"model_engine={VEOMNI}"))
+            continue
         if has_engine:
             found += _engine_config_issues(config, engine, shares)
         elif shares:
-            key, why = f"{role}.strategy", "shared prefixes are implemented for verl's FSDP engine (fsdp, fsdp2) only"
+            key, engines = f"{role}.strategy", f"FSDP and VeOmni engines ({', '.join(STRATEGIES)})"
+            why = f"shared prefixes are implemented for verl's {engines} only"
             found.append(Issue(f"{key}={engine.get('strategy')}", why, f"model_engine=dp {key}=fsdp2"))
         for rule in (*rules.RULES, *rules.PREFLIGHT_RULES) if shares and has_engine else ():
             if issue := rule(engine):
@@ -146,14 +153,15 @@ def _reads_logits(config: DictConfig) -> Iterator[Issue]:
 def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> Iterator[Issue]:
     """An engine config that knows nothing of the flag, or says otherwise."""
     target, key = engine.get("_target_"), f"{engine.section}._target_"
+    ours = VEOMNI_ENGINE_CONFIG if engine.on_veomni else ENGINE_CONFIG
     try:
         takes_options = target and OPTIONS in getattr(get_class(str(target)), "__dataclass_fields__", {})
     except Exception as error:  # whatever an import raises
-        yield Issue(f"{key}={target}", f"cannot be imported: {str(error).splitlines()[0]}", f"++{key}={ENGINE_CONFIG}")
+        yield Issue(f"{key}={target}", f"cannot be imported: {str(error).splitlines()[0]}", f"++{key}={ours}")
         return
     if shares and not takes_options:
         why = f"without this plugin's engine config verl ignores {USE_PREFIX_GROUPER}"
-        yield Issue(f"{key}={target}", why, f"++{key}={ENGINE_CONFIG}")
+        yield Issue(f"{key}={target}", why, f"++{key}={ours}")
     key = f"{engine.section}.use_prefix_grouper"
     if takes_options and bool(follows := OmegaConf.select(config, key)) != shares:
         why = f"the engine must follow {USE_PREFIX_GROUPER}, or old, ref and new log-probs take different paths"
@@ -214,7 +222,7 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     for role in roles_of(config):
         engine, key = engine_of(config, role), f"{role}.ppo_mini_batch_size"
         size, prompts = engine.sp_size, OmegaConf.select(config, key)
-        if engine.get("strategy") not in FSDP_STRATEGIES:
+        if engine.get("strategy") not in STRATEGIES:
             continue
         if ranks % size:
             why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"

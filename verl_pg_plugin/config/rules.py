@@ -27,7 +27,7 @@ from verl_pg_plugin.architectures import (
 )
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, AttentionNeeds, setting_obstacle
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, compiler_obstacle, has_flat_parameters, layers_obstacle
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, OPTIONS, REF, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.mode import SP_SIZE, Engine, Mode
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
@@ -38,6 +38,18 @@ STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
 TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the middle of a group"
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 """Attention implementations that attention over shared prefixes stands in for."""
+
+NOT_RUN = "has not been run with shared prefixes"
+VEOMNI_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose files of VeOmni's are held to every sequence alone."""
+VEOMNI_SETTINGS: dict[str, tuple[Any, str]] = {
+    "expert_parallel_size": (1, f"expert parallelism needs several GPUs, on which it {NOT_RUN}"),
+    "router_replay.mode": ("disabled", f"router replay {NOT_RUN}"),
+    "qat_implementation": ("none", "quantization-aware training is not verified with shared prefixes"),
+    "enable_fsdp_offload": (False, f"VeOmni's offload of weights {NOT_RUN}"),
+    "enable_async_activation_offload": (False, "levels of prefix_grouper.activations stand in for it"),
+}
+"""What settings of VeOmni's engine config must be, and why they can be nothing else."""
 
 
 def check_engine(engine_config: Any, model_config: Any) -> None:
@@ -64,19 +76,21 @@ def engine_of(config: DictConfig, role: str, hf_config: Any = None) -> Engine:
         role: ``ACTOR``, ``REF`` or ``CRITIC``.
         hf_config: of its checkpoint, if it could be read.
     """
-    engine = Engine(role, {}, {}, get_device_name(), hf_config)
+    strategy = OmegaConf.select(config, f"{role}.strategy")
+    engine = Engine(role, {"strategy": strategy}, {}, get_device_name(), hf_config)
     section: Any = OmegaConf.select(config, engine.section)
     found: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
-    sp_key = f"{engine.section}.{SP_SIZE}"
-    if role != CRITIC:  # verl lets this deprecated key win above 1, and ignores the critic's
-        size = OmegaConf.select(config, f"{role}.{SP_SIZE}")
+    sp_key = f"{engine.section}.{engine.sp_name}"
+    if role != CRITIC:
+        # verl lets this deprecated key win above 1, and ignores the critic's, and under VeOmni this one too.
+        size = None if engine.on_veomni else OmegaConf.select(config, f"{role}.{SP_SIZE}")
         sp_key = f"{role}.{SP_SIZE}" if isinstance(size, int) and size > 1 else sp_key
         dynamic = f"{role}.use_dynamic_bsz" if role == ACTOR else f"{role}.log_prob_use_dynamic_bsz"
         found["use_dynamic_bsz"] = OmegaConf.select(config, dynamic)
         found["pad_to_length"] = found.get("pad_to_length") or OmegaConf.select(config, f"{role}.pad_to_length")
     found |= {
-        "strategy": OmegaConf.select(config, f"{role}.strategy"),
-        SP_SIZE: OmegaConf.select(config, sp_key),
+        "strategy": strategy,
+        engine.sp_name: OmegaConf.select(config, sp_key),
         "use_prefix_grouper": OmegaConf.select(config, USE_PREFIX_GROUPER),
         OPTIONS: OmegaConf.select(config, OPTIONS),
     }
@@ -279,6 +293,40 @@ def attn_implementation(engine: Engine) -> Issue | None:
     return Issue(f"{key}={asked}", why, f"++{key}=sdpa", is_warning=True)
 
 
+def veomni(engine: Engine) -> Issue | None:
+    """What verl's VeOmni engine would run, and nobody has held to every sequence alone."""
+    if not engine.on_veomni:
+        return None
+    broken: list[tuple[str, str, str]] = []
+    kind = getattr(engine.hf_config, "model_type", VEOMNI_TYPES[0])
+    if engine.role == CRITIC:
+        broken.append((f"{CRITIC}.strategy={VEOMNI}", f"a critic on VeOmni {NOT_RUN}", "critic=dp_critic"))
+    if kind not in VEOMNI_TYPES:
+        why = f"of VeOmni's models {', '.join(VEOMNI_TYPES)} share prefixes, and {kind} {NOT_RUN}"
+        broken.append((engine.model_setting("path"), why, "model_engine=dp"))
+    if engine.mode is Mode.PADDED_GROUPS:
+        why, key = f"VeOmni {NOT_RUN} in padded groups", f"{engine.model_section}.use_remove_padding"
+        broken.append((f"{key}=False", why, f"{key}=True"))
+    if engine.of_model("lora_rank"):
+        why = "verl's VeOmni engine has no LoRA and would train the whole model"
+        broken.append((engine.model_setting("lora_rank"), why, f"{engine.model_section}.lora_rank=0"))
+    for name, (proven, why) in VEOMNI_SETTINGS.items():
+        if (asked := engine.get(name)) not in (proven, None):
+            key = f"{engine.section}.{name}"
+            broken.append((f"{key}={asked}", why, f"{key}={proven}"))
+    if not broken:
+        return None
+    settings, causes, fixes = zip(*broken, strict=True)
+    return Issue(", ".join(settings), "; ".join(causes), " ".join(fixes))
+
+
+def veomni_package(engine: Engine) -> Issue | None:
+    if not engine.on_veomni or importlib.util.find_spec("veomni") is not None:
+        return None
+    why = "verl's VeOmni engine needs the package veomni, which is not installed"
+    return Issue(f"{engine.role}.strategy={VEOMNI}", why, "pip install veomni, or model_engine=dp")
+
+
 def _mixers(text_config: Any) -> list[Any]:
     return [MIXERS[name] for name in count_layers(text_config)]
 
@@ -296,6 +344,8 @@ def not_padded(broken: list[tuple[str, str]], model_section: str) -> Issue:
 
 EngineRule = Callable[[Engine], Issue | None]
 RULES: tuple[EngineRule, ...] = (
+    veomni,
+    veomni_package,
     multi_token_prediction,
     quantization_aware_training,
     compiled_layers,
@@ -317,5 +367,6 @@ MACHINE_RULES: tuple[EngineRule, ...] = (
     image_encoder_attention,
     mixer_kernels,
     padded_library,
+    veomni_package,
 )
 """What they find on this machine is no more than a warning where the run's machines are others."""

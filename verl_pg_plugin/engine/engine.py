@@ -85,29 +85,49 @@ class SharedPrefixEngine(FSDPEngine):
         prepare_config(self.model_config.hf_config, self.modality)
         with upstream.forwards_left_alone():  # verl's own forwards drop keywords, ours among them
             module = super()._build_module()
-        self.shared_model = prepare_model(module, self.modality, compiles=self.compiles)
-        layers = [layer for layer in decoder_layers(module) if getattr(layer, "_gradient_checkpointing_func", None)]
+        self._take_over(module)
+        self._replace_checkpoints(module)
+        return module
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        self._finish_unsharded(module)
+        with upstream.activation_offload_left_out():
+            module = super()._build_fsdp_module(module)
+        if self.compiles:
+            upstream.let_flat_parameters_compile(module)
+        return module
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Let a model built from a prepared config run over shared prefixes."""
+        recomputed = self.model_config.enable_gradient_checkpointing
+        self.shared_model = prepare_model(module, self.modality, compiles=self.compiles, recomputed=recomputed)
+        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
+        self._layers = decoder_layers(module)
+
+    def _replace_checkpoints(self, module: nn.Module) -> None:
+        """Let activation levels stand in for the checkpoints of a model that has them."""
+        layers = [layer for layer in self._layers if getattr(layer, "_gradient_checkpointing_func", None)]
         if self.model_config.enable_gradient_checkpointing and not layers:
             asked = self.options.activations  # transformers' own checkpoints keep inputs
             if asked not in ("auto", Level.INPUTS.value):
                 why = f"it does not say which modules are its decoder layers, for ++prefix_grouper.activations={asked}"
                 refuse(module, [Issue("", why, "++prefix_grouper.activations=inputs")])
             self.options = replace(self.options, activations=Level.INPUTS.value)
-        self._weight_bytes = WeightBytes.of(module, self.device_mesh.shape[-1], self.options.logits_chunk_size)
         self.activations = Activations(layers, None if get_device_name() == "cpu" else PinnedCopier())
-        return module
 
-    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+    def _finish_unsharded(self, module: nn.Module) -> None:
+        """The last look at a model, adapters and all, before it is sharded."""
         check_no_dropout(module)
-        with upstream.activation_offload_left_out():
-            module = super()._build_fsdp_module(module)
-        if self.compiles:
-            upstream.let_flat_parameters_compile(module)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
         config = self.model_config.hf_config.get_text_config()
-        self._token_bytes = TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
+        return TokenBytes.of(config, self._autocast_dtype.itemsize, self.compiles)
+
+    @cached_property
+    def verifier(self) -> Verifier:
         layers = f"{self.shared_model.layers.total()} layers, all through packed attention"
-        self.verifier = Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
-        return module
+        return Verifier(self.options, f"{layers}, attention kernel {self.kernel.name}", self._autocast_dtype)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -282,7 +302,7 @@ class SharedPrefixEngine(FSDPEngine):
         In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
         """
         micro_batch, sequences = plan.selector.select(chosen, self._device), plan.sequences.select(chosen)
-        layout = sequences.unshared().lay_out()
+        layout = sequences.unshared().lay_out() if self.packed else sequences.lay_out_padded()
 
         def responses(perturb: Perturb | None = None) -> Responses:
             inputs = self._inputs(layout, sequences, plan.runs_encoder, perturb=perturb)
@@ -336,12 +356,12 @@ class SharedPrefixEngine(FSDPEngine):
 class SharedPrefixLanguageModel(SharedPrefixEngine):
     """Language-model engine: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of the tokens in front of responses."""
 
-    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        base = module.get_base_model() if self._is_lora else module
+    def _finish_unsharded(self, module: nn.Module) -> None:
+        base: Any = module.get_base_model() if self._is_lora else module
         refuse(base, lm_head_issues(type(base)))
         if self.packed:  # a head with a request takes the tokens it is given, and columns of padded groups hold others
             self.log_prob_head = install_head(base, self.model_config, self.options.logits_chunk_size)
-        return super()._build_fsdp_module(module)
+        super()._finish_unsharded(module)
 
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
         request = read_request(micro_batch, inputs, self.engine_config, self.compute_entropy_from_logits)

@@ -109,8 +109,10 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
         config._attn_implementation = {"": config._attn_implementation, **kept}
 
 
-def prepare_model(module: Any, modality: Modality, *, compiles: bool) -> SharedModel:
+def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed: bool = False) -> SharedModel:
     """Let the mixers take over an unwrapped model built from a prepared config, and compile its layers as asked.
+
+    ``recomputed`` layers run a second time in the backward.
 
     Raises ValueError where the model cannot run over shared prefixes.
     """
@@ -120,7 +122,7 @@ def prepare_model(module: Any, modality: Modality, *, compiles: bool) -> SharedM
         MIXERS[name].install(module)
     modality.install(module)
     if compiles:
-        compile_layers(module, recomputed=module.is_gradient_checkpointing)
+        compile_layers(module, recomputed=recomputed)
     return SharedModel(type(module).__name__, layers, ModelFlops.of(module))
 
 

@@ -1,4 +1,4 @@
-"""Put our engines in front of verl's FSDP engines; ``config.engine_config`` notices when they are not.
+"""Put our engines in front of verl's FSDP and VeOmni engines; ``config.engine_config`` notices when they are not.
 
 verl looks engines up by (device, vendor) before device, so entries for ("cuda", "nvidia") win over the stock ones
 without touching them; for "cpu" verl has no entry at all (verl 0.9.1, workers/engine/base.py, EngineRegistry). verl
@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import rmpad_fault
-from verl_pg_plugin.config.keys import FSDP_STRATEGIES
+from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
 from verl_pg_plugin.engine.prepare import load_value_model
 
@@ -61,10 +61,23 @@ class PrefixGrouperFSDPEngineWithValueHead(_Entry):
     stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
 
-_ENTRIES: dict[str, type[BaseEngine]] = {
-    "language_model": PrefixGrouperFSDPEngineWithLMHead,
-    "value_model": PrefixGrouperFSDPEngineWithValueHead,
+_ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {
+    **{("language_model", strategy): PrefixGrouperFSDPEngineWithLMHead for strategy in FSDP_STRATEGIES},
+    **{("value_model", strategy): PrefixGrouperFSDPEngineWithValueHead for strategy in FSDP_STRATEGIES},
 }
+"""Ours, by model type and strategy."""
+
+if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where the package veomni can be imported
+    from verl.workers.engine.veomni import VeOmniEngineWithLMHead
+
+    from verl_pg_plugin.engine.veomni import SharedPrefixVeOmniLanguageModel
+
+    class PrefixGrouperVeOmniEngineWithLMHead(_Entry):
+        """verl's language-model engine for VeOmni, or ours."""
+
+        ours, stock = SharedPrefixVeOmniLanguageModel, VeOmniEngineWithLMHead
+
+    _ENTRIES["language_model", VEOMNI] = PrefixGrouperVeOmniEngineWithLMHead
 
 
 def register_engines() -> None:
@@ -73,17 +86,16 @@ def register_engines() -> None:
     Raises:
         RuntimeError: another plugin holds one of the keys.
     """
-    for model_type, entry in _ENTRIES.items():
-        for strategy in FSDP_STRATEGIES:
-            for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
-                key = (device, vendor) if vendor else device
-                holder = EngineRegistry._engines.get(model_type, {}).get(strategy, {}).get(key)
-                if holder is entry:
-                    continue
-                if holder is not None:
-                    raise RuntimeError(
-                        f"{holder.__module__}.{holder.__qualname__} is already registered as verl's {model_type} "
-                        f"engine for {key}, strategy {strategy}; only one plugin can hold it: uninstall the other, or "
-                        "exclude it with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
-                    )
-                EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(entry)
+    for (model_type, strategy), entry in _ENTRIES.items():
+        for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
+            key = (device, vendor) if vendor else device
+            holder = EngineRegistry._engines.get(model_type, {}).get(strategy, {}).get(key)
+            if holder is entry:
+                continue
+            if holder is not None:
+                raise RuntimeError(
+                    f"{holder.__module__}.{holder.__qualname__} is already registered as verl's {model_type} engine "
+                    f"for {key}, strategy {strategy}; only one plugin can hold it: uninstall the other, or exclude it "
+                    "with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
+                )
+            EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(entry)

@@ -1,0 +1,108 @@
+"""Runs on the VeOmni engine: the flag reaches it, and what is not proven is refused by name, in both places alike."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from config_support import CRITIC, compose_config, compose_stock
+from test_rules import engine_configs, errors
+
+from verl_pg_plugin.config import PrefixGrouperVeOmniEngineConfig, engine_config, rules
+from verl_pg_plugin.config.checkpoints import read_checkpoint
+from verl_pg_plugin.config.compile import layer_compilation
+from verl_pg_plugin.config.engage import engage
+from verl_pg_plugin.config.mode import Engine
+from verl_pg_plugin.config.rules import engine_of, roles_of
+
+ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
+FLAG = f"{ACTOR}.use_prefix_grouper=True"
+KEY = f"{ACTOR}.veomni"
+
+REFUSED: list[tuple[str, str, str]] = [
+    # override, part of the cause, part of the fix
+    (f"{KEY}.expert_parallel_size=2", "several GPUs", "=1"),
+    (f"{KEY}.router_replay.mode=R2", "router replay", "=disabled"),
+    (f"{KEY}.router_replay.mode=R3", "router replay", "=disabled"),
+    (f"{KEY}.qat_implementation=fp8", "quantization-aware", "=none"),
+    (f"{KEY}.enable_fsdp_offload=True", "offload of weights", "=False"),
+    (f"{REF}.veomni.enable_async_activation_offload=True", "prefix_grouper.activations", "=False"),
+    (f"{MODEL}.lora_rank=4", "no LoRA", "lora_rank=0"),
+    (f"{MODEL}.use_remove_padding=False", "padded groups", "use_remove_padding=True"),
+    (f"{MODEL}.path={{models}}/gemma2", "llama, qwen2, qwen3, qwen3_moe", "model_engine=dp"),
+    (f"{MODEL}.path={{models}}/qwen3_vl", "qwen3_vl has not been run", "model_engine=dp"),
+    (f"{KEY}.ulysses_parallel_size=3", "cannot be spread", ".veomni.ulysses_parallel_size=2"),
+]
+
+
+@pytest.fixture
+def veomni_config(runnable_overrides: list[str], checkpoint: Path, models: Path) -> Any:
+    def make(*overrides: str) -> Any:
+        given = [item.format(checkpoint=checkpoint, models=models) for item in overrides]
+        return compose_config("model_engine=veomni", *runnable_overrides, FLAG, *given)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it looks where the package veomni is."""
+    stub = ModuleType("veomni")
+    stub.__spec__ = ModuleSpec("veomni", None)
+    monkeypatch.setitem(sys.modules, "veomni", sys.modules.get("veomni", stub))
+    monkeypatch.setattr(engine_config, "assert_in_force", lambda *asked: None)
+
+
+def test_the_flag_reaches_both_roles_from_either_entry_point(veomni_config, runnable_overrides: list[str]) -> None:
+    stock = compose_stock("model_engine=veomni", *runnable_overrides, FLAG, "+prefix_grouper.carry=never")
+    engage(stock)
+    for config in (veomni_config("++prefix_grouper.carry=never"), stock):
+        assert errors(config) == []
+        for role in (ACTOR, REF):
+            engine, _ = engine_configs(config, role)
+            assert isinstance(engine, PrefixGrouperVeOmniEngineConfig)
+            assert (engine.use_prefix_grouper, engine.prefix_grouper.carry) == (True, "never")
+            assert engine.forward_only is (role == REF)
+
+
+@pytest.mark.parametrize(("override", "why", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str, veomni_config) -> None:
+    config = veomni_config(override)
+    before = [issue for issue in errors(config) if why in issue.why]
+    engines = [Engine.of(*engine_configs(config, role)) for role in roles_of(config)]
+    inside = [issue for engine in engines for rule in rules.RULES if (issue := rule(engine))]
+    assert before
+    assert {issue.why for issue in before} == {issue.why for issue in inside if why in issue.why}
+    assert all(fix in issue.fix for issue in before)
+    assert any(override.partition("=")[0].lstrip("+") in issue.setting for issue in before)
+
+
+def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_config) -> None:
+    found = errors(veomni_config(*CRITIC.split(), f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"))
+    assert "critic=dp_critic" in next(issue.fix for issue in found if "critic.strategy=veomni" in issue.setting)
+    both = next(issue for issue in found if issue.setting.startswith(KEY))
+    assert both.setting == f"{KEY}.expert_parallel_size=2, {KEY}.enable_fsdp_offload=True"
+
+
+def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_overrides: list[str]) -> None:
+    found = errors(compose_config(*runnable_overrides, FLAG, f"{ACTOR}.strategy=veomni"))
+    assert {issue.fix for issue in found} == {"model_engine=veomni"}
+
+
+def test_without_the_package_the_command_is_named(veomni_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = veomni_config()
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
+    fixes = [issue.fix for issue in errors(config) if "the package veomni" in issue.why]
+    assert fixes == ["pip install veomni, or model_engine=dp"] * 2
+
+
+def test_layers_compile_only_where_asked(veomni_config, on_gpus) -> None:
+    on_gpus(1)
+    for asked in (True, "auto"):
+        config = veomni_config(f"++prefix_grouper.compile_layers={asked}")
+        engine = engine_of(config, ACTOR, read_checkpoint(config)[0])
+        assert layer_compilation(engine)[0] is (asked is True)
