@@ -1,6 +1,6 @@
 """Attention written out: every sequence alone, every score explicit. What the packed op is held against."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from verl_pg_plugin.attention.op import AttentionOptions
 from verl_pg_plugin.layout import PackedLayout
 
 
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """Queries (T, H, D), keys and values (T, G, D) of packed tokens, the gradient by the output, and sinks (H,)."""
 
     q: torch.Tensor
@@ -24,8 +23,7 @@ class Tensors:
     sinks: torch.Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Tensors":
-        tensors = (self.q, self.k, self.v, self.grad_out, self.sinks)
-        return Tensors(*(None if tensor is None else tensor.to(dtype) for tensor in tensors))
+        return Tensors(*(None if tensor is None else tensor.to(dtype) for tensor in self))
 
     def leaves(self) -> list[torch.Tensor]:
         tensors = (self.q, self.k, self.v, self.sinks)
@@ -61,8 +59,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, cuts: tuple[float, float], shortest: in
         monkeypatch.setattr(tree, name, number)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Output (T, H, D) of attention and the gradients of q, k, v and the sinks."""
 
     out: torch.Tensor
@@ -73,8 +70,7 @@ class Outcome:
 
 
 def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = 1e-10) -> None:
-    for name in ("out", "dq", "dk", "dv", "dsinks"):
-        got, want = getattr(actual, name), getattr(expected, name)
+    for name, got, want in zip(Outcome._fields, actual, expected, strict=True):
         assert (got is None) == (want is None)
         if want is not None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface
 
 from tests.attention.dense import random_tensors
 from tests.layout.tries import batch_of
@@ -92,15 +91,6 @@ def test_what_packed_attention_does_not_compute_is_refused_by_name(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         call(module, **kwargs)
-
-
-def test_every_call_of_the_registered_function_is_counted_so_a_skipped_layer_is_noticed() -> None:
-    interface.register_attention()
-    assert AttentionInterface()[interface.ATTENTION_NAME] is interface.packed_attention
-    rows = packed()
-    for _ in range(3):
-        call(prefix_grouper=rows)
-    assert rows.calls == {interface.ATTENTION: 3}
 
 
 @pytest.mark.usefixtures("process_group")

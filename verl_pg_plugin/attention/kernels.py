@@ -77,15 +77,17 @@ class KernelSpec:
 
 _flash = partial(KernelSpec, "cuda", head_dims=range(8, 257, 8))
 KERNELS: dict[str, KernelSpec] = {
-    "flash_attn_4": _flash((9, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"),
+    "flash_attn_4": _flash(min_capability=(9, 0), package="flash-attn-4", install="pip install --pre flash-attn-4"),
     "flash_attn_3": _flash(
-        (9, 0),
-        (9, 0),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
         package="flash-attn-3",
         install="pip install ./hopper in a checkout of https://github.com/Dao-AILab/flash-attention",
     ),
-    "flash_attn_2": _flash((8, 0), package="flash-attn", install="pip install --no-build-isolation flash-attn"),
-    "torch_varlen": _flash((8, 0), softcap=False),
+    "flash_attn_2": _flash(
+        min_capability=(8, 0), package="flash-attn", install="pip install --no-build-isolation flash-attn"
+    ),
+    "torch_varlen": _flash(min_capability=(8, 0), softcap=False),
     "sdpa": KernelSpec(),
 }
 """Every kernel by name, the fastest first. On a GPU "auto" takes the first that runs and fits the model, never sdpa."""
