@@ -428,13 +428,15 @@ def check_exact(
     loss: Callable | None = None,
     sequences: Sequence[int] | None = None,
     splits: bool = False,
+    expected: Result | None = None,
     **reference: Any,
 ) -> Result:
     """Outputs of both paths, loss and gradients of ``batch`` are those of every sequence alone.
 
-    ``sequences`` are those of this rank; ``splits`` says that groups are split; ``reference`` is for ``run_reference``.
+    ``sequences`` are those of this rank; ``splits`` says that groups are split. ``reference`` is for ``run_reference``,
+    whose result ``expected`` may be given.
     """
-    expected, mine = run_reference(path, batch, loss, **reference), batch
+    expected, mine = expected or run_reference(path, batch, loss, **reference), batch
     if sequences is not None:
         expected, mine = expected.of_rank(sequences), tu.index_select_tensor_dict(batch, list(sequences))
     with splitting(engine) if splits else nullcontext():

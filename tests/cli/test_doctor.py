@@ -30,7 +30,7 @@ ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "mode
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 PROCESS = {
     "engines": {},
-    "loaded": True,
+    "others": {},
     "plugin_error": "",
     "platform": "CPUPlatform",
     "device": "cpu",
@@ -49,7 +49,8 @@ class Theirs(BaseEngine): ...
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a worker of verl finds: all well, an engine of ours that does not import, and a plugin in our place."""
+    """What a worker of verl finds: all well, an engine of ours that does not import, a plugin in our place, and a
+    variable that asks for another device's engines."""
     folder = tmp_path_factory.mktemp("rival")
     metadata = folder / "rival-1.0.dist-info"
     metadata.mkdir()
@@ -58,6 +59,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (folder / "rival_plugin.py").write_text(HOLDS_OUR_KEY)
     broken, rival = "sys.modules['verl_pg_plugin.engine.engine'] = None", f"sys.path.insert(0, {str(folder)!r})"
     script, cases = doctor.SCRIPT.read_text(), [("", "cpu"), (broken, "cpu"), (rival, "nvidia")]
+    cases.append(("import os; os.environ['VERL_ENGINE_DEVICE'] = 'npu'", "cpu"))
     ended = run_fresh([(f"import sys\n{first}\n{script}", {"VERL_PLATFORM": platform}) for first, platform in cases])
     return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
@@ -108,7 +110,7 @@ def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(c
     assert lines[-1] == "prefix sharing: ready"
     assert any(line.startswith(f"OK torch {torch.__version__} (supported: ") for line in lines)
     assert "OK plugin verl_pg_plugin loads" in lines
-    assert "OK language_model fsdp2 PrefixGrouperFSDPEngineWithLMHead (device cpu, vendor cpu)" in lines
+    assert "OK language_model fsdp2 PrefixGrouperFSDPEngineWithLMHead" in lines
     assert "OK attention kernel sdpa (prefix_grouper.attention_kernel=auto on device cpu)" in lines
     assert "With these overrides" not in lines
 
@@ -180,7 +182,7 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
 
 def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> None:
     """verl says so at DEBUG only, and trains without sharing."""
-    _, broken, rival = processes
+    _, broken, rival, _ = processes
     (line,) = bad(doctor.process_lines(broken))
     assert (line.what, line.fix) == ("plugin verl_pg_plugin", doctor.REGISTER_FIX)
     assert "import of verl_pg_plugin.engine.engine halted" in line.text
@@ -222,7 +224,7 @@ def test_a_name_of_another_package_that_is_gone_fails_with_the_version_to_instal
 
 def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other")
-    for lines in (doctor.installed_lines(), doctor.process_lines({**PROCESS, "loaded": False})):
+    for lines in (doctor.installed_lines(), doctor.process_lines(PROCESS)):
         (line,) = bad(lines)
         assert line.fix == "unset VERL_USE_EXTERNAL_PLUGINS, or name verl_pg_plugin in it"
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other, verl_pg_plugin")
@@ -231,14 +233,12 @@ def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pyt
     assert "pip install <folder of this repository>" in bad(doctor.installed_lines())[0].fix
 
 
-def test_environment_variables_that_put_another_engine_in_force_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
-    stock = {**PROCESS, "engines": {"language_model fsdp2": "verl.NPUEngine"}}
-    (line,) = bad(doctor.engine_lines(stock))
-    assert "NPUEngine, not ours" in line.text
-    assert "device npu" in line.text
-    assert line.fix == "unset VERL_ENGINE_DEVICE"
-    assert doctor.engine_lines({**stock, "plugin_error": "gone"}) == [], "the plugin fails, not this"
+def test_environment_variables_that_put_another_engine_in_force_are_named(processes) -> None:
+    lines = bad(doctor.engine_lines(processes[3]))
+    assert [line.what for line in lines] == [
+        f"{kind}_model {name}" for kind in ("language", "value") for name in ("fsdp", "fsdp2")
+    ]
+    assert "unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR" in lines[0].text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from tests.conftest import free_port
 from tests.precision import in_float64
-from tests.support import check_exact, make_engine
+from tests.support import Result, check_exact, make_engine, run_reference
 
 SECONDS_BEHIND_A_FAILURE = 30.0
 
@@ -66,7 +66,9 @@ def check_exact_on_ranks(
 
     ``make`` makes the batch, of which a data-parallel rank has some ``sequences``; ``options`` are for ``make_engine``.
     """
-    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, splits, options)
+    with in_float64() if float64 else nullcontext():
+        expected = run_reference(path, make())  # once, and not on every rank
+    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, splits, options, expected)
 
 
 def graphs_as_they_are() -> Any:
@@ -82,11 +84,12 @@ def _check_exact(
     float64: bool,
     splits: bool,
     options: dict[str, Any],
+    expected: Result,
 ) -> None:
     with in_float64() if float64 else nullcontext(), graphs_as_they_are():
         engine = make_engine(path, splits=splits, **options)
         mine = sequences and sequences[engine.get_data_parallel_rank()]
-        check_exact(engine, path, make(), sequences=mine, splits=splits)
+        check_exact(engine, path, make(), sequences=mine, splits=splits, expected=expected)
 
 
 _pools: dict[tuple[int, str], list[ProcessPoolExecutor]] = {}

@@ -3,7 +3,6 @@
 The processes of a number of ranks run all of its cases: a process takes longer to start than a case to run.
 """
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -75,15 +74,42 @@ PARAMETERS = [
 FOUND: dict[str, dict[str, str]] = {}
 
 
+RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(3)]
+ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
+COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
+
+
+def check_graphs(path: str) -> None:
+    """Ragged batches make no further ones."""
+    engine, graphs = make_engine(path, **COMPILED_FSDP1), []
+    for samples in RAGGED:
+        update(engine, make_batch(samples, max_token_len_per_gpu=64))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0, "nothing was compiled"
+    assert set(graphs) == {graphs[0]}
+
+
+def check_reference_policy(rank: int, path: str) -> None:
+    options = {"forward_only": True, "model_dtype": "fp32", "compile_layers": True}
+    engine, batch = make_engine(path, strategy="fsdp", engine=options), make_batch(SAMPLES)
+    # Its shards are offloaded: pinned, which only a device makes sense of.
+    with patch.object(torch.Tensor, "pin_memory", lambda self: self):
+        found = old_outputs(engine, tu.index_select_tensor_dict(batch, ROWS[rank]))
+    assert_same(Result(found, {}), Result(run_reference(path, batch).of_rank(ROWS[rank]).outputs, {}))
+
+
 def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
+    engines = Engines(checkpoint)
+    if "FSDP1" not in ranks:
+        return errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
     torch._dynamo.reset()
     counters.clear()
-    engines = Engines(checkpoint)
-    with graphs_as_they_are() if "FSDP1" in ranks else nullcontext():
+    with graphs_as_they_are():  # a process compiles nothing twice
+        check_graphs(checkpoint.model)
         errors = errors_of(rank, CASES[ranks], lambda case: assert_exact(case, engines))
-    if "FSDP1" in ranks:
-        frames = counters["frames"]
-        assert frames["total"] == frames["ok"], f"torch ran some of {frames['total']} frames uncompiled"
+        check_reference_policy(rank, checkpoint.model)
+    frames = counters["frames"]
+    assert frames["total"] == frames["ok"], f"torch ran some of {frames['total']} frames uncompiled"
     return errors
 
 
@@ -94,34 +120,6 @@ def test_several_processes_keep_the_numbers(ranks: str, case: Case, checkpoint: 
         by_rank = on_ranks(4 if ranks == "four" else 2, errors_on_rank, checkpoint, ranks)
         FOUND[ranks] = by_case(CASES[ranks], by_rank)
     assert not FOUND[ranks][str(case)], FOUND[ranks][str(case)]
-
-
-RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(3)]
-ROWS = [list(range(rank, len(SAMPLES), 2)) for rank in range(2)]
-COMPILED_FSDP1 = {"strategy": "fsdp", "engine": {"compile_layers": True}}
-
-
-def check_on_rank(rank: int, path: str) -> None:
-    """Ragged batches make no further graphs, and an offloaded reference policy keeps its numbers."""
-    torch._dynamo.reset()
-    counters.clear()
-    with graphs_as_they_are():
-        engine, graphs = make_engine(path, **COMPILED_FSDP1), []
-        for samples in RAGGED:
-            update(engine, make_batch(samples, max_token_len_per_gpu=64))
-            graphs.append(counters["stats"]["unique_graphs"])
-        assert graphs[0] > 0, "nothing was compiled"
-        assert set(graphs) == {graphs[0]}
-        reference = {"forward_only": True, "model_dtype": "fp32", "compile_layers": True}
-        engine, batch = make_engine(path, strategy="fsdp", engine=reference), make_batch(SAMPLES)
-        # An offloaded shard is pinned, which only a device makes sense of.
-        with patch.object(torch.Tensor, "pin_memory", lambda self: self):
-            found = old_outputs(engine, tu.index_select_tensor_dict(batch, ROWS[rank]))
-    assert_same(Result(found, {}), Result(run_reference(path, batch).of_rank(ROWS[rank]).outputs, {}))
-
-
-def test_ragged_micro_batches_compile_once_and_reference_policies_keep_their_numbers(checkpoint: Checkpoint) -> None:
-    on_ranks(2, check_on_rank, checkpoint.model)
 
 
 def test_compiled_critics_keep_their_numbers(value_model: str) -> None:

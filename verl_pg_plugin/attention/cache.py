@@ -224,29 +224,25 @@ class CacheAccess:
         Args:
             outputs_NC: (N, C) of the own tokens at ``head_index``, of all ranks that share the tokens.
         """
-        return _JoinOutputs.apply(outputs_NC, self)
+        cached, heads = (self.index(name, outputs_NC.device) for name in ("cached_heads", "head_index"))
+        # Cached as keys and values are: spread over all tokens. Who has no label computes one head that nobody reads.
+        own_TC = outputs_NC.new_zeros(self.layout.num_tokens, outputs_NC.shape[1])
+        own_TC = own_TC.index_copy(0, heads, outputs_NC[: len(heads)])
+        joined = _JoinOutputs.apply(own_TC, self)
+        at_labels = torch.cat([cached, self.layout.num_cached + heads])
+        return torch.cat([joined.index_select(0, at_labels), outputs_NC[len(heads) :]])
 
 
 class _JoinOutputs(torch.autograd.Function):
-    """Head outputs are cached as keys and values are: spread over all tokens, zero where the LM head does not run."""
+    """(c + T, C) cached outputs in front of the own ones, whose gradients are rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, own_NC: Tensor, access: CacheAccess) -> Tensor:
-        ctx.access, ctx.shape = access, own_NC.shape
-        cached, heads = (access.index(name, own_NC.device) for name in ("cached_heads", "head_index"))
-        own_TC = own_NC.new_zeros(access.layout.num_tokens, own_NC.shape[1])
-        own_TC[heads] = own_NC[: len(heads)]  # a head that has no label computes a token that nobody reads
+    def forward(ctx: Any, own_TC: Tensor, access: CacheAccess) -> Tensor:
+        ctx.access = access
         access.publish_values(OUTPUTS, own_TC)
-        return torch.cat([access.in_front(OUTPUTS, own_TC)[cached], own_NC])
+        return access.in_front(OUTPUTS, own_TC)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad, access = grads[0], ctx.access
-        cached, heads = (access.index(name, grad.device) for name in ("cached_heads", "head_index"))
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros(access.layout.num_cached + access.layout.num_tokens, grad.shape[1], dtype=wide)
-        at_labels = torch.cat([cached, access.layout.num_cached + heads])
-        total[at_labels] = grad[: len(at_labels)].to(wide)
-        own_NC = grad.new_zeros(ctx.shape)
-        own_NC[: len(heads)] = access.settle(OUTPUTS, total)[heads].to(grad.dtype)
-        return own_NC, None
+        total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
+        return ctx.access.settle(OUTPUTS, total).to(grads[0].dtype), None

@@ -21,7 +21,7 @@ from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.attention.op import AttentionOptions, attend
 from verl_pg_plugin.attention.passes import Varlen
 from verl_pg_plugin.attention.tree import Piece, Tree
-from verl_pg_plugin.layout import Layout, PackedLayout, PaddedLayout
+from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
     from prefix_grouper import PrefixGrouper
@@ -36,7 +36,7 @@ class AttentionContext(ABC):
     for every size of the tensors inside.
 
     Attributes:
-        layout: what the tokens are; None where a model made them from a padded batch.
+        layout: what the tokens are; None of padded groups, and where a model made them from a padded batch.
         perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
@@ -44,7 +44,9 @@ class AttentionContext(ABC):
         group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
     """
 
-    def __init__(self, layout: Layout | None, kernel: Kernel, perturb: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(
+        self, layout: PackedLayout | None, kernel: Kernel, perturb: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self.layout, self.kernel, self.perturb = layout, kernel, perturb
         self.calls: Counter[str] = Counter()
         self.cache: CacheAccess | None = None
@@ -174,14 +176,8 @@ class PaddedGroupsAttention(AttentionContext):
         grouper: of lines ``[prompt | response 1 | response 2 | ... | padding]``.
     """
 
-    def __init__(
-        self,
-        grouper: PrefixGrouper,
-        kernel: Kernel,
-        layout: PaddedLayout | None = None,
-        perturb: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(layout, kernel, perturb)
+    def __init__(self, grouper: PrefixGrouper, kernel: Kernel) -> None:
+        super().__init__(None, kernel)
         self.grouper = grouper
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

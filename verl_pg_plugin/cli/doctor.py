@@ -28,6 +28,7 @@ PACKAGES = (
 )
 NO_PLUGIN_FIX = f"{sys.executable} -m pip install <folder of this repository>"
 NO_GPU_FIX = "export VERL_PLATFORM=cpu to run without a GPU, or repair the driver until nvidia-smi lists one"
+NO_ENGINE_FIX = "do what it says, on an NVIDIA GPU or with VERL_PLATFORM=cpu"
 REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAME}.register()' shows where"
 
 
@@ -95,15 +96,12 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
 
 def _full(asked: list[str]) -> Iterator[Section]:
     """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
-    process, here = fresh_process(), ""
-    if "error" not in process:
-        try:
-            register()  # in a process that has imported this package before verl, as ``main_ppo`` does
-        except Exception as error:  # whatever it is, the import of this package has only logged it
-            here = f"{type(error).__name__}: {error}"
+    process = fresh_process()
+    loads = "error" not in process
     taken: list[Check] = []
     of_overrides: list[Section] = []
-    if not ("error" in process or here or process["plugin_error"]):
+    if loads and not process["plugin_error"]:
+        register()  # as there; this process has imported the package before verl
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])
@@ -112,8 +110,8 @@ def _full(asked: list[str]) -> Iterator[Section]:
             of_overrides.append(("With these overrides", overrides.run_lines(config)))
             of_overrides.append(("Longest group", overrides.group_lines(config)))
     yield "Versions", version_lines()
-    yield "verl", process_lines(process, here)
-    if "error" not in process:
+    yield "verl", process_lines(process)
+    if loads:
         yield "Engines", engine_lines(process)
         yield "Names of verl, transformers and torch that are built on", name_lines()
     yield "Attention kernels", [*kernel_lines(), *taken]
@@ -204,8 +202,8 @@ def fresh_process() -> dict[str, Any]:
     return found
 
 
-def process_lines(process: dict[str, Any], here: str = "") -> list[Check]:
-    """The platform that verl takes and whether it loads ours; ``here`` is this process' registration error."""
+def process_lines(process: dict[str, Any]) -> list[Check]:
+    """The platform that verl takes and whether it loads ours."""
     if error := process.get("error"):
         fix = f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
         if "Unknown platform" in error and os.environ.get("VERL_PLATFORM"):
@@ -213,27 +211,14 @@ def process_lines(process: dict[str, Any], here: str = "") -> list[Check]:
         return [Check(FAIL, "import verl", f"fails: {error}", fix)]
     text = f"{process['platform']}, device {process['device']}, vendor {process['vendor']}"
     missing = Check(FAIL, "GPU", f"{text}: no such device found", NO_GPU_FIX)
-    lines = [Check(OK, "platform", text) if process["available"] else missing]
-    lines.append(_plugin_line("loads", process["plugin_error"]))
-    if here:
-        lines.append(Check(FAIL, f"{NAME} before verl", f"cannot register its engines: {here}", REGISTER_FIX))
-    return lines
+    platform_line = Check(OK, "platform", text) if process["available"] else missing
+    return [platform_line, _plugin_line("loads", process["plugin_error"])]
 
 
 def engine_lines(process: dict[str, Any]) -> list[Check]:
-    """The engine class that verl would build, by model type and strategy."""
-    if process["plugin_error"] or not process["loaded"]:
-        return []  # which fails in a line of its own
-    set_here = [name for name in ("VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR") if os.environ.get(name)]
-    key = f"device {os.environ.get('VERL_ENGINE_DEVICE') or process['device']}"
-    key += f", vendor {os.environ.get('VERL_ENGINE_VENDOR') or process['vendor']}"
-    fix = f"unset {' '.join(set_here)}" if set_here else "run on an NVIDIA GPU, or export VERL_PLATFORM=cpu"
-    return [
-        Check(OK, what, f"{engine.rpartition('.')[2]} ({key})")
-        if engine.startswith(f"{NAME}.")
-        else Check(FAIL, what, f"{engine}, not ours: nothing would be shared ({key})", fix)
-        for what, engine in process["engines"].items()
-    ]
+    """The engine class that verl would build, by model type and strategy, or why it would be another."""
+    ours = [Check(OK, what, name) for what, name in process["engines"].items()]
+    return ours + [Check(FAIL, what, why, NO_ENGINE_FIX) for what, why in process["others"].items()]
 
 
 def name_lines() -> list[Check]:

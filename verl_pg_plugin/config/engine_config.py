@@ -59,8 +59,8 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
         return False
 
 
-def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
-    """Check that verl would build our engine on this machine, or one derived from it.
+def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
+    """Check that verl would build our engine on this machine, or one derived from it, and return its name.
 
     Raises:
         RuntimeError: verl would build another, which shares nothing.
@@ -73,3 +73,4 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> None:
             "check that VERL_USE_EXTERNAL_PLUGINS does not exclude verl_pg_plugin, and see what python -m "
             "verl_pg_plugin doctor says"
         )
+    return str(engine_cls.__qualname__)

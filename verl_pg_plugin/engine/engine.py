@@ -302,7 +302,7 @@ class SharedPrefixEngine(FSDPEngine):
         In front of the micro-batch's own forward and not behind it: FSDP2 expects a forward's backward to come next.
         """
         micro_batch, sequences = plan.selector.select(chosen, self._device), plan.sequences.select(chosen)
-        layout = sequences.unshared().lay_out() if self.packed else sequences.lay_out_padded()
+        layout = sequences.unshared().lay_out()
 
         def responses(perturb: Perturb | None = None) -> Responses:
             inputs = self._inputs(layout, sequences, plan.runs_encoder, perturb=perturb)

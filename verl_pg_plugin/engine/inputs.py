@@ -120,7 +120,7 @@ def make_inputs(
         cache, perturb: see ``CacheAccess`` and ``AttentionContext``.
     """
     if isinstance(layout, PaddedLayout):
-        return _padded_inputs(layout, kernel, device, perturb)
+        return _padded_inputs(layout, kernel, device)
     ranks, rank = (1, 0) if sp_group is None else (dist.get_world_size(sp_group), dist.get_rank(sp_group))
     padding, content = modality.inputs(layout, sequences, runs_encoder)
     input_ids = np.append(layout.input_ids, np.array(padding, dtype=np.int64))
@@ -158,15 +158,14 @@ def make_inputs(
     )
 
 
-def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device, perturb: Perturb | None) -> ModelInputs:
+def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device) -> ModelInputs:
     """With PrefixGrouper (https://github.com/johncaged/PrefixGrouper) inside."""
     from prefix_grouper import PrefixGrouper  # needed by this mode alone
 
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
     head_columns, place = np.unique(column, return_inverse=True)
-    grouper = PrefixGrouper(layout.group_info, device=device)
     return ModelInputs(
-        context=PaddedGroupsAttention(grouper, kernel, layout, perturb),
+        context=PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel),
         input_ids=_sent(layout.input_ids, device),
         position_ids=_sent(layout.position_ids, device),
         head_columns=_sent(head_columns, device),

@@ -70,14 +70,14 @@ class Windows:
         place = layout.segment_start[:, None] + offset  # among the keys of each segment
         ends = layout.segment_start + np.diff(layout.cu_seqlens_q)
         missing = (place < 0) | (place >= ends[:, None])
-        start, resumed_at = layout.segment_start[_roots(layout)], layout.resumed_at
+        resumed_at, is_cached = layout.resumed_at, layout.kv_index < layout.num_cached
+        start = np.add.reduceat(is_cached, layout.cu_seqlens_k[:-1], dtype=np.int64)  # of the root above each segment
         num_read = len(resumed_at) * reach
 
         def tokens_at(segment: IntArray, place: IntArray) -> IntArray:
             """Tokens at places of segments, in [the tails of cached tokens | own tokens]; any where there is none."""
             found = layout.kv_index[layout.cu_seqlens_k[segment, None] + np.maximum(place, 0)].astype(np.int64)
-            root = start[segment, None]
-            in_tail = (np.searchsorted(resumed_at, root) + 1) * reach + found - root
+            in_tail = (np.searchsorted(resumed_at, start[segment, None]) + 1) * reach + found - start[segment, None]
             return np.where(found < layout.num_cached, np.maximum(in_tail, 0), found - layout.num_cached + num_read)
 
         tokens = tokens_at(np.arange(len(place)), np.where(missing, 0, place))
@@ -115,15 +115,6 @@ def convolve(
     window_SLD = gathered.view(*windows.missing.shape, -1).masked_fill(windows.missing.unsqueeze(-1), 0.0)
     edges_KD = convolution(window_SLD.transpose(1, 2)).transpose(1, 2).flatten(0, 1)
     return plain.index_copy(2, windows.fixed, edges_KD.index_select(0, windows.place).T.unsqueeze(0))
-
-
-def _roots(layout: PackedLayout) -> IntArray:
-    """(S,) of each segment the one that its ancestors in this forward begin with."""
-    roots = np.arange(len(layout.segment_parent))
-    for segment, parent in enumerate(layout.segment_parent.tolist()):  # parents come first
-        if parent >= 0:
-            roots[segment] = roots[parent]
-    return roots
 
 
 def plain_convolution(
@@ -180,14 +171,13 @@ class Levels:
         """
         publish = layout.published_states
         ends = layout.publish[publish - layout.publish_start - 1] + 1
-        position_of = dict(zip(ends.tolist(), publish.tolist(), strict=True))
         bounds = np.union1d(layout.cu_seqlens_q, ends)
         whole = np.searchsorted(layout.cu_seqlens_q, bounds[:-1], side="right") - 1  # the segment of each piece
         last_piece = np.searchsorted(bounds, layout.cu_seqlens_q[1:]) - 1
         of_whole = layout.segment_parent[whole]
         begins, previous = bounds[:-1] == layout.cu_seqlens_q[whole], np.arange(-1, len(whole) - 1)
         parents = np.where(begins, np.where(of_whole >= 0, last_piece[of_whole], -1), previous)
-        lengths = np.diff(bounds)
+        lengths, position = np.diff(bounds), layout.segment_start[whole] + bounds[1:] - layout.cu_seqlens_q[whole]
         depth = np.zeros(len(parents), dtype=np.int64)
         for segment, parent in enumerate(parents.tolist()):  # parents come first
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
@@ -202,8 +192,7 @@ class Levels:
             if above is not None:
                 num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
             ending = np.flatnonzero(np.isin(bounds[members + 1], ends))
-            positions = np.array([position_of[end] for end in bounds[members[ending] + 1].tolist()], dtype=np.int64)
-            published = Exchange.of(nothing, positions, ending[:, None], device)
+            published = Exchange.of(nothing, position[members[ending]], ending[:, None], device)
             cu_seqlens = sent(np.cumsum([0, *lengths[members]]))
             levels.append(Level(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from collections.abc import Sequence
+from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
@@ -21,8 +21,8 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
     """Orders in which expensive micro-batches meet expensive ones.
 
     Ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the most
-    expensive of them. Each rank begins with its most expensive group; groups of one rank at a time are then exchanged
-    or moved while that shortens the sum over the most expensive.
+    expensive of them. Each rank begins with its most expensive group; two groups of one rank at a time then change
+    places while that shortens the sum over the most expensive.
 
     Args:
         ranks: of each rank, its split groups: (n, C) costs of a group's n chunks in running order, in each of C phases
@@ -41,7 +41,9 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
         for rank, groups in enumerate(ranks):
             others = np.delete(costs, rank, axis=0).max(axis=0)
             shortest = np.maximum(others, costs[rank]).sum() * (1 - LEAST_GAIN)
-            for order in _changes(orders[rank]):
+            for a, b in combinations(range(len(groups)), 2):
+                order = list(orders[rank])
+                order[a], order[b] = order[b], order[a]
                 tried = _laid_out(groups, order)
                 time = np.maximum(others, tried).sum()
                 if time < shortest:
@@ -56,16 +58,3 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
 def _laid_out(groups: Sequence[FloatArray], order: Sequence[int]) -> FloatArray:
     """(N, C) costs of all chunks as they run."""
     return np.concatenate([groups[i] for i in order])
-
-
-def _changes(order: Sequence[int]) -> Iterator[list[int]]:
-    """Two groups exchanged, or one moved; all from the order that was given."""
-    for a, b in combinations(range(len(order)), 2):
-        changed = list(order)
-        changed[a], changed[b] = changed[b], changed[a]
-        yield changed
-    for a, b in permutations(range(len(order)), 2):
-        if abs(a - b) > 1:
-            changed = list(order)
-            changed.insert(b, changed.pop(a))
-            yield changed
