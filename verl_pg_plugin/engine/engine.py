@@ -144,7 +144,7 @@ class SharedPrefixEngine(FSDPEngine):
             ``loss`` of each micro-batch, and ``metrics``.
 
         Raises:
-            BatchError, RankError: in front of the first forward, on every rank.
+            ValueError, RankError: in front of the first forward, on every rank.
             MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
         """
         plan = self.plan(data, forward_only)

@@ -17,7 +17,6 @@ from verl_pg_plugin.engine.batch import SequenceSelector, check_batch, limits_of
 from verl_pg_plugin.engine.ranks import agreement
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import Modality
-from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, cut_micro_batches, lay_out, tokens_of_stock
@@ -113,7 +112,7 @@ def plan_mini_batch(
         dp_rank: this rank's place among those that do not.
 
     Raises:
-        BatchError: this rank has a batch it cannot compute.
+        ValueError: this rank has a batch it cannot compute.
         RankError: another rank has; every rank raises one of the two.
     """
     with agreement() as ranks:
@@ -127,12 +126,6 @@ def plan_mini_batch(
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
-            if wanted > len(order.sequences):
-                raise BatchError(
-                    f"this rank has {len(order.sequences)} sequences and another needs {wanted} micro-batches, of "
-                    "which all ranks must run as many; spread sequences evenly over ranks, or raise "
-                    "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
-                )
             if sum(map(len, draft)) < wanted:
                 draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
             ranks.append(_told(draft, flops, sequences, levels))

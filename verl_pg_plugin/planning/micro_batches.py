@@ -125,7 +125,11 @@ def cut_micro_batches(
         ValueError: a single sequence exceeds the limits, or ``at_least`` exceeds the number of sequences.
     """
     if at_least > len(order.sequences):
-        raise ValueError(f"{len(order.sequences)} sequences cannot fill {at_least} micro-batches")
+        raise ValueError(
+            f"{len(order.sequences)} sequences cannot fill {at_least} micro-batches, of which all "
+            "ranks must run as many; spread sequences evenly over ranks, or raise ppo_max_token_len_per_gpu and "
+            "log_prob_max_token_len_per_gpu"
+        )
     if limits.max_tokens is not None and (order.num_tokens > limits.max_tokens).any():
         longest = int(order.num_tokens.argmax())
         raise ValueError(
