@@ -2,11 +2,9 @@
 
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
@@ -24,13 +22,11 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def process_group() -> Iterator[None]:
-    """One rank, as verl's engines need it."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    store = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def process_group() -> None:
+    """For tests that build no engine; ``make_engine`` asks for it itself."""
+    from tests.support import join_group_of_one  # imports verl
+
+    join_group_of_one()
 
 
 @pytest.fixture(scope="session")

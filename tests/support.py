@@ -1,5 +1,6 @@
 """Tiny real models, verl batches, verl engines, and every sequence alone in float32: the reference of all tests."""
 
+import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from verl.workers.config import (
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss, value_loss
 
+from tests.conftest import free_port
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
@@ -102,6 +104,14 @@ def critic_batch(samples: list[Sample], **settings: Any) -> TensorDict:
     return batch
 
 
+def join_group_of_one() -> None:
+    """A process group for this process alone, as verl's engines need one, where it is in none."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
+
+
 def make_engine(
     model_path: str,
     *,
@@ -119,6 +129,7 @@ def make_engine(
     ``engine`` holds fields of the engine config, those of its section ``prefix_grouper`` too. With ``splits`` it splits
     groups that exceed a micro-batch even where prefixes are too short to be worth it, as those of tests are.
     """
+    join_group_of_one()
     model_type = "value_model" if critic else "language_model"
     register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
     engine = engine or {}

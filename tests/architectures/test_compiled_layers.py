@@ -14,7 +14,7 @@ from tests.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.support import group
 from verl_pg_plugin.architectures import REFUSED_TYPES, UNCOMPILED, WRONG_COMPILED
 
-pytestmark = [pytest.mark.usefixtures("process_group"), pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TYPES = sorted(set(MODEL_TYPES) - HYBRIDS - WRONG_COMPILED.keys() - UNCOMPILED.keys() - REFUSED_TYPES.keys())
 """Hybrids and types with pictures are run compiled by ``tests/mixers`` and ``tests/modalities``."""

@@ -45,8 +45,6 @@ from verl_pg_plugin.architectures import (
 )
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 SAMPLES = [
     *CASES["uneven_groups_and_prompts_of_different_length"],
     *CASES["multi_turn_branches_three_deep"],

@@ -13,6 +13,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def packed(qwen3: str, process_group: None) -> Any:
+def packed(qwen3: str) -> Any:
     """An engine in packed mode, whose weights no test changes."""
     return make_engine(qwen3)

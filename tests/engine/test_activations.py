@@ -39,8 +39,6 @@ from verl_pg_plugin.planning import activation_level
 from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 LAYERS = 4
 SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
 CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)

@@ -17,8 +17,6 @@ from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 SAMPLES = group(5, [3, 2, 4], 1)
 
 

@@ -25,8 +25,6 @@ from verl_pg_plugin.attention.cache import OUTPUTS, PrefixCache
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 
 def by_sequences(number: int) -> dict[str, Any]:
     return {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": number}
@@ -38,7 +36,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(qwen3: str, process_group: None) -> Any:
+def engine(qwen3: str) -> Any:
     return make_engine(qwen3, splits=True)
 
 

@@ -27,8 +27,6 @@ from verl_pg_plugin.engine.compiled_layers import (
 )
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 BUDGET = 40
 """Of which the first group of each batch takes more."""
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
@@ -43,7 +41,7 @@ def nothing_compiled(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(qwen3: str, process_group: None) -> Any:
+def compiled(qwen3: str) -> Any:
     """An engine whose layers Inductor compiles once, for all tests of it, which come first."""
     torch._dynamo.reset()
     counters.clear()

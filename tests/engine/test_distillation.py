@@ -34,8 +34,6 @@ from tests.support import (
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 K = 8
 BEGINNINGS = CASES["one_response_is_the_beginning_of_another"]
 LOSSES = [  # verl refuses k1 as a supervised loss

@@ -11,8 +11,6 @@ from tests.support import FUSED_HEAD, check_exact, critic_batch, group, infer, m
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 PAD = 0
 MIXED = [*group(20, [5, 9, 1, 7], 1), *group(3, [5, 3], 2), *group(33, [4], 3)]
 TURN = [*range(40, 52)]

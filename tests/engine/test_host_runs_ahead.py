@@ -22,8 +22,6 @@ from verl_pg_plugin.engine import batch
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 READS = ("tolist", "cpu", "numpy")  # item, bool and int go through _local_scalar_dense
 OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten::equal")
 OURS = Path(passes.__file__).parents[1].as_posix()

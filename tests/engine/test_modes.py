@@ -24,8 +24,6 @@ from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.prepare import prepare_model
 from verl_pg_plugin.modalities import TEXT
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 
 @pytest.mark.parametrize(("remove_padding", "sharing"), [(True, True), (False, True), (True, False), (False, False)])
 def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bool) -> None:

@@ -114,7 +114,7 @@ def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(en
 
 
 def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(
-    monkeypatch: pytest.MonkeyPatch, qwen3: str, process_group: None
+    monkeypatch: pytest.MonkeyPatch, qwen3: str
 ) -> None:
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "huawei")

@@ -16,8 +16,6 @@ from tests.engine.ranks import on_ranks
 from tests.support import VOCAB, Result, assert_same, make_engine, update
 from verl_pg_plugin.engine.batch import read_sequences
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 LOSS = partial(sft_loss, config=None)
 
 Row = tuple[list[int], list[int]]

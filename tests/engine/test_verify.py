@@ -29,8 +29,6 @@ from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 Fault = Callable[[PackedLayout], PackedLayout]
 SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
 FIRST, ALWAYS = {"verify": "first"}, {"verify": "every_1"}

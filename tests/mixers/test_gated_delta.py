@@ -32,7 +32,7 @@ COMPILES = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def float64(process_group: None) -> Iterator[None]:
+def float64() -> Iterator[None]:
     with in_float64():
         yield
 

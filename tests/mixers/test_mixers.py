@@ -34,8 +34,6 @@ from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
 from verl_pg_plugin.planning.memory import TokenBytes
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 TREE = [
     *group(7, [5, 2, 3], 1),
     *(Sample([1, 2, 3, 4], [5, 6, *tail]) for tail in ([7, 8, 9, 1], [7, 8, 2], [3])),

@@ -28,8 +28,6 @@ from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -37,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def packed(path: str, process_group: None) -> Any:
+def packed(path: str) -> Any:
     return make_engine(path)
 
 

@@ -40,8 +40,6 @@ from tests.support import (
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import image_keys
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
 WHOLE = 1 << 30
 CASES: dict[str, tuple[list, int]] = {
@@ -68,7 +66,7 @@ def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def packed(path: str, process_group: None) -> Any:
+def packed(path: str) -> Any:
     return make_engine(path, splits=True)
 
 

@@ -179,7 +179,6 @@ ALSO_MASKED = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on the CPU; on a GPU the engine runs on the GPU")
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("mode", ["padded", "rmpad", "prefix_grouper", "packed"])
 def test_the_engine_is_exact_in_every_mode_and_gradients_reach_all_weights(checkpoint: str, mode: str) -> None:
     removes_padding, groups_whole = mode in ("rmpad", "packed"), mode == "prefix_grouper"

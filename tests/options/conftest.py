@@ -11,5 +11,5 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def engines(checkpoint: Checkpoint, process_group: None) -> Engines:
+def engines(checkpoint: Checkpoint) -> Engines:
     return Engines(checkpoint)

@@ -65,7 +65,6 @@ def test_another_attention_implementation_is_replaced_too(engines: Engines) -> N
     assert_same(run_engine(engines.of(DEFAULT, model=model), batch, loss), engines.reference_of(DEFAULT, batch))
 
 
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("case", covering(pairs(OF_CRITICS)), ids=str)
 def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, value_model: str) -> None:
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}

@@ -21,8 +21,6 @@ from tests.support import (
 )
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group")
-
 SAMPLES = [*group(120, [60, 33, 70, 5, 71], 1), *group(50, [40, 77], 2), *group(40, [64], 3)]
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 256}
 WHOLE, SPLIT = 400, 240
