@@ -20,6 +20,7 @@ from verl_pg_plugin.planning.micro_batches import (
     MicroBatchLimits,
     cut_micro_batches,
     first_label,
+    lay_out,
 )
 
 Plan = list[list[MicroBatch]]
@@ -249,6 +250,19 @@ def test_a_tiny_prefix_is_computed_again_rather_than_prefilled() -> None:
     update = cut_micro_batches(tiny, MicroBatchLimits(210), FREE)
     assert (num_split(update), recomputed(update, tiny)) == (0, 8 * (len(update) - 1))
     assert num_split(cut_micro_batches(tiny, MicroBatchLimits(210), FREE, forward_only=True)) == 1
+
+
+def test_each_position_at_which_sequences_of_a_chunk_part_from_the_cached_path_takes_a_state() -> None:
+    paths = [(*range(40 - 4 * k), *range(100 * k + 100, 100 * k + 112)) for k in range(9)]
+    batch, weights, most = batch_of(*[(path, (1, 2)) for path in paths]), CacheWeights(state=8.0), 0
+    for max_tokens in range(70, 110):
+        plan = cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens), weights, micro_batch_cost=4.0)
+        layouts = [layout for group in plan for layout in lay_out(group, batch.as_numbers, forward_only=True)]
+        for part, layout in zip(parts_of(plan), layouts, strict=True):
+            published = part.chunk and part.chunk.num_read_next > part.chunk.num_kept
+            assert part.num_tokens + 8 * (len(layout.resumed_at) + bool(published)) <= max_tokens
+            most = max(most, len(layout.resumed_at))
+    assert most > 1
 
 
 def test_small_groups_fill_the_room_that_chunks_have_left() -> None:

@@ -11,7 +11,7 @@ Where responses share one prompt that costs as little as the cheapest cuts there
 import heapq
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,12 +66,12 @@ class CacheWeights:
     recomputing: float = 1.0
     state: float = 0.0
 
-    def read(self, num_tokens: int) -> float:
-        """What so many cached tokens take, with the states behind them."""
-        return self.cached * num_tokens + self.state * (num_tokens > 0)
+    def read(self, num_tokens: int, num_states: int = 1) -> float:
+        """What so many cached tokens take, with states behind some of them: where sequences part, and at their end."""
+        return self.cached * num_tokens + self.state * num_states * (num_tokens > 0)
 
     def hold(self, num_tokens: int) -> float:
-        """The same of published ones."""
+        """The same of published ones, with one state."""
         return self.published * num_tokens + self.state * (num_tokens > 0)
 
     def times(self, factor: float) -> "CacheWeights":
@@ -222,7 +222,9 @@ class _Planner:
     def taken(self, span: _Span) -> float:
         """Of the token budget."""
         published = span.read_next - self.kept(span)
-        return self.tokens(span) + self.weights.read(span.cached) + self.weights.hold(published)
+        parts_at = {*accumulate(self.shared[span.first + 1 : span.stop], min, initial=span.cached)} - {0}
+        read = self.weights.read(span.cached, len(parts_at))
+        return self.tokens(span) + read + self.weights.hold(published)
 
     def cost(self, spans: list[_Span]) -> float:
         """What chunks take beyond the tokens that are computed once, in tokens of an update."""
@@ -308,11 +310,11 @@ class _Planner:
         """Where the chunk that starts with ``rest`` stops, and how many tokens the next one has cached."""
         shared, weights, first = self.shared, self.weights, rest.first
         before = self.before[first] - shared[first] + rest.cached
-        common = rest.cached  # what all sequences of the chunk share of the cached tokens
+        common, num_states = rest.cached, 1  # what all sequences of the chunk share of the cached tokens
         ends: list[tuple[bool, int, int, int]] = []  # whether to end here, stop, cached tokens of the next, own tokens
         for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = weights.read(rest.cached) + (own if ends else weights.recomputing * own)
+            taken = weights.read(rest.cached, num_states) + (own if ends else weights.recomputing * own)
             if taken > budget and ends:
                 break
             if stop == rest.stop:
@@ -325,6 +327,7 @@ class _Planner:
                 and weights.recomputing * self.new[stop] + weights.read(prefix) <= budget  # the next has room
             )
             ends.append((reads or prefix <= self.worth, stop, prefix if reads else 0, own))
+            num_states += 0 < prefix < common
             common = min(common, prefix)
         ends = [end for end in ends if end[0]] or ends
         enough = (1 - slack) * ends[-1][-1]
