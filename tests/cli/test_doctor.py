@@ -9,11 +9,13 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig
+from transformers import Qwen3Config
 
 from tests.config import config_support
 from tests.fresh import run_fresh
@@ -323,3 +325,26 @@ def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carr
     (line,) = (line for line in group_lines(compose_config([*packed, *asked])) if line.what == "update")
     assert line.status == state
     assert said in line.text
+
+
+def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    wide = Qwen3Config(**{**config_support.TINY, "hidden_size": 4096, "intermediate_size": 12288})
+    path = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, wide)}"
+
+    def told(*asked: str) -> Check:
+        lines = group_lines(compose_config([*packed, path, f"{BUDGET}=1600", *asked]))
+        return next(line for line in lines if line.what == "memory of the update")
+
+    def gib(*asked: str) -> float:
+        return float(told(*asked).text.split()[1])
+
+    assert "of 80.0 GiB on the device" in told().text
+    assert told(f"{MODEL}.enable_gradient_checkpointing=False").text.startswith("all: ")
+    assert gib() > gib(f"{MODEL}.lora_rank=8") > gib(f"{ACTOR}.fsdp_config.offload_policy=True")
+    gpu.total_memory = 1
+    assert told().status == WARN

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.device import auto_set_device, get_device_name
 
-from verl_pg_plugin.architectures import rmpad_fault
+from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
 from verl_pg_plugin.config.checkpoints import read_checkpoint
@@ -24,9 +24,14 @@ from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rules import engine_of
+from verl_pg_plugin.engine.room import host_bytes
+from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import Level, Levels
+from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.planning.forecast import Settings, batch_of_lengths, forecast
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -61,7 +66,7 @@ def run_lines(config: DictConfig) -> list[Check]:
         lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
         engine = engine_of(config, ACTOR, hf_config)
-        asked = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
+        asked = _asked_level(engine)
         levels = Levels(host_alone=bool(engine.of_model("enable_activation_offload")))
         names = ", ".join(level.value for level in levels.ladder)
         text = f"{OPTIONS}.activations=auto: the first that fits of {names}" if asked == "auto" else asked
@@ -86,7 +91,7 @@ def _compiled_line(engine: Engine) -> Check:
 
 
 def group_lines(config: DictConfig) -> list[Check]:
-    """Whether micro-batches of each phase hold the longest group that the overrides allow; ``estimate`` says more."""
+    """Whether micro-batches of each phase hold the longest group that the overrides allow, and memory of its update."""
     keys = "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n"
     prompt, response, n = (count_of(config, key) for key in keys)
     if not (prompt and response and n):
@@ -121,7 +126,45 @@ def group_lines(config: DictConfig) -> list[Check]:
             why = f" ({', '.join(cannot)} layers have no prefix KV cache)" if cannot else ""
             fix = f"{key}=<more>" if cannot else f"++{OPTIONS}.carry=auto"
             lines.append(Check(WARN, phase, f"{split} that each compute the prompt again{why}", fix))
+        if by_tokens and phase == "update":
+            lines += _memory_lines(config, hf_config, batch_of_lengths([prompt], [[response] * n]), most, carries)
     return lines
+
+
+def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: int, carries: bool) -> list[Check]:
+    """What the update of a group takes of this machine's GPU and host, by the bytes that the engine counts with."""
+    engine = engine_of(config, ACTOR, hf_config)
+    nodes, per_node = count_of(config, "trainer.nnodes"), count_of(config, "trainer.n_gpus_per_node")
+    sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0]) if hf_config else None
+    if not (sizes and nodes and per_node) or engine.device != "cuda" or not torch.cuda.is_available():
+        return []
+    weights = WeightBytes.of(text_skeleton(hf_config), nodes * per_node)
+    host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
+    host -= weights.weights if engine.get("param_offload") else 0.0
+    host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
+    if engine.of_model("lora_rank"):
+        weights = replace(weights, gradients=0.0, optimizer=0.0)
+    if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
+        weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    asked = _asked_level(engine)
+    levels = Levels(
+        None if asked == "auto" else Level(asked),
+        sizes,
+        weights.room(total, host),
+        host_alone=bool(engine.of_model("enable_activation_offload")),
+        ranks=engine.sp_size,
+    )
+    found = forecast(group, ModelFlops.of(text_skeleton(hf_config)), Settings(budget, levels, carries))
+    peak, has = found.peak_gib(weights), total / 2**30
+    text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} on the host"
+    fits, fix = peak <= has, "it will hardly fit: more GPUs, or a Ulysses group"
+    return [Check(OK if fits else WARN, "memory of the update", text, "" if fits else fix)]
+
+
+def _asked_level(engine: Engine) -> str:
+    """``auto``, or the level of every micro-batch."""
+    return engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:
