@@ -162,12 +162,6 @@ REFUSED: list[tuple[str, str, str, str]] = [
         "verl's FSDP and VeOmni",
         "model_engine=dp",
     ),
-    (
-        f"{ACTOR}.fsdp_config.qat.enable=True",
-        f"{ACTOR}.fsdp_config.qat.enable",
-        "quantization-aware training",
-        "=False",
-    ),
     (f"{ACTOR}.loss_agg_mode=mean", "", "Invalid loss_agg_mode: mean", "change what it names"),
     (f"{ACTOR}.fsdp_config.no_such_field=1", "", "no_such_field", ""),
 ]
