@@ -16,6 +16,7 @@ from tests.engine.ranks import graphs_as_they_are, on_ranks
 from tests.options.harness import Checkpoint, Engines, assert_exact, errors_of
 from tests.options.option import Case, Option
 from tests.options.table import case_of
+from tests.support import make_engine
 from verl_pg_plugin.config.rules import VEOMNI_TYPES
 
 INSTALLED = Path(sys.prefix, "veomni")  # by scripts/install.sh
@@ -58,6 +59,8 @@ def errors_on_rank(rank: int, checkpoints: dict[str, Checkpoint]) -> list[str]:
             engines[of] = Engines(checkpoints[model_type])
         with graphs_as_they_are():
             errors += errors_of(rank, [case], partial(assert_exact, engines=engines[of]))
+    with pytest.raises(ValueError, match="keeps that of a process's first engine, 2"):
+        make_engine(checkpoints["qwen3"].model, strategy="veomni")
     return errors
 
 

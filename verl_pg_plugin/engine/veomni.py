@@ -25,7 +25,12 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.device_mesh = get_parallel_state().fsdp_mesh
+        self.device_mesh, size = get_parallel_state().fsdp_mesh, get_parallel_state().ulysses_size
+        if size != self.ulysses_sequence_parallel_size:  # tokens would be cut for other ranks than share them
+            raise ValueError(
+                f"ulysses_parallel_size={self.ulysses_sequence_parallel_size}: VeOmni keeps that of a process's first "
+                f"engine, {size}; set actor_rollout_ref.actor.veomni and actor_rollout_ref.ref.veomni alike"
+            )
 
     def _maybe_apply_async_activation_offload(self, module: nn.Module) -> None:
         """What verl's engine calls between building a model and sharding it."""
