@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin import upstream
@@ -27,8 +28,8 @@ def register() -> None:
     """
     import verl_pg_plugin.cpu  # noqa: F401
 
-    after_import("verl.trainer.ppo.v1.trainer_base", _keep_groups)
-    after_import("verl.trainer.ppo.ray_trainer", _keep_groups)
+    after_import("verl.trainer.ppo.v1.trainer_base", partial(_or_warn, _keep_groups))
+    after_import("verl.trainer.ppo.ray_trainer", partial(_or_warn, _keep_groups))
     after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before_validation(_engage_or_exit)
     if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):

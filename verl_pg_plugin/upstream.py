@@ -141,9 +141,14 @@ def regroup_after_balance(
 
     def update_and_show(update: Any) -> Any:
         def update_then_show(self: Any, batch: Any, *metrics: Any, **kwargs: Any) -> Any:
-            output = update(self, batch, *metrics, **kwargs)
-            returned = getattr(output, "meta_info", {}).get("metrics", {})  # by V0
-            updated(self, metrics[0] if metrics else kwargs.get("metrics", returned))
+            within, self._pg_updates = getattr(self, "_pg_updates", False), True
+            try:
+                output = update(self, batch, *metrics, **kwargs)
+            finally:
+                self._pg_updates = within
+            if not within:  # a class that calls its parent's method has both replaced
+                returned = getattr(output, "meta_info", {}).get("metrics", {})  # by V0
+                updated(self, metrics[0] if metrics else kwargs.get("metrics", returned))
             return output
 
         return update_then_show

@@ -17,6 +17,7 @@ from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import engage
 from verl_pg_plugin.config.mode import Engine
+from verl_pg_plugin.config.preflight import preflight
 from verl_pg_plugin.config.rules import engine_of, roles_of
 
 ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
@@ -83,7 +84,7 @@ def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str,
 
 def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_config) -> None:
     found = errors(veomni_config(*CRITIC.split(), f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"))
-    assert "critic=dp_critic" in next(issue.fix for issue in found if "critic.strategy=veomni" in issue.setting)
+    assert "model_engine=dp" in next(issue.fix for issue in found if "critic.strategy=veomni" in issue.setting)
     both = next(issue for issue in found if issue.setting.startswith(KEY))
     assert both.setting == f"{KEY}.expert_parallel_size=2, {KEY}.enable_fsdp_offload=True"
 
@@ -98,6 +99,18 @@ def test_without_the_package_the_command_is_named(veomni_config, monkeypatch: py
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
     fixes = [issue.fix for issue in errors(config) if "the package veomni" in issue.why]
     assert fixes == ["pip install veomni, or model_engine=dp"] * 2
+
+
+def test_a_driver_without_the_package_starts_workers_that_have_it(
+    runnable_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the package and its engine are not there
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
+    found = preflight(
+        compose_config("model_engine=veomni", *runnable_overrides, FLAG, "ray_kwargs.ray_init.address=auto")
+    )
+    assert [issue.setting for issue in found] == [f"{role}.strategy=veomni" for role in (ACTOR, REF)]
+    assert all(issue.is_warning for issue in found)
 
 
 def test_layers_compile_only_where_asked(veomni_config, on_gpus) -> None:

@@ -27,7 +27,7 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
 def test_two_runs_whose_uids_are_drawn_anew_assign_alike(make_config: Callable[..., DictConfig]) -> None:
     """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
     trainer = SimpleNamespace(model_flops=actor_flops(make_config()), actor_rollout_wg=Workers())
-    trainer.num_mini_batches = lambda trainer, batch_size: 3
+    trainer._pg_num_mini_batches = lambda trainer, batch_size: 3
     lengths, orders = np.full(12, 7), []
     for uids in ("abcdef", "fbdace"):
         columns = {"sessions": np.arange(12), "places": lengths * 0}

@@ -176,6 +176,16 @@ def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(
         assert all(len(set(part)) == 1 for part in (rank[:6], rank[6:])), "six rows a group, two steps a rank"
 
 
+def test_an_update_that_calls_its_parents_is_counted_once(make_config: Callable[..., DictConfig]) -> None:
+    class CallsParent(keep_groups(OwnFitV0)):  # type: ignore[misc]
+        def _update_actor(self, batch: DataProto) -> DataProto:
+            return super()._update_actor(batch)
+
+    trainer = keep_groups(CallsParent, num_mini_batches=lambda trainer, batch_size: 2)(make_config())
+    trainer.fit(make_batch("abcdabcd" * 3, [7] * 24))
+    assert trainer.gained_tokens.tolist() == [4.0, 4.0]
+
+
 def test_a_loop_that_never_balances_is_warned_about_once(
     make_config: Callable[..., DictConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +204,7 @@ def test_wrapping_twice_or_deriving_from_a_wrapped_class_wraps_once() -> None:
     wrapped = keep_groups(OwnFitV0)
     update = OwnFitV0._update_actor
     assert keep_groups(wrapped, num_mini_batches=max) is keep_groups(wrapped) is OwnFitV0
-    assert wrapped.num_mini_batches is max
+    assert wrapped._pg_num_mini_batches is max
     assert OwnFitV0._update_actor is update
     assert "_update_actor" not in vars(keep_groups(type("Derived", (wrapped,), {})))
 

@@ -47,6 +47,8 @@ def add_sections(config: DictConfig) -> None:
     strategy = config.actor_rollout_ref.actor.strategy
     if not (mode_of(config).shares_prefixes and strategy in STRATEGIES):
         return
+    if strategy == VEOMNI and OmegaConf.select(config, f"{ACTOR}.{VEOMNI}") is None:
+        return  # of which preflight speaks
     folder = files("verl_pg_plugin.config.hydra") / "prefix_grouper"
     names = "options.yaml", "veomni.yaml" if strategy == VEOMNI else "dp.yaml"
     options, engines = (OmegaConf.load(str(folder / name)) for name in names)

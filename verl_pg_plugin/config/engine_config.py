@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig, VeOmniEngineConfig
@@ -51,7 +52,10 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
         super().__post_init__()
         if self.use_prefix_grouper:
             run_waiting()
-            assert_in_force(VEOMNI)
+            if (
+                importlib.util.find_spec("veomni") is not None
+            ):  # a driver may lack what the workers have, which ask again
+                assert_in_force(VEOMNI)
 
     @property
     def use_no_sync_for_gradient_accumulation(self) -> bool:

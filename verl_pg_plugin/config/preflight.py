@@ -112,7 +112,7 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
             why = f"the config has no section {engine.section}, which only model_engine={VEOMNI} brings along"
             found.append(Issue(f"{role}.strategy={VEOMNI}", why, f"model_engine={VEOMNI}"))
             continue
-        if has_engine:
+        if has_engine and not (engine.on_veomni and role == CRITIC):  # which a rule refuses
             found += _engine_config_issues(config, engine, shares)
         elif shares:
             key, engines = f"{role}.strategy", f"FSDP and VeOmni engines ({', '.join(STRATEGIES)})"

@@ -300,7 +300,7 @@ def veomni(engine: Engine) -> Issue | None:
     broken: list[tuple[str, str, str]] = []
     kind = getattr(engine.hf_config, "model_type", VEOMNI_TYPES[0])
     if engine.role == CRITIC:
-        broken.append((f"{CRITIC}.strategy={VEOMNI}", f"a critic on VeOmni {NOT_RUN}", "critic=dp_critic"))
+        broken.append((f"{CRITIC}.strategy={VEOMNI}", f"a critic on VeOmni {NOT_RUN}", "model_engine=dp"))
     if kind not in VEOMNI_TYPES:
         why = f"of VeOmni's models {', '.join(VEOMNI_TYPES)} share prefixes, and {kind} {NOT_RUN}"
         broken.append((engine.model_setting("path"), why, "model_engine=dp"))

@@ -42,7 +42,10 @@ class _Entry(BaseEngine):
     def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(engine_config, "use_prefix_grouper", False):
             return cls.ours(model_config, engine_config, *args, **kwargs)
-        fault = rmpad_fault(model_config.hf_config, get_device_name()) if model_config.use_remove_padding else None
+        packs = (
+            model_config.use_remove_padding and engine_config.strategy in FSDP_STRATEGIES
+        )  # VeOmni has a way of its own
+        fault = rmpad_fault(model_config.hf_config, get_device_name()) if packs else None
         if fault and dist.get_rank() == 0:
             logger.warning("%s; %s", fault.why, fault.fix)
         return cls.stock(model_config, engine_config, *args, **kwargs)

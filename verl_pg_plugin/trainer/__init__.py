@@ -45,8 +45,8 @@ def keep_groups(trainer_cls: type[TrainerT], num_mini_batches: NumMiniBatches | 
         raise TypeError(f"{place} is derived from neither {' nor '.join(BASES)}")
     upstream.regroup_after_balance(trainer_cls, regroup, updated)
     if num_mini_batches is None:
-        num_mini_batches = getattr(trainer_cls, "num_mini_batches", mini_batches_of_config)
-    trainer_cls.num_mini_batches = staticmethod(num_mini_batches)  # type: ignore[attr-defined]
+        num_mini_batches = getattr(trainer_cls, "_pg_num_mini_batches", mini_batches_of_config)
+    trainer_cls._pg_num_mini_batches = staticmethod(num_mini_batches)  # type: ignore[attr-defined]
     return trainer_cls
 
 

@@ -89,7 +89,7 @@ def group_order(
     """(B,) order of a batch in which ranks and mini-batches hold whole groups and finish together.
 
     Args:
-        trainer: of verl's; has ``model_flops`` and ``num_mini_batches``.
+        trainer: of verl's; has ``model_flops`` and ``_pg_num_mini_batches``.
         metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours about cost.
         logging_prefix: of verl's figures.
         uids: (B,) sequences with one prompt have one uid; two runs with other uids get the same order.
@@ -100,7 +100,7 @@ def group_order(
         ValueError: the batch does not divide into ranks and mini-batches.
     """
     group, num_ranks = np.unique(uids, return_inverse=True)[1], num_ranks_of(trainer.actor_rollout_wg)
-    num_mini_batches = trainer.num_mini_batches(trainer, len(uids))
+    num_mini_batches = trainer._pg_num_mini_batches(trainer, len(uids))
     order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths)
     price = trainer.model_flops.segments
     balance = balance_groups(order, group, response_lengths, price, num_ranks, num_mini_batches)
@@ -150,7 +150,8 @@ def updated(trainer: Any, metrics: dict[str, Any]) -> None:
         logger.warning(
             "%s updates its actor with a batch that never went through _balance_batch: groups stay as dispatch cuts"
             " them, which costs sharing and no exactness. Set trainer.balance_batch=True, or call "
-            "self._balance_batch(batch, metrics) before old log-probs are computed",
+            "self._balance_batch(batch, metrics) before old log-probs are computed; where that does not call "
+            "verl's, wrap the class with verl_pg_plugin.trainer.keep_groups",
             type(trainer).__qualname__,
         )
     if ESTIMATED_TOKENS in metrics:
