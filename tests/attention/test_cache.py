@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, Place, PrefixCache
+from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, Place, PrefixCache, StateExchange
 from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout
 
 KEYS = Place(0, "k")
@@ -19,8 +19,7 @@ def block(start: int, stop: int) -> CachedTokens:
 
 def test_tokens_come_off_in_the_order_of_the_path_and_others_stay() -> None:
     cache = PrefixCache()
-    for start, stop in ((0, 3), (3, 7), (7, 9)):
-        cache.push(block(start, stop))
+    cache.blocks += [block(0, 3), block(3, 7), block(7, 9)]
     popped = cache.pop(5)
     assert [(part.start, part.stop) for part in popped] == [(5, 7), (7, 9)]
     for part in [*popped, *cache.blocks]:
@@ -31,19 +30,20 @@ def test_tokens_come_off_in_the_order_of_the_path_and_others_stay() -> None:
     assert cache.pop(5) == []
 
 
-@pytest.mark.parametrize(("start", "stop"), [(5, 6), (2, 6)], ids=["a gap", "an overlap"])
-def test_tokens_that_do_not_continue_the_path_are_an_error(start: int, stop: int) -> None:
-    cache = PrefixCache()
-    cache.push(block(0, 3))
-    with pytest.raises(RuntimeError, match=f"tokens {start} .. 6 do not continue 3 cached tokens"):
-        cache.push(block(start, stop))
+def test_tokens_that_do_not_continue_the_path_are_an_error_and_others_take_the_place_of_what_is_there() -> None:
+    cache, layout = PrefixCache(), chunk(2, num_cached=1, num_kept=1, num_read_next=3)
+    with pytest.raises(RuntimeError, match="do not continue 0 cached tokens"):
+        cache.access(layout, publishes=True)
+    cache.blocks.append(block(0, 2))
+    cache.access(layout, publishes=True)
+    assert [(part.start, part.stop) for part in cache.blocks] == [(0, 1), (1, 3)]
 
 
 @pytest.mark.parametrize("kept", [[0], [4], [50], [97], list(range(90, 0, -10))], ids=str)
 def test_tokens_that_were_taken_hold_no_memory(kept: list[int]) -> None:
     """A view of the first four tokens of a prompt would hold the whole prompt to the end of the group."""
     cache = PrefixCache()
-    cache.push(block(0, 100))
+    cache.blocks.append(block(0, 100))
     cache.access(chunk(2, num_read_next=2), publishes=False)
     for keep in kept:
         cache.pop(keep)
@@ -95,9 +95,10 @@ def test_a_prefill_publishes_in_the_dtype_of_the_model_and_two_layers_of_one_num
     assert {pending.dtype for pending in publish.pending.values()} == {torch.float32}
     with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
         access.publish_values(KEYS, own)
-    access.publish_state(Place(0, "state", 2), own)
+    exchange = StateExchange.of(np.arange(0), publish=np.array([2]), published=np.array([[1]]), device="cpu")
+    access.exchange_states(Place(0, "state"), own, exchange)
     with pytest.raises(RuntimeError, match=r"two layers .* layer_idx 0: set \+\+prefix_grouper\.carry"):
-        access.publish_state(Place(0, "state", 2), own)
+        access.exchange_states(Place(0, "state"), own, exchange)
 
 
 def test_a_gradient_of_a_state_that_is_missing_in_an_update_is_an_error() -> None:

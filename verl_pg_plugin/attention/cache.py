@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_pg_plugin.attention.gather import to_device
-from verl_pg_plugin.layout import Layout, PackedLayout
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout
 
 
 class Place(NamedTuple):
@@ -100,12 +101,6 @@ class PrefixCache:
     def num_tokens(self) -> int:
         return self.blocks[-1].stop if self.blocks else 0
 
-    def push(self, block: CachedTokens) -> None:
-        """Raises RuntimeError if tokens do not continue the path: some chunk read or published the wrong ones."""
-        if block.start != self.num_tokens:
-            raise RuntimeError(f"tokens {block.start} .. {block.stop} do not continue {self.num_tokens} cached tokens")
-        self.blocks.append(block)
-
     def pop(self, keep: int) -> list[CachedTokens]:
         """Take off the tokens from ``keep`` on, shallow first."""
         popped: list[CachedTokens] = []
@@ -137,17 +132,21 @@ class PrefixCache:
     ) -> CacheAccess | None:
         """What a chunk or a prefill reads, publishes and consumes; None for what neither reads nor publishes.
 
-        Tokens that it publishes are on the cache from here on, in place of what they replace.
+        Tokens that it publishes are on the cache from here on, in place of what they replace. Raises RuntimeError if
+        they do not continue the path: some chunk read or published the wrong ones.
         """
         if not isinstance(layout, PackedLayout) or not layout.is_chunk:
             return None
         self.peak_bytes = max(self.peak_bytes, sum(block.num_bytes for block in self.blocks))
         read, publish = list(self.blocks), None
         if publishes:
-            publish = CachedTokens(layout.publish_start, layout.publish_start + len(layout.publish))
-            self.pop(layout.publish_start)
-            if len(layout.publish):
-                self.push(publish)
+            start, stop = layout.publish_start, layout.publish_start + len(layout.publish)
+            publish = CachedTokens(start, stop)
+            self.pop(start)
+            if start > self.num_tokens:
+                raise RuntimeError(f"tokens {start} .. {stop} do not continue {self.num_tokens} cached tokens")
+            if stop > start:
+                self.blocks.append(publish)
         return CacheAccess(layout, read, publish, consumed, prefill)
 
 
@@ -205,18 +204,31 @@ class CacheAccess:
     def state(self, place: Place) -> Tensor:
         return ChainMap(*(block.values for block in self.read))[place]
 
-    def publish_state(self, place: Place, value: Tensor) -> None:
-        if self.publish is not None:
-            self.publish.put(place, value.detach().clone(), has_gradient=self.prefill)
-
-    def add_state_gradient(self, place: Place, grad: Tensor) -> None:
-        ChainMap(*(block.pending for block in self.read))[place].add_(grad)
-
     def take_state_gradient(self, place: Place) -> Tensor | None:
         """The pending gradient of a consumed state; None outside training. Raises KeyError if it is not there."""
         if not self.consumed:
             return None
         return next((block.pending for block in self.consumed if place in block.pending), {}).pop(place)
+
+    def exchange_states(
+        self, place: Place, own: Tensor, exchange: StateExchange | None, beside: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Rows [cached | own] of states, and ``beside`` as it is.
+
+        Args:
+            place: without a position.
+            own: (N, ...) with a gradient, or none is added to what is read.
+            beside: what was computed with ``own``, whose gradients come from other chunks alone where nothing reads it
+                here.
+        """
+        if exchange is None:
+            return own, beside
+        found, beside = _ExchangeStates.apply(own, beside, self, place, exchange)
+        if self.publish is not None:
+            published = found.detach()[exchange.rows]
+            for position, index in zip(exchange.publish, exchange.index, strict=True):
+                self.publish.put(place._replace(position=position), published[index], has_gradient=self.prefill)
+        return found, beside
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.
@@ -246,3 +258,63 @@ class _JoinOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
         return ctx.access.settle(OUTPUTS, total).to(grads[0].dtype), None
+
+
+@dataclass(frozen=True)
+class StateExchange:
+    """What recurrent layers of a forward read from the cache and publish, as rows of [cached | own].
+
+    Attributes:
+        read: positions behind cached tokens, at which own segments go on.
+        publish: positions behind own tokens, at which those of other chunks do.
+        rows: int64, those that are read and those that are published, ascending.
+        index: (publish, width) int64 in ``rows``, which of them stand at each position.
+    """
+
+    read: tuple[int, ...]
+    publish: tuple[int, ...]
+    rows: Tensor
+    index: Tensor
+
+    @classmethod
+    def of(
+        cls, read: IntArray, publish: IntArray, published: IntArray, device: torch.device | str
+    ) -> StateExchange | None:
+        """None where nothing is exchanged.
+
+        Args:
+            published: (publish, width) rows of [cached | own], with as many cached ones at each position.
+        """
+        if not len(read) + len(publish):
+            return None
+        num_read = len(read) * published.shape[1]
+        rows, index = np.unique(np.append(np.arange(num_read), published), return_inverse=True)
+        sent = (to_device(array, torch.int64, device) for array in (rows, index[num_read:].reshape(published.shape)))
+        return cls(tuple(read.tolist()), tuple(publish.tolist()), *sent)
+
+
+class _ExchangeStates(torch.autograd.Function):
+    """Gradients of rows that other chunks read or have read are float32 sums, which their owner rounds once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, beside: Tensor | None, access: CacheAccess, place: Place, exchange: StateExchange
+    ) -> tuple[Tensor, Tensor | None]:
+        cached = [access.state(place._replace(position=position)) for position in exchange.read]
+        ctx.access, ctx.place, ctx.exchange, ctx.num_read = access, place, exchange, sum(map(len, cached))
+        rows = torch.cat([*cached, own]) if cached else own.view_as(own)
+        return rows, None if beside is None else beside.view_as(beside)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad, of_beside), access, exchange = grads, ctx.access, ctx.exchange
+        total = grad[exchange.rows].to(torch.promote_types(grad.dtype, torch.float32))
+        for position, index in zip(exchange.publish, exchange.index, strict=True):
+            pending = access.take_state_gradient(ctx.place._replace(position=position))
+            if pending is not None:
+                total.index_add_(0, index, pending.to(total.dtype))
+        pending_of_read = ChainMap(*(block.pending for block in access.read))
+        for position, part in zip(exchange.read, total.split(exchange.index.shape[1]), strict=False):
+            pending_of_read[ctx.place._replace(position=position)].add_(part)
+        own = grad.index_copy(0, exchange.rows, total.to(grad.dtype))[ctx.num_read :]
+        return own, of_beside, None, None, None

@@ -8,7 +8,8 @@ In the recurrence a segment starts from the state in which its parent ended. Seg
 each other, so they are the sequences of one varlen call with an initial state each: a GRPO group takes two calls.
 
 Both take over a function with which a layer of transformers mixes tokens; no model file changes. Under Ulysses each
-trades tokens for channels or heads, which do not see each other, and back.
+trades tokens for channels or heads, which do not see each other, and back. Chunks of a split group publish the states,
+and the last inputs of the convolution, at every position at which a later chunk goes on.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_pg_plugin import upstream
+from verl_pg_plugin.attention.cache import CacheAccess, Place, StateExchange
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
 from verl_pg_plugin.layout import IntArray, PackedLayout
-from verl_pg_plugin.mixers.delta_cache import INPUTS, STATE, DeltaCache, Exchange
 
+STATE, INPUTS = "state", "inputs"
 GATED_DELTA = "gated_delta"
 """Under this name ``AttentionContext.calls`` counts Gated DeltaNet layers."""
 
@@ -55,7 +57,7 @@ class Windows:
         place: (F,) int64 where, in the windows one after the other.
     """
 
-    tails: Exchange | None
+    tails: StateExchange | None
     num_read: int
     gather: Gather
     missing: torch.Tensor
@@ -87,7 +89,7 @@ class Windows:
         ends_in = np.searchsorted(layout.cu_seqlens_q, last, side="right") - 1
         last_inputs = tokens_at(ends_in, publish[:, None] + np.arange(-reach, 0))
         return cls(
-            tails=Exchange.of(resumed_at, publish, last_inputs, device),
+            tails=StateExchange.of(resumed_at, publish, last_inputs, device),
             num_read=num_read,
             gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), num_read + layout.num_tokens),
             missing=to_device(missing, torch.bool, device),
@@ -100,7 +102,8 @@ def convolve(
     x: torch.Tensor,
     windows: Windows,
     convolution: Callable[[torch.Tensor], torch.Tensor],
-    cache: DeltaCache | None = None,
+    cache: CacheAccess | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """(1, D, T) packed tokens to the same, each of which sees its own sequence only.
 
@@ -108,7 +111,7 @@ def convolve(
     """
     x_TD = x.squeeze(0).transpose(0, 1)
     if cache is not None:
-        x_TD, _ = cache.exchange(INPUTS, x_TD, windows.tails)
+        x_TD, _ = cache.exchange_states(Place(layer, INPUTS), x_TD, windows.tails)
         x = x_TD[windows.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
     gathered = gather_tokens(x_TD, windows.gather)
@@ -144,7 +147,7 @@ class Level:
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     num_children: torch.Tensor | None
-    publish: Exchange | None
+    publish: StateExchange | None
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class Levels:
     """
 
     levels: list[Level]
-    starts: Exchange | None
+    starts: StateExchange | None
     by_depth: Gather | None = None
     back: Gather | None = None
 
@@ -192,13 +195,13 @@ class Levels:
             if above is not None:
                 num_children = sent(np.bincount(np.searchsorted(above, parents[members]), minlength=len(above)))
             ending = np.flatnonzero(np.isin(bounds[members + 1], ends))
-            published = Exchange.of(nothing, position[members[ending]], ending[:, None], device)
+            published = StateExchange.of(nothing, position[members[ending]], ending[:, None], device)
             cu_seqlens = sent(np.cumsum([0, *lengths[members]]))
             levels.append(Level(tuple(lengths[members].tolist()), cu_seqlens, num_children, published))
             above = members
         roots = layout.segment_start[layout.segment_parent < 0]
         assert roots[: np.count_nonzero(roots)].all(), "roots behind cached tokens come first"
-        starts = Exchange.of(roots[roots > 0], nothing, nothing[:, None], device)
+        starts = StateExchange.of(roots[roots > 0], nothing, nothing[:, None], device)
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
             return cls(levels, starts)
@@ -225,7 +228,8 @@ def delta_rule_over(
     levels: Levels,
     rule: DeltaRule,
     tensors: tuple[torch.Tensor, ...],
-    cache: DeltaCache | None = None,
+    cache: CacheAccess | None = None,
+    layer: int = 0,
     **options: Any,
 ) -> torch.Tensor:
     """The gated delta rule in which tokens see their own sequences only, (T, H, V).
@@ -234,7 +238,7 @@ def delta_rule_over(
         levels: of the tokens.
         rule: computes one depth.
         tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
-        cache: of a chunk of a split group.
+        cache, layer: of a chunk of a split group, and which layer of the model it is.
         options: further keywords of ``rule``.
     """
     if levels.by_depth is not None:
@@ -244,9 +248,12 @@ def delta_rule_over(
     # fla's kernels take segments of any length, transformers' fallback a batch of equal ones: tokens of zeros behind a
     # segment leave its state alone.
     takes_any = "cu_seqlens" in inspect.signature(rule).parameters
-    outs, state = [], None
-    if cache is not None:
-        state = cache.states(levels.starts, len(levels.levels[0].lengths))
+    outs, state, place = [], None, Place(layer, STATE)
+    if cache is not None and levels.starts is not None:
+        behind_cached = levels.starts.read
+        cached = cache.state(place._replace(position=behind_cached[0]))
+        zeros = cached.new_zeros(len(levels.levels[0].lengths) - len(behind_cached), *cached.shape[1:])
+        state, _ = cache.exchange_states(place, zeros.requires_grad_(torch.is_grad_enabled()), levels.starts)
     for level, part in zip(levels.levels, parts, strict=True):
         if level.num_children is not None:
             state = _HandDown.apply(state, level.num_children, len(level.lengths))
@@ -258,7 +265,7 @@ def delta_rule_over(
         passes_on = level is not levels.levels[-1] or level.publish is not None
         out, state = rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=passes_on, **options)
         if cache is not None and state is not None:
-            state, out = cache.exchange(STATE, state, level.publish, beside=out)
+            state, out = cache.exchange_states(place, state, level.publish, beside=out)
         lengths = (out.shape[1],) if takes_any else level.lengths
         outs += [line[:length] for line, length in zip(out, lengths, strict=True)]
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -306,7 +313,7 @@ class GatedDeltaLayer:
         def plain(part: torch.Tensor) -> torch.Tensor:
             return self.convolution(part, weight=weight, bias=bias, activation=activation)
 
-        out = convolve(x[..., :num_tokens], windows, plain, self._cache(context))
+        out = convolve(x[..., :num_tokens], windows, plain, context.cache, self.layer)
         out = F.pad(out, (0, x.shape[-1] - num_tokens))
         self.convolved = True
         return context.to_tokens(out.transpose(1, 2)).transpose(1, 2)
@@ -330,14 +337,11 @@ class GatedDeltaLayer:
         levels = context.index(Levels.from_layout, query.device)
         tensors = [context.to_heads(x) for x in (query, key, value, g, beta)]
         own = tuple(x[0, :num_tokens] for x in tensors)
-        cache, options = self._cache(context), {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        out = delta_rule_over(levels, self.rule, own, cache, **options)
+        options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        out = delta_rule_over(levels, self.rule, own, context.cache, self.layer, **options)
         num_padding = tensors[0].shape[1] - num_tokens
         out = F.pad(context.mixed(GATED_DELTA, out), (0, 0, 0, 0, 0, num_padding)).unsqueeze(0)
         return context.to_tokens(out), None
-
-    def _cache(self, context: AttentionContext) -> DeltaCache | None:
-        return None if context.cache is None else DeltaCache(context.cache, self.layer)
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
         context = kwargs.pop("prefix_grouper", self.context)
