@@ -35,7 +35,7 @@ from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.layout import build_packed_layout
 from verl_pg_plugin.planning.activation_level import Levels
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Settings, batch_of_lengths, forecast
+from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 DATA = Path(__file__).parents[1] / "docs" / "data"
@@ -98,8 +98,8 @@ def does_it_pay() -> plt.Figure:
         for y, n in enumerate(counts):
             for x, prompt in enumerate(prompts):
                 batch = batch_of_lengths([prompt] * 2, [[response] * n] * 2)
-                settings = Settings(max(20480, prompt + response), levels=levels, compile_layers=False)
-                speedups[y, x] = forecast(batch, flops, settings).update
+                budget = max(20480, prompt + response)
+                speedups[y, x] = forecast(batch, flops, levels, budget, compile_layers=False).update
         axes.imshow(speedups, cmap="YlOrRd", norm=LogNorm(1, 12), aspect="auto")
         labels = {(x, y): f"\n{name}" for name, x, y in cases}
         for (y, x), speedup in np.ndenumerate(speedups):

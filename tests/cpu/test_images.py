@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from verl.utils import hf_processor
 
-from verl_pg_plugin.cpu.server import HFServer
+from verl_pg_plugin.cpu.rollout import HFServer
 
 from .test_server import make_server
 

@@ -15,8 +15,7 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from tests.support import save_tiny_model
-from verl_pg_plugin.cpu.rollout import HFReplica, ServerAdapter
-from verl_pg_plugin.cpu.server import HFServer
+from verl_pg_plugin.cpu.rollout import HFReplica, HFServer, ServerAdapter
 
 PROMPT = [10, 11, 12, 13]
 

@@ -45,7 +45,7 @@ assert verl.utils.config.validate_config.wrapped_by_verl_pg_plugin
 print(all(cls._balance_batch.wrapped_by_verl_pg_plugin for cls in (PPOTrainerSync, RayPPOTrainer)))
 """
 ROLLOUT = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
-FIRST_MODULES = ("config.rules", "trainer", "cpu.server")
+FIRST_MODULES = ("config.rules", "trainer", "cpu.rollout")
 
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "verl first": (IMPORT_VERL, CPU),

@@ -58,7 +58,7 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
             if group < (alone := prompt - 1 + response):  # a chunk of one sequence, which publishes if that fits
                 pending *= takes.recomputing * alone + takes.published * pending <= budget
                 group = alone
-        level = levels.choose(group, pending=pending)
+        level = levels.choose(group, 0, 0, pending)
         taken.add(level)
         if level.on_host:
             assert group * sizes.held(level) <= host
@@ -75,7 +75,7 @@ def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does()
     most = [int(ROOM.device // sizes.on_device(level)) for level in levels.ladder]
     assert [levels.choose(tokens) for tokens in most] == list(levels.ladder)
     assert [levels.choose(tokens + 1) for tokens in most] == [*levels.ladder[1:], Level.INPUTS_ON_HOST]
-    assert levels.choose(most[0], cached=1000) is levels.choose(most[0], pending=1000) is Level.ATTENTION_ON_HOST
+    assert levels.choose(most[0], 0, 1000) is levels.choose(most[0], 0, 0, 1000) is Level.ATTENTION_ON_HOST
     assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
 
 

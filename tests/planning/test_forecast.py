@@ -6,6 +6,7 @@ import csv
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from verl_pg_plugin.cli.estimate import ACCURACY
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Forecast, Settings, batch_of_lengths, batch_of_prompts, forecast
+from verl_pg_plugin.planning.forecast import Forecast, batch_of_lengths, batch_of_prompts, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 CONFIG = Qwen3Config(
@@ -33,11 +34,11 @@ FLOPS = ModelFlops.of_config(CONFIG)
 LEVELS = Levels(sizes=TokenBytes.of(CONFIG))
 P, R, N, G = 2048, 256, 8, 4
 GROUPS = batch_of_lengths([P] * G, [[R] * N] * G)
-WHOLE = Settings(budget=G * N * (P + R), levels=LEVELS, compile_layers=False)
+WHOLE, TIGHT = G * N * (P + R), P + 2 * R
 
 
-def predict(batch: Sequences = GROUPS, settings: Settings = WHOLE) -> Forecast:
-    return forecast(batch, FLOPS, settings)
+def predict(batch: Sequences = GROUPS, budget: int = WHOLE, levels: Levels = LEVELS, **settings: Any) -> Forecast:
+    return forecast(batch, FLOPS, levels, budget, **{"compile_layers": False, **settings})
 
 
 def test_tokens_are_those_of_groups_that_share_their_prompt() -> None:
@@ -57,8 +58,7 @@ def test_prompts_that_begin_alike_share_more_than_their_groups() -> None:
 
 
 def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_again() -> None:
-    tight = replace(WHOLE, budget=P + 2 * R)
-    carried, again = predict(settings=tight), predict(settings=replace(tight, carry=False))
+    carried, again = predict(budget=TIGHT), predict(budget=TIGHT, carry=False)
     assert carried.physical_tokens == predict().physical_tokens
     assert again.physical_tokens > carried.physical_tokens
     assert again.update < carried.update < predict().update
@@ -66,10 +66,10 @@ def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_
 
 
 def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() -> None:
-    recomputing = predict(settings=replace(WHOLE, levels=replace(LEVELS, asked=Level.INPUTS)))
+    recomputing = predict(levels=replace(LEVELS, asked=Level.INPUTS))
     assert recomputing.update < predict().update
     assert recomputing.old_log_prob == predict().old_log_prob
-    kept = predict(settings=replace(WHOLE, levels=replace(LEVELS, asked=Level.ALL)))
+    kept = predict(levels=replace(LEVELS, asked=Level.ALL))
     assert kept.alone[1] < predict().alone[1]
     assert recomputing.activation_gib < predict().activation_gib < kept.activation_gib
 
@@ -77,12 +77,8 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
 def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_stock_memory() -> None:
     sizes = TokenBytes.of(CONFIGS["4b"])
     levels = Levels(sizes=sizes, room=Room(device=1e12, host=1e12))
-    batch = batch_of_lengths([P] * G, [[R] * N] * G)
-
-    def predicted(levels: Levels) -> Forecast:
-        return forecast(batch, FLOPS, Settings(P + 2 * R, levels=levels))
-
-    on_host, split = predicted(levels), predicted(replace(levels, asked=Level.ATTENTION))
+    on_host = predict(budget=TIGHT, levels=levels)
+    split = predict(budget=TIGHT, levels=replace(levels, asked=Level.ATTENTION))
     assert (on_host.micro_batches, on_host.level) == (G, Level.ATTENTION_ON_HOST)
     assert split.micro_batches > G
     assert on_host.old_log_prob == split.old_log_prob, "where nothing is kept both are split, as in the engine"
@@ -98,8 +94,7 @@ def test_a_batch_without_a_sequence_or_a_response_is_refused(prompts: list[int],
 
 
 def test_sharing_alone_leaves_compiled_layers_out() -> None:
-    tight = replace(WHOLE, budget=P + 2 * R, compile_layers=True)
-    found, eager = predict(settings=tight), predict(settings=replace(tight, compile_layers=False))
+    found, eager = predict(budget=TIGHT, compile_layers=True), predict(budget=TIGHT)
     assert found.sharing_alone == eager.sharing_alone == (eager.old_log_prob, eager.update)
     assert found.update > eager.update
 
@@ -114,7 +109,7 @@ def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: f
     config = CONFIGS["4b"]
     module = text_skeleton(config)
     batch = batch_of_lengths([prompt], [[response] * n])
-    found = forecast(batch, ModelFlops.of(module), Settings(20480, levels=Levels(sizes=TokenBytes.of(config))))
+    found = forecast(batch, ModelFlops.of(module), Levels(sizes=TokenBytes.of(config)), 20480)
     weights = sum(weight.numel() for weight in module.parameters())
     held = found.peak_gib(WeightBytes.of(module, num_gpus=1)) - (16 - 2) * weights / 2**30
     assert held == pytest.approx(peak, rel=0.1)
@@ -130,10 +125,10 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
     flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("4b", "8b")}
 
     @cache
-    def predicted(model: str, case: str, settings: Settings) -> Forecast:
+    def predicted(model: str, case: str, levels: Levels, budget: int, **settings: Any) -> Forecast:
         prompt, response, n, groups = (*map(int, case.split(",")), 1)[:4]
         batch = batch_of_lengths([prompt] * groups, [[response] * n] * groups)
-        return forecast(batch, flops[model], settings)
+        return forecast(batch, flops[model], levels, budget, **settings)
 
     errors = []
     for file in sorted((Path(__file__).parents[2] / "docs/data").glob("actor_[48]b_*.csv")):
@@ -146,14 +141,15 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
                 continue
             model = row["model"].removeprefix("qwen3-")
             asked = Level.INPUTS if options.get("recompute_attention") == "True" else None
-            settings = Settings(
+            found = predicted(
+                model,
+                row["case"],
+                Levels(asked, TokenBytes.of(CONFIGS[model])),
                 BUDGETS.get(file.stem, 20480),
                 carry=options.get("carry") != "never",
-                levels=Levels(asked, TokenBytes.of(CONFIGS[model])),
                 compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
                 kernel=row["kernel"],
             )
-            found = predicted(model, row["case"], settings)
             speedup = found.update if row["phase"] == "update_actor" else found.old_log_prob
             errors.append(abs(speedup / float(row["speedup"]) - 1))
     assert (len(errors), round(float(np.median(errors)), 2)) == (138, 0.04)

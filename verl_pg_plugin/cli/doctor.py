@@ -67,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(sections: Iterable[Section], as_json: bool = False) -> int:
-    """Write the sections as they come, each check with its status and, below it, its fix; then the verdict.
-
-    Args:
-        sections: titles and checks.
-        as_json: write one object with all of it at the end.
+    """Write sections as they come, each check with its fix below it, then the verdict; or all of it as one object.
 
     Returns:
         Exit code: 1 if a check is FAIL, else 0.
@@ -148,14 +144,11 @@ def version_lines() -> list[Check]:
 
 def installed_lines() -> list[Check]:
     """What metadata and nvidia-smi tell of the plugin and of GPUs, without an import of verl or torch."""
-    lines = [_plugin_line("installed; doctor --full loads it as a worker of verl does")]
-    lines += [Check(OK, "GPU", gpu) for gpu in gpus()]
-    if len(lines) == 1:
-        on_cpu = os.environ.get("VERL_PLATFORM") == "cpu"
-        lines.append(
-            Check(OK, "GPU", "none, and VERL_PLATFORM=cpu") if on_cpu else Check(FAIL, "GPU", "none found", NO_GPU_FIX)
-        )
-    return lines
+    none = Check(FAIL, "GPU", "none found", NO_GPU_FIX)
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        none = Check(OK, "GPU", "none, and VERL_PLATFORM=cpu")
+    found = [Check(OK, "GPU", gpu) for gpu in gpus()]
+    return [_plugin_line("installed; doctor --full loads it as a worker of verl does"), *(found or [none])]
 
 
 def _plugin_line(text: str, error: str = "") -> Check:
@@ -164,9 +157,8 @@ def _plugin_line(text: str, error: str = "") -> Check:
     if not entry_points(group="verl.plugins", name=NAME):
         return Check(FAIL, what, "not installed: verl finds no entry point", NO_PLUGIN_FIX)
     if policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
-        return Check(
-            FAIL, what, f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
-        )
+        why, fix = f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
+        return Check(FAIL, what, why, fix)
     if error:
         return Check(FAIL, what, f"verl goes on without it: {error}", REGISTER_FIX)
     return Check(OK, what, text)

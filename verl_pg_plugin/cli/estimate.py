@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.cli import CommandError, in_columns
 from verl_pg_plugin.cli.doctor import gpus
@@ -21,8 +21,6 @@ FETCH_TIMEOUT_S = 5
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 VERLS_BUDGET = 16384
 STEP_ALONE = "step without generation"
-Figures: TypeAlias = dict[str, Any]
-"""Of a budget, as ``--json`` writes them."""
 USUAL_BUDGETS = (VERLS_BUDGET, 32768, 65536, 131072)
 ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by at most 4%, one in seven by over 10%"
 DESCRIPTION = """\
@@ -74,12 +72,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the answer and its table, and write the figures if asked.
 
-    Returns:
-        0.
-
     Raises:
-        CommandError: no lengths or two sources of them, a file or model that cannot be read, or a budget that no
-            sequence fits.
+        CommandError: no lengths or two sources of them, a file or model that cannot be read or priced, or a budget that
+            does not hold the longest sequence.
     """
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise CommandError(f"--json {args.json}: there is no folder {args.json.parent}")
@@ -93,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from verl_pg_plugin.architectures import architecture_issues, text_skeleton
     from verl_pg_plugin.config.compile import compiled_by_auto
     from verl_pg_plugin.planning.cost import ModelFlops
-    from verl_pg_plugin.planning.forecast import Settings, forecast
+    from verl_pg_plugin.planning.forecast import forecast
     from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
     config = load(AutoConfig, args.model)
@@ -105,7 +100,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
 
     module = text_skeleton(config)
-    flops = ModelFlops.of(module)
+    try:
+        flops = ModelFlops.of(module)
+    except ValueError as error:
+        raise CommandError(f"--model {args.model}: {error}") from error
     compiled, why = compiled_by_auto(config.model_type, "cuda")
     weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_a_gpu()
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
@@ -114,11 +112,11 @@ def run(args: argparse.Namespace) -> int:
     asked = None if args.activations == "auto" else Level(args.activations)
     levels = Levels(asked, sizes, weights.room(2**30 * gib, 2**30 * args.host_gib))
 
-    rows: list[Figures] = []
+    rows: list[dict[str, Any]] = []
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     for budget in sorted(args.budget or usual):
-        settings = Settings(budget, levels, not args.no_carry, compile_layers=compiled, kernel=args.kernel)
-        found = forecast(batch, flops, settings)
+        settings = {"carry": not args.no_carry, "compile_layers": compiled, "kernel": args.kernel}
+        found = forecast(batch, flops, levels, budget, **settings)
         rows.append(figures(found, found.peak_gib(weights), gib, args))
         if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:
             break  # a larger one changes nothing
@@ -136,15 +134,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def figures(found: Forecast, peak: float, gib: float, args: argparse.Namespace) -> Figures:
-    """A budget's forecast, whether it fits, and seconds of a step: generation, log-probs once or twice, the update.
-
-    Args:
-        found: of the budget.
-        peak: GiB that the update takes of a GPU.
-        gib: of the GPU.
-        args: of the command.
-    """
+def figures(found: Forecast, peak: float, gib: float, args: argparse.Namespace) -> dict[str, Any]:
+    """A budget as ``--json`` writes it: its forecast, whether the update's peak in GiB fits, and seconds of a step."""
     log_prob, update = (price / (args.tflops * 1e12) for price in found.alone)
     log_prob *= 1 if args.no_ref else 2
     stock = args.gen_seconds + log_prob + update
@@ -155,7 +146,7 @@ def figures(found: Forecast, peak: float, gib: float, args: argparse.Namespace) 
     return {**asdict(found), **about, **of_step}
 
 
-def answer(rows: list[Figures], args: argparse.Namespace, gib: float) -> list[str]:
+def answer(rows: list[dict[str, Any]], args: argparse.Namespace, gib: float) -> list[str]:
     """What sharing removes, and the fastest budget that fits with what it gains and takes."""
     fitting = [row for row in rows if row["fits"]] or rows
     fastest = min(row["step_seconds_shared"] for row in fitting) - args.gen_seconds
@@ -173,7 +164,7 @@ def answer(rows: list[Figures], args: argparse.Namespace, gib: float) -> list[st
     return [removed, gain, f"fastest budget that fits: {BUDGET}={best['budget']}, with {memory}"]
 
 
-def table(rows: list[Figures]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each budget, below their titles."""
     titles = ("budget", "micro-batches", "tokens", "dedup", "FLOP ratio", "old_log_prob", "sharing alone", "update")
     cells: list[tuple[str, ...]] = [(*titles, "step", "level", "GiB", "host GiB", "fits")]

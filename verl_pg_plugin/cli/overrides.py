@@ -30,7 +30,7 @@ from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Settings, batch_of_lengths, forecast
+from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 
@@ -66,10 +66,10 @@ def run_lines(config: DictConfig) -> list[Check]:
         lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
     if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
         engine = engine_of(config, ACTOR, hf_config)
-        asked = _asked_level(engine)
-        levels = Levels(host_alone=bool(engine.of_model("enable_activation_offload")))
-        names = ", ".join(level.value for level in levels.ladder)
-        text = f"{OPTIONS}.activations=auto: the first that fits of {names}" if asked == "auto" else asked
+        levels = _levels(engine)
+        text = ", ".join(level.value for level in levels.ladder)
+        if levels.asked is None:
+            text = f"{OPTIONS}.activations=auto: the first that fits of {text}"
         lines += [_compiled_line(engine), Check(OK, "activations", text)]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
@@ -104,18 +104,20 @@ def group_lines(config: DictConfig) -> list[Check]:
     hf_config, _ = read_checkpoint(config)
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
-    roles = [("old_log_prob", ROLLOUT, ACTOR, "log_prob_", "log_prob_"), ("update", ACTOR, ACTOR, "ppo_", "")]
-    roles += [("ref", REF, REF, "log_prob_", "log_prob_")] if need_reference_policy(config) else []
-    for phase, section, role, kind, switch in roles:
+    phases = {"old_log_prob": (ROLLOUT, ACTOR), "update": (ACTOR, ACTOR)}
+    if need_reference_policy(config):
+        phases["ref"] = REF, REF
+    for phase, (section, role) in phases.items():
+        switch, kind = ("", "ppo_") if phase == "update" else ("log_prob_", "log_prob_")
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
         key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"
         asked, most, size = f"{key}={count_of(config, key)}", count_of(config, key), n
         if by_tokens:
             most, size = most * engine_of(config, role).sp_size, tokens
-        whole = "stays whole where memory holds it, else it " if by_tokens and phase == "update" else ""
-        split = f"{asked} is less than it takes: it {whole}is split into chunks"
         if not most:
             continue  # of which preflight speaks
+        whole = "stays whole where memory holds it, else it " if by_tokens and phase == "update" else ""
+        split = f"{asked} is less than it takes: it {whole}is split into chunks"
         if by_tokens and most < prompt - 1 + response:
             lines.append(Check(WARN, phase, f"{asked} does not hold the longest sequence", f"{key}=<more>"))
         elif size <= most:
@@ -138,7 +140,8 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
     sizes = TokenBytes.of(hf_config.get_text_config(), compiled=layer_compilation(engine)[0]) if hf_config else None
     if not (sizes and nodes and per_node) or engine.device != "cuda" or not torch.cuda.is_available():
         return []
-    weights = WeightBytes.of(text_skeleton(hf_config), nodes * per_node)
+    module = text_skeleton(hf_config)
+    weights = WeightBytes.of(module, nodes * per_node)
     host = host_bytes() / per_node  # verl brings weights and AdamW's state back for an update
     host -= weights.weights if engine.get("param_offload") else 0.0
     host -= weights.optimizer if engine.get("optimizer_offload") else 0.0
@@ -147,24 +150,20 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
     if engine.get("strategy") == "fsdp2" and engine.get("offload_policy"):
         weights = replace(weights, weights=0.0, gradients=0.0, optimizer=0.0)
     total = torch.cuda.get_device_properties(0).total_memory
-    asked = _asked_level(engine)
-    levels = Levels(
-        None if asked == "auto" else Level(asked),
-        sizes,
-        weights.room(total, host),
-        host_alone=bool(engine.of_model("enable_activation_offload")),
-        ranks=engine.sp_size,
-    )
-    found = forecast(group, ModelFlops.of(text_skeleton(hf_config)), Settings(budget, levels, carries))
+    levels = replace(_levels(engine), sizes=sizes, room=weights.room(total, host), ranks=engine.sp_size)
+    found = forecast(group, ModelFlops.of(module), levels, budget, carry=carries)
     peak, has = found.peak_gib(weights), total / 2**30
     text = f"{found.level.value}: {peak:.1f} of {has:.1f} GiB on the device, {found.host_gib:.1f} on the host"
     fits, fix = peak <= has, "it will hardly fit: more GPUs, or a Ulysses group"
     return [Check(OK if fits else WARN, "memory of the update", text, "" if fits else fix)]
 
 
-def _asked_level(engine: Engine) -> str:
-    """``auto``, or the level of every micro-batch."""
-    return engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
+def _levels(engine: Engine) -> Levels:
+    """Those that the settings allow."""
+    asked = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
+    return Levels(
+        None if asked == "auto" else Level(asked), host_alone=bool(engine.of_model("enable_activation_offload"))
+    )
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_pg_plugin.cpu.platform import selected
+from verl_pg_plugin.cpu.device import selected
 
 __all__ = ["register"]
 

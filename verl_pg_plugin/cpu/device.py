@@ -1,19 +1,29 @@
-"""A stand-in for ``torch.cuda`` whose device is the CPU: what verl calls on ``get_torch_device()``.
+"""The host's processor as a device of verl's: its platform ``cpu``, and what stands in for ``torch.cuda`` there.
 
-``torch.cpu`` lacks the memory and random-number calls, so verl cannot run on it unchanged. Memory is in bytes of the
-host; allocations are 0, since it has no caching allocator to ask.
+``VERL_PLATFORM=cpu`` chooses it and nothing else does. ``torch.cpu`` lacks the memory and random-number calls that verl
+makes on ``get_torch_device()``, which is this module. Memory is in bytes of the host; allocations are 0, since it has
+no caching allocator to ask.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import psutil
 from torch.cpu import Event, Stream, current_stream, device_count, is_available, stream, synchronize  # noqa: F401
 from torch.random import get_rng_state, manual_seed, set_rng_state  # noqa: F401
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import PlatformRegistry
 
-manual_seed_all = manual_seed
+
+def selected() -> bool:
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 def current_device() -> str:
@@ -38,5 +48,48 @@ def empty_cache(*args: Any, **kwargs: Any) -> None:
     """Nothing to do: no cache, no choice of device, no share of memory for each process."""
 
 
+manual_seed_all = manual_seed
 memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 set_device = ipc_collect = reset_peak_memory_stats = set_per_process_memory_fraction = empty_cache
+
+
+# Registered on import, not in a function: some of verl's modules ask for the platform while they are imported.
+@PlatformRegistry.register(platform="cpu")
+class CPUPlatform(PlatformBase):
+    """verl's ``PlatformBase`` on the host processor, with gloo for collectives and no profiler.
+
+    Ray schedules the workers on its ``GPU`` resource, which is a bare counter when Ray is started with ``num_gpus=N``;
+    so N worker processes share the machine's cores and verl's resource checks pass unchanged.
+    """
+
+    device_name = vendor_name = "cpu"
+    device_module: ModuleType = sys.modules[__name__]
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """True only on request: auto-detection must keep finding GPUs on machines that have them."""
+        return selected()
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def _no_effect(self, *args: Any) -> None:
+        """One device, no cache, no streams, no allocator settings, no profiler."""
+
+    current_device, device_count = staticmethod(current_device), staticmethod(device_count)
+    manual_seed = manual_seed_all = staticmethod(manual_seed)
+    nvtx_range = nullcontext  # of the range's name
+    empty_cache = set_device = synchronize = set_allocator_settings = profiler_start = profiler_stop = cudart = (
+        _no_effect
+    )
+    # Ray counts the workers as if they had GPUs.
+    visible_devices_envvar, ray_resource_name = PlatformCUDA.visible_devices_envvar, PlatformCUDA.ray_resource_name
+    ray_noset_envvars = PlatformCUDA.ray_noset_envvars

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from verl_pg_plugin.cpu.images import PromptImages, image_inputs, placeholders, reads_images, rope_positions
 
@@ -186,26 +186,15 @@ def sample(
     temperature_B1 = torch.tensor([p.temperature for p in params]).unsqueeze(1)
     greedy_B1 = temperature_B1 == 0
     scaled_BV = logits_BV.float() / torch.where(greedy_B1, 1.0, temperature_B1)
-    log_probs_BV = _filter(scaled_BV, params).log_softmax(-1)
+    for scores_1V, asked in zip(scaled_BV.split(1), params, strict=True):
+        if asked.top_k > 0:
+            scores_1V.copy_(TopKLogitsWarper(asked.top_k)(None, scores_1V))
+        if asked.top_p < 1:
+            scores_1V.copy_(TopPLogitsWarper(asked.top_p)(None, scores_1V))
+    log_probs_BV = scaled_BV.log_softmax(-1)
     # Inverse transform: one uniform number a sequence, so that its draw does not depend on its neighbours.
     cumulative_BV = log_probs_BV.double().exp().cumsum(-1)
     uniform_B1 = torch.stack([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
     drawn_B1 = torch.searchsorted(cumulative_BV, uniform_B1 * cumulative_BV[:, -1:], right=True)
     token_B1 = torch.where(greedy_B1, log_probs_BV.argmax(-1, keepdim=True), drawn_B1)
     return token_B1.squeeze(1), log_probs_BV.gather(1, token_B1).squeeze(1)
-
-
-def _filter(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Set logits outside a sequence's top-k, then outside its smallest set of mass ``top_p``, to ``-inf``."""
-    V = logits_BV.shape[1]
-    if all((p.top_k <= 0 or p.top_k >= V) and p.top_p >= 1 for p in params):
-        return logits_BV
-    top_k_B1 = torch.tensor([p.top_k if p.top_k > 0 else V for p in params]).unsqueeze(1)
-    top_p_B1 = torch.tensor([p.top_p for p in params]).unsqueeze(1)
-    sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
-    sorted_BV = sorted_BV.masked_fill(torch.arange(V) >= top_k_B1, -torch.inf)
-    probs_BV = sorted_BV.softmax(-1)
-    # The token that crosses top_p stays: only the mass *before* a token counts, so the first always stays.
-    outside_BV = (probs_BV.cumsum(-1) - probs_BV >= top_p_B1) & (top_p_B1 < 1)
-    sorted_BV = sorted_BV.masked_fill(outside_BV, -torch.inf)
-    return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)

@@ -1,4 +1,4 @@
-"""Rollout ``hf``: one :class:`HFServer` for each training worker, fed with the worker's weights.
+"""Rollout ``hf``: a transformers model behind verl's calls on a rollout server, one for each training worker.
 
 Agent loops, load balancing, partial rollouts and weight synchronisation are verl's own. It exists so that training can
 run, and be tested, where no inference engine can.
@@ -6,20 +6,224 @@ run, and be tested, where no inference engine can.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import ray
 import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transformers import PreTrainedModel
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.model import get_hf_auto_model_class
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_pg_plugin.cpu.server import HFServer
+from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate
+from verl_pg_plugin.cpu.images import PromptImages, reads_images
+
+ARRIVAL_GAP_S = 0.05
+"""How long to wait for one more request before a batch starts: agent loops send theirs a few ms apart."""
+
+
+class HFServer:
+    """Samples token ids and log-probs; every public method is called by verl through Ray.
+
+    Concurrent requests are answered in one batch, and weights only move between batches.
+
+    A request without a seed gets one that follows from the run's seed, the training step, its prompt and how many
+    requests of the step had that prompt before it. So with one server two runs with one seed and equal weights draw the
+    same responses to each prompt, whatever else they answer at the time.
+    """
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, replica_rank: int) -> None:
+        if config.logprobs_mode != "processed_logprobs":
+            raise ValueError(
+                f"rollout 'hf' gives log-probs of the distribution that it draws from, not {config.logprobs_mode}; set "
+                "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
+            )
+        self.config = config
+        self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config)
+        self.model = self._build_model()
+        self.eos_token_ids: set[int] = set()
+        for source in (self.model_config.generation_config, self.model_config.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            self.eos_token_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        self.max_model_len = config.max_model_len or self.model.config.get_text_config().max_position_embeddings
+        self.global_steps: int | None = None
+        self._seed = config.seed + replica_rank
+        self._asked: Counter[Any] = Counter()  # requests of this step by prompt
+        # verl sends each expert's matrices by themselves: slices of the model's own, which this copies none of.
+        model_type = self.model.config.model_type
+        self._weights = dict(unfuse_moe_params(self.model.state_dict().items(), model_type))
+        # With load_format=dummy the weights are noise until the trainer has sent its own.
+        sent = {name for name, _ in unfuse_moe_params(self.model.named_parameters(), model_type)}
+        self._missing_weights = sent if config.load_format == "dummy" else set()
+        self._pending: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._batching: asyncio.Task[None] | None = None
+        self._model_lock = asyncio.Lock()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._rejects = False
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Sequence[Any] | None = None,
+        **multi_modal: Any,
+    ) -> TokenOutput:
+        """Draw one response: ``stop_reason`` is ``completed`` or ``aborted`` (then the tokens so far).
+
+        Args:
+            sampling_params: vLLM's names; see ``SamplingParams``. If they ask for ``prompt_logprobs``, as verl asks a
+                teacher, ``extra_fields`` has them and their ``prompt_ids``.
+            image_data: PIL images of the prompt, in the order of their placeholders.
+
+        Raises:
+            ValueError: a request that this rollout cannot answer.
+        """
+        if given := sorted(name for name, value in multi_modal.items() if value):
+            raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
+        request = self._request(tuple(prompt_ids), sampling_params, image_data)
+        while not self._gate.is_set():
+            if self._rejects:
+                return self._token_output(Completion())
+            await self._gate.wait()
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending.append((request, answer))
+        if self._batching is None or self._batching.done():
+            self._batching = asyncio.create_task(self._answer_pending())
+        return self._token_output(await answer)
+
+    async def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        """Copy a bucket of weights into the model, after the batch in flight."""
+        if unexpected := sorted(named_tensors.keys() - self._weights.keys()):
+            raise RuntimeError(
+                f"weights {unexpected} do not exist in {type(self.model).__name__}; with LoRA set "
+                "actor_rollout_ref.model.lora.merge=True"
+            )
+        async with self._model_lock:
+            for name, tensor in named_tensors.items():
+                weight = self._weights[name]
+                if tensor.shape != weight.shape:
+                    raise RuntimeError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(weight.shape)}")
+                with torch.no_grad():
+                    weight.copy_(tensor)
+        self._missing_weights -= named_tensors.keys()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        self.global_steps = global_steps
+        self._asked.clear()
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Stop every response where it stands and close the gate.
+
+        Requests that arrive at it wait for :meth:`resume_generation`, or get an empty aborted response at once.
+        """
+        self._rejects = reject_request
+        self._gate.clear()
+        await self.sleep()
+
+    async def resume_generation(self) -> None:
+        self._gate.set()
+
+    async def sleep(self) -> None:
+        """Return once no request is pending. Weights stay: host memory is not what training runs out of."""
+        if self._batching is not None:
+            await self._batching
+
+    async def wake_up(self, tags: list[str] | None = None, **kwargs: Any) -> None:
+        """Nothing to restore: weights stay, a KV cache lives as long as its batch, and there is no profiler."""
+
+    clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = wake_up
+
+    def _request(
+        self, prompt_ids: tuple[int, ...], sampling_params: Mapping[str, Any], images: Sequence[Any] | None
+    ) -> Request:
+        room = self.max_model_len - len(prompt_ids)
+        if not prompt_ids or room < 1:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {self.max_model_len}; a prompt "
+                "needs at least one token, and actor_rollout_ref.rollout.max_model_len sets the context"
+            )
+        if images and not reads_images(self.model.config):
+            raise ValueError(f"rollout 'hf' has no way to show {self.model.config.model_type} an image")
+        shown = PromptImages.process(self.model_config.processor, images) if images else None
+        config = self.config
+        sent = {"ignore_eos": config.ignore_eos, **sampling_params}
+        default = min(config.response_length, config.prompt_length + config.response_length - len(prompt_ids))
+        most = sent.pop("max_tokens", sent.pop("max_new_tokens", default))  # the latter is SGLang's name
+        sent["max_tokens"] = max(1, min(most, room))
+        prompt = prompt_ids, shown and shown.digest
+        # A seed that an agent loop sends is the same for all turns: with it alone each would meet the same numbers.
+        of_run = (self._seed, self.global_steps, prompt, self._asked[prompt])
+        sent["seed"] = derived_seed(*(of_run if sent.get("seed") is None else (sent["seed"], prompt)))
+        params = SamplingParams.from_dict(sent)
+        self._asked[prompt] += 1
+        return Request(prompt_ids, params, shown)
+
+    async def _answer_pending(self) -> None:
+        """Answer pending requests batch by batch until none is left."""
+        size = self.config.max_num_seqs
+        while self._pending:
+            waiting = 0
+            while waiting < len(self._pending) < size and self._gate.is_set():
+                waiting = len(self._pending)
+                await asyncio.sleep(ARRIVAL_GAP_S)
+            batch, self._pending = self._pending[:size], self._pending[size:]
+            try:
+                async with self._model_lock:
+                    if self._missing_weights:
+                        raise RuntimeError(
+                            f"no weights were received for {sorted(self._missing_weights)[:4]}; generation started "
+                            "before the trainer's first update_weights (or set "
+                            "actor_rollout_ref.rollout.load_format=auto)"
+                        )
+                    completions = await asyncio.to_thread(
+                        generate,
+                        self.model,
+                        [request for request, _ in batch],
+                        eos_token_ids=self.eos_token_ids,
+                        aborted=lambda: not self._gate.is_set(),
+                    )
+            except Exception as error:
+                # Every caller gets the error; the server stays able to answer the next request.
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for (_, answer), completion in zip(batch, completions, strict=True):
+                if not answer.done():
+                    answer.set_result(completion)
+
+    def _token_output(self, completion: Completion) -> TokenOutput:
+        return TokenOutput(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            stop_reason="aborted" if completion.aborted else "completed",
+            extra_fields={"global_steps": self.global_steps, **completion.of_prompt},
+        )
+
+    def _build_model(self) -> PreTrainedModel:
+        auto_class = get_hf_auto_model_class(self.model_config.hf_config)
+        options = {
+            "attn_implementation": "sdpa",  # whatever the trainer's is: the server has its own layout and its own cache
+            "dtype": PrecisionType.to_dtype(self.config.dtype),
+            "trust_remote_code": self.model_config.trust_remote_code,
+        }
+        if self.config.load_format == "dummy":
+            return auto_class.from_config(deepcopy(self.model_config.hf_config), **options).eval()
+        return auto_class.from_pretrained(self.model_config.local_path, **options).eval()
 
 
 def server_name(replica_rank: int) -> str:

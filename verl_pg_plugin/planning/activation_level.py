@@ -108,27 +108,17 @@ class Levels:
             return 1.0
         return max(1.0, self.stock / max(self.room.device + self.room.reserve, 1.0))
 
-    def choose(
-        self,
-        tokens: int,
-        labels: int = 0,
-        cached: int = 0,
-        pending: int = 0,
-        states: int = 0,
-        pending_states: int = 0,
-    ) -> Level:
+    def choose(self, tokens: int, labels: int = 0, *cache_use: int) -> Level:
         """The fastest level that fits; where none does the smallest, since the micro-batch must run.
 
         Args:
             tokens: that are computed, on all ranks that share them.
             labels: of them, that run the LM head.
-            cached: tokens that a chunk reads.
-            pending: computed tokens whose gradients later chunks have added to.
-            states, pending_states: the same of states that recurrent layers hold behind some of them.
+            cache_use: of a chunk of a split group, see ``TokenBytes.beside``.
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
-        beside = self.sizes.beside(cached, pending, states, pending_states)
+        beside = self.sizes.beside(*cache_use)
         beside += labels * self.sizes.logits if self.logits_at_once else 0
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
         found = [

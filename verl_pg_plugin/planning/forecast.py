@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import numpy as np
 
-from verl_pg_plugin.layout import IntArray, Sequences
+from verl_pg_plugin.layout import IntArray, PackedLayout, Sequences
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.memory import WeightBytes, cache_weights
@@ -41,38 +40,18 @@ def batch_of_prompts(prompts: Sequence[IntArray], responses: Sequence[Sequence[i
     Raises:
         ValueError: there is no sequence, or an empty prompt or response.
     """
-    token = count(FIRST_RESPONSE_TOKEN)
     pairs = [(prompt, n) for prompt, lengths in zip(prompts, responses, strict=True) for n in lengths]
-    if not pairs or any(len(prompt) < 1 for prompt, _ in pairs):
-        raise ValueError("a batch needs sequences with at least one token of a prompt")
-    if any(n < 1 for _, n in pairs):
-        raise ValueError("a response has no token")
-    lengths = np.array([len(prompt) + n for prompt, n in pairs])
-    tokens = np.concatenate([np.append(prompt, np.full(n, next(token))) for prompt, n in pairs])
-    return Sequences(tokens, np.append(0, np.cumsum(lengths)), np.array([len(prompt) for prompt, _ in pairs]))
+    if not pairs or any(len(prompt) < 1 or n < 1 for prompt, n in pairs):
+        raise ValueError("a batch needs sequences with at least one token of a prompt and one of a response")
+    of_prompts = np.array([len(prompt) for prompt, _ in pairs])
+    offsets = np.append(0, np.cumsum(of_prompts + [n for _, n in pairs]))
+    tokens = [np.append(prompt, np.full(n, token)) for token, (prompt, n) in enumerate(pairs, FIRST_RESPONSE_TOKEN)]
+    return Sequences(np.concatenate(tokens), offsets, of_prompts)
 
 
 def batch_of_lengths(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> Sequences:
     """As ``batch_of_prompts``, with prompts that share nothing with each other."""
     return batch_of_prompts([np.full(length, g) for g, length in enumerate(prompts)], responses)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What of a run's settings its speed depends on.
-
-    Attributes:
-        budget: tokens of a micro-batch, of all GPUs that share a sequence.
-        levels: have sizes.
-        carry: ``prefix_grouper.carry=auto``.
-        kernel: of packed mode; stock verl runs flash_attn_2.
-    """
-
-    budget: int
-    levels: Levels
-    carry: bool = True
-    compile_layers: bool = True
-    kernel: str = "flash_attn_2"
 
 
 @dataclass(frozen=True)
@@ -116,83 +95,89 @@ class Forecast:
         return fixed + max(head + self.kept_gib, self.activation_gib)
 
 
-def forecast(batch: Sequences, flops: ModelFlops, settings: Settings) -> Forecast:
+def forecast(
+    batch: Sequences,
+    flops: ModelFlops,
+    levels: Levels,
+    budget: int,
+    *,
+    carry: bool = True,
+    compile_layers: bool = True,
+    kernel: str = "flash_attn_2",
+) -> Forecast:
     """Predict one rank's mini-batch.
+
+    Args:
+        batch, flops: its sequences, and the price of their tokens.
+        levels: with sizes.
+        budget: tokens of a micro-batch, of all GPUs that share a sequence.
+        carry: ``prefix_grouper.carry=auto``.
+        compile_layers, kernel: of packed mode; stock verl runs flash_attn_2, and compiles nothing.
 
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    order, limits, tokens = batch.order(), MicroBatchLimits(settings.budget), int(batch.lengths.sum())
-    levels, sizes = settings.levels.within_stock(tokens_of_stock(batch.lengths, limits)), settings.levels.sizes
+    limits, tokens = MicroBatchLimits(budget), int(batch.lengths.sum())
+    levels, sizes = levels.within_stock(tokens_of_stock(batch.lengths, limits)), levels.sizes
     assert sizes is not None
+    # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
+    passes = 3 if levels.asked is Level.ALL else 4
+
+    def price(
+        forward_only: bool, tokens: int, pairs: float, labels: int, micro_batches: int = 1, attends_again: bool = False
+    ) -> FloatArray:
+        """FLOPs (3,) of a phase: those that compiled layers speed up, those that the kernel does, and the rest."""
+        body, head = flops.per_token * tokens, flops.per_label * labels
+        starts = MICRO_BATCH_COST * flops.per_token * micro_batches
+        if forward_only:
+            return np.array([body, pairs, head + starts])
+        of_pairs = 1 + BACKWARD_OF_PAIRS + attends_again
+        return np.array([passes * body, of_pairs * pairs, 3 * head + passes * starts])
+
     pairs = float(flops.attention(np.zeros_like(batch.lengths), batch.lengths).sum())
-    alone, shared, memory, physical_tokens = [], [], [], 0
+    alone, shared, updates = [], [], []
     for forward_only in (True, False):
-        weights = cache_weights(levels, forward_only) if settings.carry else None
+        micro_batches = -(-tokens // budget)
+        alone.append(float(price(forward_only, tokens, pairs, tokens, micro_batches, passes == 4).sum()))
+        weights = cache_weights(levels, forward_only) if carry else None
         of_phase = replace(levels, room=None) if forward_only else levels  # no layer keeps anything for a backward
-        groups = cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=of_phase)
-        micro_batches = -(-tokens // settings.budget)
-        alone.append(float(_flops(flops, settings, forward_only, tokens, pairs, tokens, micro_batches, True).sum()))
+        groups = cut_micro_batches(batch.order(), limits, weights, forward_only=forward_only, levels=of_phase)
         priced = np.zeros(3)
         for layout in (layout for group in groups for layout in lay_out(group, batch, forward_only)):
-            labels = len(layout.head_index)
+            labels, seen = len(layout.head_index), float(flops.attention(*layout.segments).sum())
             level = levels.choose(layout.num_tokens, labels, *layout.cache_use)
-            seen = float(flops.attention(*layout.segments).sum())
-            again = not level.keeps_attention
-            priced += _flops(flops, settings, forward_only, layout.num_tokens, seen, labels, 1, again)
-            priced[0] += flops.without_head(layout.prefill) if layout.prefill is not None else 0.0
+            priced += price(forward_only, layout.num_tokens, seen, labels, attends_again=not level.keeps_attention)
+            if layout.prefill is not None:
+                priced[0] += flops.without_head(layout.prefill)
             if not forward_only:
-                physical_tokens += layout.num_tokens
-                kept = layout.num_tokens * sizes.waiting(level) + sizes.beside(*layout.cache_use)
-                working = layout.num_tokens * sizes.working(level)
-                on_host = levels.host_bytes(level, layout.num_tokens)
-                memory.append(((kept + working) / levels.ranks, kept / levels.ranks, on_host, level))
+                updates.append((layout, level))
         shared.append(priced)
 
     def speedups(compiled: bool) -> tuple[float, float]:
-        speeds = np.array([COMPILED if compiled else 1.0, KERNELS[settings.kernel], 1.0])
+        speeds = np.array([COMPILED if compiled else 1.0, KERNELS[kernel], 1.0])
         old_log_prob, update = (float(a / (b / speeds).sum()) for a, b in zip(alone, shared, strict=True))
         return old_log_prob, update
 
-    old_log_prob, update = speedups(settings.compile_layers)
-    most, waiting, _, level = max(memory, key=lambda found: found[0])
+    def kept(layout: PackedLayout, level: Level) -> float:
+        return (layout.num_tokens * sizes.waiting(level) + sizes.beside(*layout.cache_use)) / levels.ranks
+
+    def peak(layout: PackedLayout, level: Level) -> float:
+        return kept(layout, level) + layout.num_tokens * sizes.working(level) / levels.ranks
+
+    old_log_prob, update = speedups(compile_layers)
+    layout, level = max(updates, key=lambda update: peak(*update))
     return Forecast(
-        budget=settings.budget,
-        micro_batches=len(memory),
+        budget=budget,
+        micro_batches=len(updates),
         logical_tokens=tokens,
-        physical_tokens=physical_tokens,
+        physical_tokens=sum(layout.num_tokens for layout, _ in updates),
         flop_ratio=float(flops.alone(batch.lengths).sum() / flops.forward([batch.lay_out()])),
         old_log_prob=old_log_prob,
         update=update,
         sharing_alone=speedups(compiled=False),
         alone=(alone[0], alone[1]),
         level=level,
-        kept_gib=waiting / 2**30,
-        activation_gib=most / 2**30,
-        host_gib=max(on_host for _, _, on_host, _ in memory) / 2**30,
-    )
-
-
-def _flops(
-    flops: ModelFlops,
-    settings: Settings,
-    forward_only: bool,
-    tokens: int,
-    pairs: float,
-    labels: int,
-    micro_batches: int,
-    again: bool,
-) -> FloatArray:
-    """FLOPs (3,) of a phase: those that compiled layers speed up, those that the attention kernel does, and the rest.
-
-    Those of ``pairs`` run once more in the backward where attention is computed ``again``.
-    """
-    body, head = flops.per_token * tokens, flops.per_label * labels
-    starts = MICRO_BATCH_COST * flops.per_token * micro_batches
-    if forward_only:
-        return np.array([body, pairs, head + starts])
-    # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
-    passes = 3 if settings.levels.asked is Level.ALL else 4
-    return np.array(
-        [passes * body, (1 + BACKWARD_OF_PAIRS + (again and passes == 4)) * pairs, 3 * head + passes * starts]
+        kept_gib=kept(layout, level) / 2**30,
+        activation_gib=peak(layout, level) / 2**30,
+        host_gib=max(levels.host_bytes(level, layout.num_tokens) for layout, level in updates) / 2**30,
     )

@@ -115,8 +115,11 @@ class TokenBytes:
         at_head = 5 * self.inputs + (0 if fused_kernels else self.logits)
         return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS))
 
-    def beside(self, cached: int, pending: int, states: int = 0, pending_states: int = 0) -> int:
-        """Of a chunk of a split group: tokens and states that it reads, and those that it computes for later chunks."""
+    def beside(self, cached: int = 0, pending: int = 0, states: int = 0, pending_states: int = 0) -> int:
+        """Of a chunk of a split group: tokens that it reads, and those that it computes for later chunks.
+
+        Of ``states`` the same, those that recurrent layers hold behind some of these tokens.
+        """
         of_tokens = self.caching_layers * (cached * (self.key_value + self.sums) + pending * self.sums)
         return of_tokens + states * (self.state + self.state_sums) + pending_states * self.state_sums
 
