@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -117,25 +118,18 @@ def parse(overrides: str) -> dict[str, Any]:
     return {override.key_or_group: override.value() for override in found}
 
 
-FSDP_EXAMPLE = (
-    "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False data.train_batch_size=1024 "
-    "data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error "
-    "actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=256 "
-    "actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl "
-    "actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True "
-    "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=2 "
-    "actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5 "
-    "actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.critic_warmup=0 trainer.logger=[console,wandb] "
-    "trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 "
-    "ray_kwargs.ray_init.num_gpus=null trainer.balance_batch=True "
-)
+SECTIONS = ("model", "actor", "rollout", "ref")
+VERL_EXAMPLES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "verl_examples.yaml").read_text())
+
+
+def example_settings(overrides: str) -> dict[str, Any]:
+    """By whole keys: the file leaves out ``actor_rollout_ref``."""
+    parsed = parse(overrides).items()
+    return {f"actor_rollout_ref.{key}" if key.split(".")[0] in SECTIONS else key: value for key, value in parsed}
+
+
+SHARED = {"ray_kwargs.ray_init.num_gpus": None, **example_settings(VERL_EXAMPLES["shared"])}
 """What verl's examples for FSDP have in common."""
-DYNAMIC = (
-    "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576 "
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576 "
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576 "
-)
 CRITIC = (
     "algorithm.adv_estimator=gae critic.model.path={checkpoint} critic.ppo_micro_batch_size_per_gpu=8 "
     "critic.model.use_remove_padding=True critic.optim.lr=1e-5 "

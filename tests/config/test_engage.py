@@ -23,16 +23,16 @@ def stock_config(runnable_overrides: list[str]):
     return composed
 
 
-def test_one_flag_brings_the_engines_and_the_options(stock_config) -> None:
-    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64")
+def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(stock_config) -> None:
+    config = stock_config(*FLAG, "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.carry=never")
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
         section = OmegaConf.select(config, engine)
         assert section._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
         assert section.use_prefix_grouper is True
-        assert section.prefix_grouper.logits_chunk_size == 64
-        assert section.prefix_grouper.carry == "auto"
+        options = section.prefix_grouper.logits_chunk_size, section.prefix_grouper.carry
+        assert options == ((2048, "never") if engine == "critic.fsdp" else (64, "auto"))
     with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
         config.trainer.no_such_key = 1
     once = OmegaConf.to_yaml(config)
@@ -48,25 +48,10 @@ def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, .
     assert OmegaConf.to_yaml(config) == before
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ((f"{ACTOR}.use_prefix_grouper=no",), "use_prefix_grouper=no"),
-        ((*FLAG, f"{ACTOR}.strategy=megatron"), "strategy"),
-    ],
-    ids=["a word that is no boolean", "another engine"],
-)
-def test_what_cannot_engage_is_refused(stock_config, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engage(stock_config(*overrides))
-
-
-def test_options_of_one_role_are_kept(stock_config) -> None:
-    config = stock_config(*FLAG, "+critic.fsdp.prefix_grouper.carry=never")
-    engage(config)
-    assert config.critic.fsdp.prefix_grouper.carry == "never"
-    assert config.critic.fsdp.prefix_grouper.logits_chunk_size == 2048
-    assert config.actor_rollout_ref.actor.fsdp_config.prefix_grouper.carry == "auto"
+def test_a_word_that_is_no_boolean_and_another_engine_are_refused(stock_config) -> None:
+    for override in (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron"):
+        with pytest.raises(ConfigError, match=override):
+            engage(stock_config(*FLAG, override))
 
 
 def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(stock_config, monkeypatch) -> None:

@@ -11,12 +11,10 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
-from verl_pg_plugin.config.preflight import sharing_issues
 from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
-TARGET = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
@@ -57,28 +55,6 @@ def test_other_engines_of_verl_keep_their_config(engine):
     config = compose_config(f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf")
     assert "fsdp_config" not in config.actor_rollout_ref.actor
     assert mode_of(config) is Mode.RMPAD
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [
-            f"{role}.fsdp_config.{field}"
-            for role in (ACTOR, REF)
-            for field in (f"_target_={TARGET}", "use_prefix_grouper=True")
-        ],
-        ["hydra.searchpath=[pkg://verl_pg_plugin.config.hydra]", "+prefix_grouper=dp"],
-    ],
-    ids=["field-by-field", "config-group"],
-)
-def test_verls_entry_point_takes_the_documented_overrides(runnable_overrides, overrides):
-    overrides = [f"+{item}" if item.endswith("fsdp_config.use_prefix_grouper=True") else item for item in overrides]
-    config = compose_stock(*runnable_overrides, f"{ACTOR}.use_prefix_grouper=True", *overrides)
-    assert sharing_issues(config) == []
-    for role in (ACTOR, REF):
-        engine_config = engine_configs(config, role)[0]
-        assert isinstance(engine_config, PrefixGrouperEngineConfig)
-        assert engine_config.use_prefix_grouper
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from config_support import CRITIC, compose_config, compose_stock
-from test_rules import engine_configs, errors
+from test_rules import assert_refused_alike, engine_configs, errors
 
 from verl_pg_plugin.config import PrefixGrouperVeOmniEngineConfig, engine_config, rules
 from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import engage
-from verl_pg_plugin.config.mode import Engine
-from verl_pg_plugin.config.preflight import preflight
-from verl_pg_plugin.config.rules import engine_of, roles_of
+from verl_pg_plugin.config.preflight import RAY_INIT, preflight
+from verl_pg_plugin.config.rules import engine_of
+from verl_pg_plugin.issue import Issue
 
 ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
 FLAG = f"{ACTOR}.use_prefix_grouper=True"
@@ -72,14 +72,7 @@ def test_the_flag_reaches_both_roles_from_either_entry_point(veomni_config, runn
 
 @pytest.mark.parametrize(("override", "why", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str, veomni_config) -> None:
-    config = veomni_config(override)
-    before = [issue for issue in errors(config) if why in issue.why]
-    engines = [Engine.of(*engine_configs(config, role)) for role in roles_of(config)]
-    inside = [issue for engine in engines for rule in rules.RULES if (issue := rule(engine))]
-    assert before
-    assert {issue.why for issue in before} == {issue.why for issue in inside if why in issue.why}
-    assert all(fix in issue.fix for issue in before)
-    assert any(override.partition("=")[0].lstrip("+") in issue.setting for issue in before)
+    assert_refused_alike(veomni_config(override), override.partition("=")[0], why, fix)
 
 
 def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_config) -> None:
@@ -94,23 +87,16 @@ def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_over
     assert {issue.fix for issue in found} == {"model_engine=veomni"}
 
 
-def test_without_the_package_the_command_is_named(veomni_config, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = veomni_config()
-    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
-    fixes = [issue.fix for issue in errors(config) if "the package veomni" in issue.why]
-    assert fixes == ["pip install veomni, or model_engine=dp"] * 2
-
-
-def test_a_driver_without_the_package_starts_workers_that_have_it(
-    runnable_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("address", "is_warning"), [("local", False), ("auto", True)])
+def test_a_driver_without_the_package_starts_workers_that_may_have_it(
+    address: str, is_warning: bool, veomni_config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the package and its engine are not there
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
-    found = preflight(
-        compose_config("model_engine=veomni", *runnable_overrides, FLAG, "ray_kwargs.ray_init.address=auto")
-    )
-    assert [issue.setting for issue in found] == [f"{role}.strategy=veomni" for role in (ACTOR, REF)]
-    assert all(issue.is_warning for issue in found)
+    fix, found = "pip install veomni, or model_engine=dp", preflight(veomni_config(f"{RAY_INIT}.address={address}"))
+    assert found == [
+        Issue(f"{role}.strategy=veomni", found[0].why, fix, is_warning=is_warning) for role in (ACTOR, REF)
+    ]
 
 
 def test_layers_compile_only_where_asked(veomni_config, on_gpus) -> None:

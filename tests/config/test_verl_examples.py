@@ -9,57 +9,41 @@ from typing import Any
 
 import pytest
 import transformers
-import yaml
-from config_support import TINY, parse, save_checkpoint, save_data
+from config_support import SHARED, TINY, VERL_EXAMPLES, example_settings, save_checkpoint
 
 from verl_pg_plugin.config import Mode, compile, preflight, rules
 from verl_pg_plugin.config.keys import ACTOR
 
-DATA = yaml.safe_load((Path(__file__).parent / "verl_examples.yaml").read_text())
-SECTIONS = ("model", "actor", "rollout", "ref")
+SCRIPTS = VERL_EXAMPLES["scripts"]
 VISION = {"text_config": TINY}
 SIZES: dict[str, dict[str, Any]] = {"glm4v": VISION, "qwen2_5_vl": VISION, "qwen3_vl": VISION}
-
-
-def settings_of(overrides: str) -> dict[str, Any]:
-    """By whole keys: the data leaves out ``actor_rollout_ref``."""
-    parsed = parse(overrides).items()
-    return {f"actor_rollout_ref.{key}" if key.split(".")[0] in SECTIONS else key: value for key, value in parsed}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("examples")
-    types = sorted({script["model"] for script in DATA["scripts"].values()})
+    types = sorted({script["model"] for script in SCRIPTS.values()})
     sizes = {name: SIZES.get(name, TINY) for name in types}
     return {
         name: save_checkpoint(folder / name, transformers.CONFIG_MAPPING[name](**size)) for name, size in sizes.items()
     }
 
 
-@pytest.mark.parametrize("name", DATA["scripts"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_verls_example_with_the_flag_runs_or_is_refused_with_its_reason(
-    name: str, checkpoints: dict[str, Path], make_config, on_gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, checkpoints: dict[str, Path], make_config, on_gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpus(8)
     find, there = importlib.util.find_spec, importlib.util.find_spec("torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "flash_attn" else find(name))
-    script = DATA["scripts"][name]
-    config = make_config(
-        Mode.PACKED,
-        {
-            "ray_kwargs.ray_init.num_gpus": None,
-            "actor_rollout_ref.model.path": str(checkpoints[script["model"]]),
-            "critic.model.path": str(checkpoints[script["model"]]),
-            "data.train_files": str(save_data(tmp_path / "rows.parquet")),
-            **settings_of(DATA["shared"]),
-            **settings_of(script.get("sets", "")),
-        },
-    )
+    script = SCRIPTS[name]
+    path = str(checkpoints[script["model"]])
+    made = {"actor_rollout_ref.model.path": path, "critic.model.path": path}
+    config = make_config(Mode.PACKED, SHARED | made | example_settings(script.get("sets", "")))
     errors = [issue for issue in preflight.preflight(config) if not issue.is_warning]
     if "refused" not in script:
         assert errors == []
-        hf_config = transformers.AutoConfig.from_pretrained(checkpoints[script["model"]])
+        hf_config = transformers.AutoConfig.from_pretrained(path)
         compiles, _ = compile.layer_compilation(rules.engine_of(config, ACTOR, hf_config))
         assert compiles == ("note" not in script)
         return
@@ -70,7 +54,7 @@ def test_the_page_names_each_example_beside_what_becomes_of_it() -> None:
     page = (Path(__file__).parents[2] / "docs/support.md").read_text()
     _, runs, rest = re.split("^Run(?: with layers uncompiled)?: ", page, flags=re.MULTILINE)
     uncompiled, refused = rest.split("\n\n", 1)
-    for name, script in DATA["scripts"].items():
+    for name, script in SCRIPTS.items():
         file = f"`{name}_fsdp.sh`"
         if "refused" in script:
             assert re.search(rf"\| {file} \| {script['refused']} \| `?{script['way']}", refused), name
