@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,25 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from tensordict import TensorDict
 from verl.utils.torch_dtypes import PrecisionType
 
-from tests.support import Result
+from tests.support import PRECISIONS, Result, run_engine
 from verl_pg_plugin.engine import verify
 from verl_pg_plugin.engine.engine import SharedPrefixEngine
 
-PRECISIONS = {
-    name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
-    for name in ("fp32", "bf16", "fp16")
-}
-"""Fields of an engine config."""
 BF16 = PRECISIONS["bf16"]
+FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
+"""Fields of a model config, as stock rmpad needs them on a GPU."""
+GPU_SIZES = {
+    "vocab_size": 98,  # even: verl offloads without waiting, and FSDP2 reads parameters that it pads at once
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.05,
+}
 POOLED = 4096
 """Parameters with fewer elements are compared together: the error of a few numbers is a matter of luck."""
 FACTOR = 1.1
@@ -52,6 +59,10 @@ def errors(result: Result, reference: Result) -> dict[str, float]:
     if small:
         pairs["small parameters"] = tuple(map(torch.cat, zip(*small, strict=True)))
     return {name: ((got.cpu().float() - want).norm() / want.norm()).item() for name, (got, want) in pairs.items()}
+
+
+def error_of(engine: Any, batch: TensorDict, reference: Result, loss: Callable | None = None) -> dict[str, float]:
+    return errors(run_engine(engine, batch, loss), reference)
 
 
 def pooled(batches: list[dict[str, float]]) -> dict[str, float]:

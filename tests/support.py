@@ -1,7 +1,7 @@
 """Tiny real models, verl batches, verl engines, and every sequence alone in float32: the reference of all tests."""
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,7 @@ import transformers
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from tensordict import TensorDict
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+from torch.distributed.tensor import DTensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
@@ -54,7 +55,11 @@ TINY: dict[str, Any] = {
 FUSED_HEAD = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # FSDP1 refuses to broadcast weights from a CPU, which gloo does all the same.
 _init_utils._check_module_states_for_sync_module_states = lambda states: None
-VEOMNI_ON_A_CPU = {"mixed_precision": True, "attn_implementation": "eager", "moe_implementation": "eager"}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    name: {"mixed_precision": {"param_dtype": name, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+    for name in ("fp32", "bf16", "fp16")
+}
+"""Fields of an engine config."""
 
 
 def save_tiny_model(path: Path, model_type: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
@@ -100,8 +105,12 @@ def critic_batch(samples: list[Sample], **settings: Any) -> TensorDict:
     rng = np.random.default_rng(5)
     for name in ("values", "returns"):
         rows = [torch.tensor(rng.normal(0.0, 0.3, len(s.response)), dtype=torch.float32) for s in samples]
-        batch[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        batch[name] = jagged(rows)
     return batch
+
+
+def jagged(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def join_group_of_one() -> None:
@@ -132,42 +141,45 @@ def make_engine(
     join_group_of_one()
     model_type = "value_model" if critic else "language_model"
     register()  # verl may have been imported by a module of ours, in the middle of which its plugins registered nothing
-    engine = engine or {}
-    options = {name: engine[name] for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys()}
+    engine, options = dict(engine or {}), {}
+    for name in engine.keys() & PrefixGrouperOptions.__dataclass_fields__.keys():
+        options[name] = engine.pop(name)
     on_veomni = strategy == "veomni"
-    fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    of_strategy: dict[str, Any] = VEOMNI_ON_A_CPU if on_veomni else {"mixed_precision": fp32}
-    engine_config = (PrefixGrouperVeOmniEngineConfig if on_veomni else PrefixGrouperEngineConfig)(
-        prefix_grouper=PrefixGrouperOptions(**options),
-        **{
-            "strategy": strategy,
-            "use_prefix_grouper": packed,
-            "use_dynamic_bsz": not padded,
-            "use_torch_compile": False,
-            **of_strategy,
-            **{name: value for name, value in engine.items() if name not in options},
-        },
-    )
-    model_config = HFModelConfig(
-        **{
-            "path": model_path,
-            "model_type": model_type,
-            "load_tokenizer": False,
-            "use_remove_padding": not padded,
-            "override_config": {"attn_implementation": "sdpa"},
-            "enable_gradient_checkpointing": True,
-            **(model or {}),
-        }
-    )
+    config_cls, optimizer_cls, of_strategy = PrefixGrouperEngineConfig, FSDPOptimizerConfig, PRECISIONS["fp32"]
+    if on_veomni:
+        config_cls, optimizer_cls = PrefixGrouperVeOmniEngineConfig, VeOmniOptimizerConfig
+        of_strategy = {"mixed_precision": True, "attn_implementation": "eager", "moe_implementation": "eager"}
+    engine_settings = {
+        "strategy": strategy,
+        "use_prefix_grouper": packed,
+        "use_dynamic_bsz": not padded,
+        "use_torch_compile": False,
+        **of_strategy,
+        **engine,
+    }
+    model_settings = {
+        "path": model_path,
+        "model_type": model_type,
+        "load_tokenizer": False,
+        "use_remove_padding": not padded,
+        "override_config": {"attn_implementation": "sdpa"},
+        "enable_gradient_checkpointing": True,
+        **(model or {}),
+    }
     built = (engine_cls or EngineRegistry.get_engine_cls(model_type, strategy))(
-        model_config=model_config,
-        engine_config=engine_config,
-        optimizer_config=(VeOmniOptimizerConfig if on_veomni else FSDPOptimizerConfig)(
-            lr=1e-2, total_training_steps=10
-        ),
+        model_config=HFModelConfig(**model_settings),
+        engine_config=config_cls(prefix_grouper=PrefixGrouperOptions(**options), **engine_settings),
+        optimizer_config=optimizer_cls(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    with in_float32(built) if on_veomni else nullcontext():
+    if on_veomni:  # whose config has no dtype: it would build its model for bf16
+        from verl.workers.engine.veomni import transformer_impl
+
+        built._autocast_dtype = torch.float32
+        float32 = partial(transformer_impl.MixedPrecisionConfig, param_dtype="float32")
+        with patch.object(transformer_impl, "MixedPrecisionConfig", float32):
+            built.initialize()
+    else:
         built.initialize()
     if splits:
         split_always(built)
@@ -195,24 +207,10 @@ def splitting(engine: Any) -> Iterator[None]:
         chains.extend(output["metrics"]["prefix_grouper/chains"])
         return output
 
-    engine.forward_backward_batch = counted
-    try:
+    with patch.object(engine, "forward_backward_batch", counted):
         yield
-    finally:
-        engine.forward_backward_batch = run
     assert chains
     assert all(chains), "no group was split, so nothing was shown"
-
-
-@contextmanager
-def in_float32(engine: Any) -> Iterator[None]:
-    """verl's VeOmni engine, whose config has no dtype, builds its model for float32 instead of bf16, and runs it so."""
-    from verl.workers.engine.veomni import transformer_impl
-
-    engine._autocast_dtype = torch.float32
-    float32 = partial(transformer_impl.MixedPrecisionConfig, param_dtype="float32")
-    with patch.object(transformer_impl, "MixedPrecisionConfig", float32):
-        yield
 
 
 def actor_loss(**overrides: Any) -> Callable:
@@ -229,17 +227,14 @@ def actor_loss(**overrides: Any) -> Callable:
     return partial(ppo_loss, config=FSDPActorConfig(**settings))
 
 
-def critic_loss() -> Callable:
-    """verl's clipped value loss."""
-    return partial(value_loss, config=FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1))
-
-
 def is_critics(batch: TensorDict) -> bool:
     return "returns" in batch.keys()  # noqa: SIM118 - a TensorDict iterates over its batch
 
 
 def default_loss(batch: TensorDict) -> Callable:
-    return critic_loss() if is_critics(batch) else actor_loss()
+    """``actor_loss``, or verl's clipped value loss."""
+    critic = FSDPCriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1)
+    return partial(value_loss, config=critic) if is_critics(batch) else actor_loss()
 
 
 def clone(batch: TensorDict) -> TensorDict:
@@ -272,28 +267,11 @@ def response_values(values: torch.Tensor | list[torch.Tensor], batch: TensorDict
 
 def full_gradients(module: Any) -> dict[str, torch.Tensor]:
     """Gradients by the names that parameters have outside FSDP, gathered from all ranks."""
-    if isinstance(module, FullyShardedDataParallel) and not module._use_orig_params:
-        return flat_gradients(module)
-    # FSDP1 keeps whole parameters (use_orig_params) for the time of this block, under names with its own in between.
-    whole = (
-        FullyShardedDataParallel.summon_full_params(module, with_grads=True)
-        if isinstance(module, FullyShardedDataParallel)
-        else nullcontext()
-    )
-    with whole:
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): (
-                (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
-            )
-            for name, p in module.named_parameters()
-            if p.grad is not None
-        }
-
-
-def flat_gradients(module: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
-    """The same where FSDP1 holds the gradient of many parameters in one, which torch hands out to nobody."""
+    if not isinstance(module, FullyShardedDataParallel):
+        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        return {name: (g.full_tensor() if isinstance(g, DTensor) else g.detach()).clone() for name, g in grads.items()}
     gradients = {}
-    for name, unit in module.named_modules():
+    for name, unit in module.named_modules():  # FSDP1 holds the gradient of many parameters in one
         handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or handle.flat_param.grad is None:
             continue
@@ -396,10 +374,7 @@ def learned(
     for indices in cut or [range(len(batch))]:
         data = tu.index_select_tensor_dict(batch, list(indices))
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(batch["loss_mask"].values().sum()))
-        outputs = {
-            name: torch.nested.as_nested_tensor([of_name[i] for i in indices], layout=torch.jagged)
-            for name, of_name in rows.items()
-        }
+        outputs = {name: jagged(of_name[i] for i in indices) for name, of_name in rows.items()}
         of_part, metrics = (loss or default_loss(batch))(model_output=outputs, data=data)
         value = value + of_part
     value.backward()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.test_activations import recording, same_bits, update_at
-from tests.engine.test_gpu import SIZES, two_groups
-from tests.precision import BF16
+from tests.engine.test_gpu import two_groups
+from tests.precision import BF16, GPU_SIZES
 from tests.support import clone, group, make_engine, save_tiny_model, split_always, splitting
 from verl_pg_plugin.attention.kernels import kernel_obstacle
 from verl_pg_plugin.engine import activations
@@ -29,8 +29,7 @@ ON_HOST = [Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    sizes = {**SIZES, "num_hidden_layers": LAYERS}
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **sizes)
+    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), **{**GPU_SIZES, "num_hidden_layers": LAYERS})
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensordict import TensorDict
 
 from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, trie
 from tests.engine.ranks import check_exact_on_ranks
+from tests.engine.test_exactness import WINDOW
 from tests.support import (
     assert_same,
     check_exact,
@@ -31,41 +31,31 @@ def by_sequences(number: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
 def engine(qwen3: str) -> Any:
     return make_engine(qwen3, splits=True)
 
 
-def batch_of(case: str) -> TensorDict:
-    samples, budget = CASES[case]
-    return make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
-
-
-WAYS: dict[str, TensorDict] = {
-    **{case: batch_of(case) for case in CASES},
-    "groups above a number of sequences": make_batch(MIXED, **by_sequences(3)),
-    "a chunk that begins with a duplicate": make_batch(DUPLICATES, **by_sequences(2)),
+BATCHES = {
+    case: make_batch(samples, max_token_len_per_gpu=budget, calculate_sum_pi_squared=True)
+    for case, (samples, budget) in CASES.items()
 }
+BATCHES["groups above a number of sequences"] = make_batch(MIXED, **by_sequences(3))
+BATCHES["a chunk that begins with a duplicate"] = make_batch(DUPLICATES, **by_sequences(2))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_split_groups_are_exact(qwen3: str, engine: Any, way: str) -> None:
+@pytest.mark.parametrize("case", BATCHES)
+def test_split_groups_are_exact(qwen3: str, engine: Any, case: str) -> None:
     """Other options meet split groups in tests/options, rare layers in tests/architectures and tests/mixers."""
-    check_exact(engine, qwen3, WAYS[way], splits=True)
+    check_exact(engine, qwen3, BATCHES[case], splits=True)
 
 
-def test_windows_over_chunks_are_exact(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, sliding_window=6, use_sliding_window=True, max_window_layers=1)
-    check_exact(make_engine(path, splits=True), path, make_batch(MIXED, max_token_len_per_gpu=56), splits=True)
-
-
-def test_values_of_cached_tokens_reach_the_critic(value_model: str) -> None:
-    batch = critic_batch(MIXED, max_token_len_per_gpu=56)
-    check_exact(make_engine(value_model, critic=True, splits=True), value_model, batch, splits=True)
+@pytest.mark.parametrize("model", ["windows", "values"])
+def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(
+    value_model: str, tmp_path: Path, model: str
+) -> None:
+    make, path = (critic_batch, value_model) if model == "values" else (make_batch, save_tiny_model(tmp_path, **WINDOW))
+    engine = make_engine(path, critic=model == "values", splits=True)
+    check_exact(engine, path, make(MIXED, max_token_len_per_gpu=56), splits=True)
 
 
 def test_cached_tokens_count_in_the_budget(qwen3: str) -> None:
@@ -85,7 +75,7 @@ def test_a_number_of_sequences_bounds_the_memory_of_what_is_cached_too(qwen3: st
 def test_every_row_is_computed_once_with_gradient(qwen3: str, engine: Any) -> None:
     engines, rows = {"auto": engine, "never": make_engine(qwen3, engine={"carry": "never"})}, {}
     for carry, of in engines.items():
-        (rows[carry],) = update(of, batch_of("one_group_of_8")).metrics["prefix_grouper/physical_tokens"]
+        (rows[carry],) = update(of, BATCHES["one_group_of_8"]).metrics["prefix_grouper/physical_tokens"]
     assert rows["auto"] == 19 + sum(len(sample.response) for sample in ONE_GROUP)
     assert rows["never"] > rows["auto"] + 19
 
@@ -106,7 +96,7 @@ def test_a_gradient_that_is_not_handed_back_is_noticed_here(
         return blocks
 
     monkeypatch.setattr(PrefixCache, "pop", forgetful)
-    batch = batch_of("a_trie_of_three_levels")
+    batch = BATCHES["a_trie_of_three_levels"]
     with pytest.raises(AssertionError, match="gradient of"):
         assert_same(update(engine, batch), run_reference(qwen3, batch))
 

@@ -19,12 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import actor_loss, check_exact, group, make_engine, run_engine, update
 from verl_pg_plugin.engine import compiled_layers
-from verl_pg_plugin.engine.compiled_layers import (
-    LayerCompilerError,
-    compile_forward,
-    compile_layers,
-    compiling,
-)
+from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
 from verl_pg_plugin.synthetic import make_batch
 
 BUDGET = 40

@@ -122,12 +122,8 @@ def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way:
 def test_cutting_padded_groups_changes_neither_order_nor_gradient_scale(
     engines: dict[str, Any], qwen3: str, size: int
 ) -> None:
-    """Packed micro-batches are cut in tests/options."""
-    check_exact(engines["padded groups"], qwen3, make_batch(MIXED, **PADDED | {"micro_batch_size_per_gpu": size}))
-
-
-def test_temperature_of_each_sample_within_one_padded_group(engines: dict[str, Any], qwen3: str) -> None:
-    batch = make_batch(MIXED, **PADDED)
+    """Packed micro-batches are cut in tests/options; here each sample has its temperature."""
+    batch = make_batch(MIXED, **PADDED | {"micro_batch_size_per_gpu": size})
     batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3])
     check_exact(engines["padded groups"], qwen3, batch)
 
@@ -169,42 +165,27 @@ def test_positions_that_nobody_reads_hold_zero(packed: Any) -> None:
 
 COMPUTED = (19 + 5 + 9 + 1 + 7, 2 + 5 + 3, 33 + 4 - 1)
 """Tokens of the groups of ``MIXED``."""
-LOGICAL, CUT = sum(len(s.prompt) + len(s.response) for s in MIXED), {"max_token_len_per_gpu": 45}
-COUNTED: dict[str, tuple[str, list[Sample], dict, dict[str, float]]] = {
-    "groups": (
-        "packed",
-        MIXED,
-        CUT,
-        {
-            "logical_tokens": LOGICAL,
-            "physical_tokens": sum(COMPUTED),
-            "dedup_ratio": LOGICAL / sum(COMPUTED),
-            "groups_per_micro_batch": 1,
-            "attention_backend/sdpa": 1,
-        },
-    ),
-    "padding": ("padding", MIXED, CUT, {"physical_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)}),
-    "turns that only continue one another share": (
-        "packed",
-        CASES["turns_that_only_continue_one_another"],
-        {},
-        {"rmpad_micro_batches": 0, "physical_tokens": 4 * 8 + 3 + 2 - 1},
-    ),
-    "lines of padded groups": (
-        "padded groups",
-        MIXED,
-        PADDED,
-        {"physical_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
-    ),
+LOGICAL = sum(len(s.prompt) + len(s.response) for s in MIXED)
+COUNTED: dict[str, dict[str, float]] = {
+    "packed": {
+        "logical_tokens": LOGICAL,
+        "physical_tokens": sum(COMPUTED),
+        "dedup_ratio": LOGICAL / sum(COMPUTED),
+        "groups_per_micro_batch": 1,
+        "attention_backend/sdpa": 1,
+        "rmpad_micro_batches": 1,  # of the group of one
+    },
+    "padding": {"physical_tokens": 3 * 60, "padding_tokens": 3 * 60 - sum(COMPUTED)},
+    "padded groups": {"physical_tokens": 3 * max(COMPUTED), "groups_per_micro_batch": 3},
 }
 
 
-@pytest.mark.parametrize("case", COUNTED)
-def test_metrics_count_tokens_that_were_computed(engines: dict[str, Any], qwen3: str, case: str) -> None:
-    mode, samples, settings, expected = COUNTED[case]
+@pytest.mark.parametrize("mode", COUNTED)
+def test_metrics_count_tokens_that_were_computed(engines: dict[str, Any], qwen3: str, mode: str) -> None:
     padding = {"pad_to_length": True, "pad_to_length_bucket": 60}
     engine = make_engine(qwen3, engine=padding) if mode == "padding" else engines[mode]
-    metrics = update(engine, make_batch(samples, **settings)).metrics
+    cut = PADDED if mode == "padded groups" else {"max_token_len_per_gpu": 45}
+    metrics, expected = update(engine, make_batch(MIXED, **cut)).metrics, COUNTED[mode]
     assert {name: metrics[f"prefix_grouper/{name}"] for name in expected} == {n: [x] for n, x in expected.items()}
 
 

@@ -7,19 +7,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.precision import BF16, SMOOTH_LOSS, errors, pooled
-from tests.support import actor_loss, clone, group, make_engine, run_engine, run_reference, save_tiny_model
+from tests.precision import BF16, GPU_SIZES, SMOOTH_LOSS, error_of, pooled
+from tests.support import actor_loss, clone, group, make_engine, run_reference, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
 LOSS = actor_loss(**SMOOTH_LOSS)
-SIZES = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 3}
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("qwen3"), initializer_range=0.05, **SIZES)
 
 
 def two_groups(budget: int, seed: int = 1) -> TensorDict:
@@ -36,13 +30,14 @@ OPTIONS: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_the_error_of_carried_groups_is_that_of_whole_groups(qwen3: str, option: str) -> None:
-    engines = {4096: make_engine(qwen3, **OPTIONS[option]), 480: make_engine(qwen3, splits=True, **OPTIONS[option])}
+def test_the_error_of_carried_groups_is_that_of_whole_groups(tmp_path: Path, option: str) -> None:
+    path = save_tiny_model(tmp_path, **GPU_SIZES)
+    engines = {4096: make_engine(path, **OPTIONS[option]), 480: make_engine(path, splits=True, **OPTIONS[option])}
     found: dict[int, list[dict[str, float]]] = {budget: [] for budget in engines}
     for seed in (1, 2, 3):
-        reference = run_reference(qwen3, two_groups(4096, seed), LOSS)
+        reference = run_reference(path, two_groups(4096, seed), LOSS)
         for budget, engine in engines.items():
-            found[budget].append(errors(run_engine(engine, two_groups(budget, seed), LOSS), reference))
+            found[budget].append(error_of(engine, two_groups(budget, seed), reference, LOSS))
     expected = pooled(found[4096])
     worse = {name: error / expected[name] for name, error in pooled(found[480]).items()}
     assert max(worse.values()) <= 1.05, worse
@@ -60,7 +55,7 @@ def peak_bytes(engine: Any, batch: TensorDict) -> tuple[float, dict]:
 
 
 def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, **SIZES, vocab_size=60_000)
+    path = save_tiny_model(tmp_path, **{**GPU_SIZES, "vocab_size": 60_000})
     engine = make_engine(path, engine={**BF16, "logits_chunk_size": 256})
     few, many = (peak_bytes(engine, make_batch(group(64, [256] * n, 1)))[0] for n in (4, 32))
     assert many - few < 0.2 * (28 * 256 * 60_000 * 2), "of the logits of 28 more"
@@ -68,7 +63,7 @@ def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Pat
 
 def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
     """Responses are short, so that chunks of both groups have as many tokens within a few percent."""
-    engine = make_engine(save_tiny_model(tmp_path, **SIZES), engine=BF16)
+    engine = make_engine(save_tiny_model(tmp_path, **GPU_SIZES), engine=BF16)
 
     def peak(responses: int) -> float:
         batch = make_batch(group(2048, [64] * responses, 1), max_token_len_per_gpu=4096)

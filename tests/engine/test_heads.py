@@ -11,10 +11,7 @@ from verl.utils import torch_functional as verl_F
 
 from tests.architectures.tiny_configs import tiny_config
 from tests.engine.ranks import check_exact_on_ranks
-from tests.support import (
-    group,
-    save_tiny_model,
-)
+from tests.support import group, save_tiny_model
 from verl_pg_plugin.architectures import skeleton
 from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_head
 from verl_pg_plugin.synthetic import make_batch

@@ -12,14 +12,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.test_exactness import MIXED, PADDED
 from tests.models.models import save_qwen3
-from tests.support import (
-    check_exact,
-    clone,
-    critic_batch,
-    critic_loss,
-    make_engine,
-    save_tiny_model,
-)
+from tests.support import check_exact, clone, critic_batch, default_loss, make_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.prepare import prepare_model
 from verl_pg_plugin.modalities import TEXT
@@ -80,7 +73,7 @@ def test_causal_lm_checkpoint_gets_a_new_head_that_learns(tmp_path: Path) -> Non
     batch, losses = critic_batch(MIXED), []
     for _ in range(4):
         with engine.train_mode():
-            losses.append(sum(engine.train_batch(clone(batch), critic_loss())["loss"]))
+            losses.append(sum(engine.train_batch(clone(batch), default_loss(batch))["loss"]))
     assert losses[-1] < losses[0]
 
 

@@ -21,14 +21,7 @@ from tests.conftest import free_port
 from tests.engine.carried_cases import ONE_GROUP
 from tests.engine.ranks import graphs_as_they_are, on_ranks
 from tests.engine.test_exactness import MIXED
-from tests.support import (
-    actor_loss,
-    clone,
-    group,
-    make_engine,
-    save_tiny_model,
-    update,
-)
+from tests.support import actor_loss, clone, group, make_engine, save_tiny_model, update
 from verl_pg_plugin.attention import kernels, passes
 from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.engine import engine as engine_module

@@ -15,15 +15,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
 from tests.precision import PRECISIONS
-from tests.support import (
-    check_exact,
-    critic_batch,
-    group,
-    infer,
-    make_engine,
-    save_tiny_model,
-    update,
-)
+from tests.support import check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors, rounding_noise
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.modalities.text import SHARING_OFF

@@ -12,26 +12,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tests.layout.tries import sequence_rows
 from tests.mixers.hybrids import save_hybrid, trie_of_depth
-from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors
-from tests.support import actor_loss, group, make_engine, run_engine, run_reference, splitting
+from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of
+from tests.support import Result, actor_loss, group, make_engine, run_reference, splitting
 from verl_pg_plugin.mixers import delta_layer
 from verl_pg_plugin.mixers.delta_layer import Levels, Windows, convolve, delta_rule_over, plain_convolution
 from verl_pg_plugin.mixers.gated_delta import kernel_obstacles
 from verl_pg_plugin.synthetic import make_batch
 
-ON_GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("process_group"),
-]
-with_fla = pytest.mark.skipif(
-    ON_GPU and bool(kernel_obstacles("cuda")), reason="; ".join(kernel_obstacles("cuda")) or "none"
-)
-FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
+OBSTACLES = kernel_obstacles("cuda")
+with_fla = pytest.mark.skipif(bool(OBSTACLES), reason="; ".join(OBSTACLES))
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -41,7 +35,7 @@ SIZES = {
     "initializer_range": 0.05,
 }
 SAMPLES = [*group(300, [60, 33, 90, 5, 71, 64, 20, 48], 1), *group(150, [100, 40, 77, 90], 2), *group(90, [64], 3)]
-KIND = "qwen3_5_text"
+BATCH, LOSS = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
 
 
 @contextmanager
@@ -56,7 +50,12 @@ def without_fla() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
     with without_fla():
-        return save_hybrid(tmp_path_factory.mktemp("hybrid"), KIND, **SIZES)
+        return save_hybrid(tmp_path_factory.mktemp("hybrid"), "qwen3_5_text", **SIZES)
+
+
+def alone(path: str, batch: TensorDict) -> Result:
+    with without_fla():
+        return run_reference(path, batch, LOSS)
 
 
 def on_gpu(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -147,35 +146,28 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
 
 @with_fla
 def test_bf16_error_is_at_most_that_of_stock_padded_mode(hybrid: str) -> None:
-    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
-    with without_fla():
-        reference = run_reference(hybrid, batch, loss)
     padded = make_batch(SAMPLES, use_remove_padding=False, use_dynamic_bsz=False, micro_batch_size_per_gpu=13)
     stock = make_engine(hybrid, packed=False, engine=BF16, model={**FLASH, "use_remove_padding": False})
-    baseline = errors(run_engine(stock, padded, loss), reference)
-    result = errors(run_engine(make_engine(hybrid, engine=BF16, model=FLASH), batch, loss), reference)
-    assert_no_worse(result, baseline)
+    reference = alone(hybrid, BATCH)
+    baseline = error_of(stock, padded, reference, LOSS)
+    assert_no_worse(error_of(make_engine(hybrid, engine=BF16, model=FLASH), BATCH, reference, LOSS), baseline)
 
 
 @with_fla
 @pytest.mark.parametrize("options", [{"verify": "first"}, {"compile_layers": True}], ids=str)
 def test_options_of_packed_mode_change_bf16_numbers_by_rounding_alone(hybrid: str, options: dict) -> None:
-    batch, loss = make_batch(SAMPLES, max_token_len_per_gpu=1200), actor_loss(**SMOOTH_LOSS)
-    with without_fla():
-        reference = run_reference(hybrid, batch, loss)
-    plain = errors(run_engine(make_engine(hybrid, engine=BF16, model=FLASH), batch, loss), reference)
-    engine = make_engine(hybrid, engine={**BF16, **options}, model=FLASH)
-    found = errors(run_engine(engine, batch, loss), reference)
+    engines = [make_engine(hybrid, engine={**BF16, **more}, model=FLASH) for more in ({}, options)]
+    reference = alone(hybrid, BATCH)
+    plain, found = (error_of(engine, BATCH, reference, LOSS) for engine in engines)
     assert all(found[name] <= 1.25 * plain[name] for name in found)
 
 
 @with_fla
 def test_split_groups_change_bf16_numbers_by_rounding_alone(hybrid: str) -> None:
-    samples, loss = group(300, [60, 33, 90, 5, 71, 64, 20, 48] * 4, 1), actor_loss(**SMOOTH_LOSS)
-    with without_fla():
-        reference = run_reference(hybrid, make_batch(samples), loss)
+    samples = group(300, [60, 33, 90, 5, 71, 64, 20, 48] * 4, 1)
+    reference = alone(hybrid, make_batch(samples))
     engine = make_engine(hybrid, splits=True, engine=BF16, model=FLASH)
-    whole = errors(run_engine(engine, make_batch(samples), loss), reference)
+    whole = error_of(engine, make_batch(samples), reference, LOSS)
     with splitting(engine):
-        split = errors(run_engine(engine, make_batch(samples, max_token_len_per_gpu=900), loss), reference)
+        split = error_of(engine, make_batch(samples, max_token_len_per_gpu=900), reference, LOSS)
     assert all(split[name] <= 1.25 * whole[name] for name in split)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from tests.modalities.tiny_vision import Shot, Shown, image_batch, save_vision_model, shots
-from tests.precision import BF16, SMOOTH_LOSS, assert_no_worse, errors
-from tests.support import actor_loss, make_engine, run_engine, run_reference
+from tests.precision import BF16, FLASH, SMOOTH_LOSS, assert_no_worse, error_of
+from tests.support import actor_loss, make_engine, run_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
-FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8], "mrope_interleaved": True}
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "initializer_range": 0.05}
 TOWER = {"hidden_size": 128, "intermediate_size": 256}  # heads of 64, as flash-attn is compiled for everywhere
@@ -39,11 +38,10 @@ def test_bf16_error_is_at_most_that_of_stock_rmpad(tmp_path_factory: pytest.Temp
     samples, loss = pictured_groups(), actor_loss(**SMOOTH_LOSS)
     batch = image_batch(path, samples, max_token_len_per_gpu=1200)
     reference = run_reference(path, batch, loss)
-    engines = [
-        make_engine(path, engine={**BF16, "compile_layers": compiled}, model=FLASH) for compiled in (False, True)
-    ]
-    found = [errors(run_engine(packed, batch, loss), reference) for packed in engines]
-    stock = make_engine(path, packed=False, engine=BF16, model=FLASH)
-    baseline = errors(run_engine(stock, batch, loss), reference)
+    found = []
+    for compiled in (False, True):
+        packed = make_engine(path, engine={**BF16, "compile_layers": compiled}, model=FLASH)
+        found.append(error_of(packed, batch, reference, loss))
+    baseline = error_of(make_engine(path, packed=False, engine=BF16, model=FLASH), batch, reference, loss)
     for uncompiled_then_compiled in found:
         assert_no_worse(uncompiled_then_compiled, baseline)

@@ -27,16 +27,7 @@ from tests.modalities.tiny_vision import (
     save_vision_model,
 )
 from tests.precision import in_float64
-from tests.support import (
-    FUSED_HEAD,
-    actor_loss,
-    check_exact,
-    clone,
-    infer,
-    make_engine,
-    save_adapter,
-    update,
-)
+from tests.support import FUSED_HEAD, actor_loss, check_exact, clone, infer, make_engine, save_adapter, update
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import image_keys
 

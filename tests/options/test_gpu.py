@@ -13,18 +13,10 @@ import torch
 from verl.utils import tensordict_utils as tu
 
 from tests.engine.ranks import on_ranks
-from tests.options.harness import (
-    Checkpoint,
-    Engines,
-    batch_of,
-    by_case,
-    errors_of,
-    rows_of,
-    run_on_this_rank,
-)
+from tests.options.harness import Checkpoint, Engines, batch_of, by_case, errors_of, rows_of, run_on_this_rank
 from tests.options.option import Case, Option, alone, pairs
 from tests.options.table import DEFAULT, OPTIONS, case_of
-from tests.precision import BF16, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors, pooled
+from tests.precision import BF16, FLASH, GPU_SIZES, PRECISIONS, SMOOTH_LOSS, assert_no_worse, errors, pooled
 from tests.support import group
 from verl_pg_plugin.synthetic import Sample
 
@@ -34,17 +26,7 @@ SCALE = 10
 """Samples are as many times as long as those of the matrix."""
 NUM_BATCHES = 8
 """Of one batch an error is up to 1.4 times that of another way to round, and 0.6 times it of the next."""
-# An even vocabulary: verl offloads without waiting for the copy, and FSDP2 reads parameters that it has to pad at once.
-SIZES = {
-    "vocab_size": 98,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-}
 SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
-FLASH = {"override_config": {"attn_implementation": "flash_attention_2"}}
 AT_ONCE = 6
 
 
@@ -102,7 +84,7 @@ def assert_as_close_as_stock(case: Case, engines: Engines) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return Checkpoint.save(tmp_path_factory.mktemp("gpu"), initializer_range=0.05, **SIZES)
+    return Checkpoint.save(tmp_path_factory.mktemp("gpu"), **GPU_SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,7 @@ from tests.config.config_support import TINY, compose_config, save_checkpoint
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs, split
 from tests.options.table import BUDGET, DEFAULT, OPTIONS, SAMPLES, case_of
-from tests.support import (
-    assert_same,
-    check_exact,
-    critic_batch,
-    make_engine,
-    run_engine,
-)
+from tests.support import assert_same, check_exact, critic_batch, make_engine, run_engine
 from verl_pg_plugin.config.preflight import sharing_issues
 
 ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not option.needs_gpu]

@@ -20,8 +20,8 @@ from verl.workers.config import QATEngineConfig
 from tests.engine.carried_cases import CASES
 from tests.options.harness import batch_of, loss_of, run_on_this_rank
 from tests.options.option import Case
-from tests.options.test_gpu import FLASH, NUM_BATCHES, SCALE, SIZES, SMOOTH, samples_of
-from tests.precision import BF16, assert_no_worse, errors, pooled
+from tests.options.test_gpu import NUM_BATCHES, SCALE, SMOOTH, samples_of
+from tests.precision import BF16, FLASH, GPU_SIZES, assert_no_worse, errors, pooled
 from tests.support import check_exact, make_engine, run_reference, save_tiny_model
 from verl_pg_plugin.config import rules
 from verl_pg_plugin.synthetic import make_batch
@@ -107,7 +107,7 @@ def test_errors_are_those_of_stock_rmpad_with_the_same_weights(tmp_path: Path, k
     found = kernel.fp4_fake_quant_weight(weight.cuda(), weight.abs().max().cuda(), 16).cpu()
     assert (found != round_weight(weight, weight.abs().max())).float().mean() < 0.01
 
-    path = save_tiny_model(tmp_path, initializer_range=0.05, **SIZES)
+    path = save_tiny_model(tmp_path, **GPU_SIZES)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.float().save_pretrained(path)
     case = Case((SMOOTH,))

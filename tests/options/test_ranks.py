@@ -17,16 +17,7 @@ from tests.engine.ranks import check_exact_on_ranks, graphs_as_they_are, on_rank
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, alone, covering, pairs
 from tests.options.table import BUDGET, OPTIONS, SAMPLES, case_of
-from tests.support import (
-    Result,
-    assert_same,
-    critic_batch,
-    group,
-    make_engine,
-    old_outputs,
-    run_reference,
-    update,
-)
+from tests.support import Result, assert_same, critic_batch, group, make_engine, old_outputs, run_reference, update
 from verl_pg_plugin.synthetic import make_batch
 
 ON_CPU = [option for option in OPTIONS if not option.needs_gpu]
