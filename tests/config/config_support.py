@@ -1,7 +1,5 @@
 """Composed configs and tiny checkpoints that the tests of this folder share."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer config that can run, on a checkpoint that exists, to break one setting at a time."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable
@@ -19,11 +17,6 @@ from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints by model type."""
     folder = tmp_path_factory.mktemp("models")
@@ -36,6 +29,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         save_checkpoint(folder / config.model_type, config)
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(models: Path) -> Path:
+    return models / "qwen3"
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Checkpoints that cannot run are refused before Ray starts; those that can are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layers are compiled by default unless something is known against it; one reason says what."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +53,7 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     ({"hf__model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
     ({"config__strategy": "fsdp", "config__use_orig_params": True, "model__lora_rank": 8}, "with LoRA", True),
     ({"config__strategy": "fsdp", "config__wrap_policy": {"min_num_params": 1000}}, "a wrap_policy", True),
+    ({"config__strategy": "veomni"}, "VeOmni's models have not run on a GPU", True),
     ({"device": "cpu"}, "this device is cpu", True),
     ({"hf__auto_map": OWN, "model__trust_remote_code": True}, "a model class of its own", True),
     ({"model__use_liger": True}, "Liger", True),

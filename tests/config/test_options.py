@@ -1,7 +1,5 @@
 """An option that there is not, or a value that is not taken, is one clear error with what is taken instead."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

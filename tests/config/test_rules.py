@@ -1,7 +1,5 @@
 """What an engine cannot do is refused before Ray starts and by the engine itself, in the same words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,10 +164,6 @@ OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
     ("settings", "size"),
     [("", 1), (f"{OWN}=2", 2), (f"{DEPRECATED}=2", 2), (f"{DEPRECATED}=1 {OWN}=4", 4), (f"{DEPRECATED}=2 {OWN}=4", 2)],
 )
-def test_verls_deprecated_size_wins_where_it_is_above_one(config_of, settings: str, size: int) -> None:
-    assert engine_of(config_of(PACKED, settings), ACTOR).sp_size == size
-
-
-def test_a_critics_engine_reads_its_own_section_alone(config_of) -> None:
-    config = config_of(PACKED, "critic.fsdp.ulysses_sequence_parallel_size=2 critic.ulysses_sequence_parallel_size=4")
-    assert engine_of(config, "critic").sp_size == 2
+def test_verls_deprecated_size_wins_where_it_is_above_one_and_is_no_critics(config_of, settings, size) -> None:
+    config = config_of(PACKED, f"{settings} critic.fsdp.{SP}=2 critic.{SP}=4")
+    assert [engine_of(config, role).sp_size for role in (ACTOR, "critic")] == [size, 2]

@@ -1,7 +1,5 @@
 """Runs on the VeOmni engine: the flag reaches it, and what is not proven is refused by name, in both places alike."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,11 +11,8 @@ from config_support import CRITIC, compose_config, compose_stock
 from test_rules import assert_refused_alike, engine_configs, errors
 
 from verl_pg_plugin.config import PrefixGrouperVeOmniEngineConfig, engine_config, rules
-from verl_pg_plugin.config.checkpoints import read_checkpoint
-from verl_pg_plugin.config.compile import layer_compilation
 from verl_pg_plugin.config.engage import engage
 from verl_pg_plugin.config.preflight import RAY_INIT, preflight
-from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.issue import Issue
 
 ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
@@ -97,11 +92,3 @@ def test_a_driver_without_the_package_starts_workers_that_may_have_it(
     assert found == [
         Issue(f"{role}.strategy=veomni", found[0].why, fix, is_warning=is_warning) for role in (ACTOR, REF)
     ]
-
-
-def test_layers_compile_only_where_asked(veomni_config, on_gpus) -> None:
-    on_gpus(1)
-    for asked in (True, "auto"):
-        config = veomni_config(f"++prefix_grouper.compile_layers={asked}")
-        engine = engine_of(config, ACTOR, read_checkpoint(config)[0])
-        assert layer_compilation(engine)[0] is (asked is True)

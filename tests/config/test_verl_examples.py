@@ -1,7 +1,5 @@
 """Each of verl's own example scripts for FSDP, with the flag added, runs or is refused for the reason in the table."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

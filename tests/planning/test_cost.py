@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.layout.tries import Batch, batches
+from tests.architectures.tiny_configs import tiny_config
+from tests.layout.tries import Batch, batch_of, batches
+from tests.mixers import hybrids
 from tests.modalities.tiny_vision import config_of as vision_config
-from verl_pg_plugin.layout import build_packed_layout, build_padded_layout
+from verl_pg_plugin.layout import build_padded_layout
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 4}
 PER_LAYER = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24
+LAYOUT = batch_of(((1, 2, 3), (4,)), ((1, 2, 3), (5, 6))).layout()
 
 
 def config(model_type: str, **overrides: object) -> transformers.PretrainedConfig:
@@ -31,31 +34,21 @@ def test_counts_matrices_attention_pairs_and_head_rows_of_a_dense_model() -> Non
     pairs = (PairCost(4 * 4 * 4 * 3),)
     assert flops == ModelFlops(per_token=2 * 3 * PER_LAYER, per_label=2 * 50 * 16, pairs=pairs)
 
-    tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6])
-    layout = build_packed_layout(tokens, np.array([0, 4, 9]), np.array([3, 3]))
-    tokens_of, labels, seen = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
-    priced = tokens_of * flops.per_token + labels * flops.per_label + seen * pairs[0].flops
-    assert flops.forward([layout]) == priced
+    tokens, labels, seen = 2 + 1 + 2, 1 + 2, 1 + 2 + 3 + 3 + 4
+    priced = tokens * flops.per_token + labels * flops.per_label + seen * pairs[0].flops
+    assert flops.forward([LAYOUT]) == priced
     segments = flops.segments(np.array([0, 2, 2]), np.array([2, 1, 2]), np.array([0, 1, 2]))
     assert segments.sum() == priced, "balance and micro-batches would price one group differently"
 
 
 def test_a_recurrent_layer_costs_its_weights_and_its_state_and_no_pairs() -> None:
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 4,
-        "linear_conv_kernel_dim": 3,
-    }
-    hybrid = ["linear_attention", "full_attention", "linear_attention"]
-    flops = ModelFlops.of_config(config("qwen3_5_text", layer_types=hybrid, **linear))
-    assert flops.pairs == (PairCost(4 * 4 * 4),)
+    flops = ModelFlops.of_config(hybrids.config_of("qwen3_5_text", linear_value_head_dim=4))
+    assert flops.pairs == (PairCost(4 * 4 * 8),)
     keys, values = 2 * 8, 4 * 4
-    attention = 16 * 2 * 16 + 2 * 16 * 8 + 16 * 16  # queries and their gate, keys and values, output
-    recurrent = 16 * (2 * keys + 2 * values + 2 * 4) + 3 * (2 * keys + values) + values * 16
-    weights = attention + 2 * recurrent + 3 * 3 * 16 * 24
-    assert flops.per_token == 2 * weights + 2 * 6 * 4 * 8 * 4
+    attention = 32 * 2 * 32 + 2 * 32 * 16 + 32 * 32  # queries and their gate, keys and values, output
+    recurrent = 32 * (2 * keys + 2 * values + 2 * 4) + 4 * (2 * keys + values) + values * 32
+    weights = attention + 3 * recurrent + 4 * 3 * 32 * 48
+    assert flops.per_token == 2 * weights + 3 * 6 * 4 * 8 * 4
 
 
 def test_a_config_that_asks_for_flash_attn_is_priced_where_it_is_not_installed_and_stays_as_it_was() -> None:
@@ -91,9 +84,8 @@ def test_layers_with_a_window_pay_for_the_keys_they_see() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     flops = ModelFlops.of_config(config("gemma2", layer_types=kinds, sliding_window=2))
     assert flops.pairs == (PairCost(4 * 4 * 4), PairCost(2 * 4 * 4 * 4, window=2))
-    layout = build_packed_layout(np.array([1, 2, 3, 4, 1, 2, 3, 5, 6]), np.array([0, 4, 9]), np.array([3, 3]))
     full, seen = 1 + 2 + 3 + 3 + 4, 1 + 2 + 2 + 2 + 2
-    assert flops.without_head(layout) - 5 * flops.per_token == 64 * full + 128 * seen
+    assert flops.without_head(LAYOUT) - 5 * flops.per_token == 64 * full + 128 * seen
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2", "qwen2", "qwen3_moe"])
@@ -113,22 +105,7 @@ def test_lookup_tables_do_no_work_and_a_value_head_runs_on_its_rows() -> None:
 
 
 def test_heads_of_latent_attention_have_two_sizes() -> None:
-    latent = config(
-        "deepseek_v3",
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=8,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=2,
-        v_head_dim=5,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=12,
-    )
-    assert ModelFlops.of_config(latent).pairs == (PairCost(2 * (8 + 5) * 4 * 3),)
+    assert ModelFlops.of_config(tiny_config("deepseek_v3")).pairs == (PairCost(2 * (24 + 12) * 4 * 2),)
 
 
 windows = st.none() | st.integers(1, 12)
@@ -142,9 +119,8 @@ def keys_seen(position: int, window: int | None) -> int:
 def test_a_segment_pays_for_the_keys_in_the_window_of_each_query(
     segments: list[tuple[int, int]], window: int | None
 ) -> None:
-    start, rows = np.array(segments).T
     counted = [sum(keys_seen(p, window) for p in range(a, a + n)) for a, n in segments]
-    assert visible_pairs(start, rows, window).tolist() == counted
+    assert visible_pairs(*np.array(segments).T, window).tolist() == counted
 
 
 @given(batches(), windows)
@@ -157,11 +133,10 @@ def test_packed_tokens_pay_once_each_for_what_they_see(batch: Batch, window: int
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_padded_groups_pay_for_their_rows_and_not_for_padding(window: int | None) -> None:
-    tokens = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8])
-    arguments = tokens, np.array([0, 4, 9, 11]), np.array([3, 3, 1])
-    padded, packed = build_padded_layout(*arguments), build_packed_layout(*arguments)
-    pairs = [visible_pairs(*layout.segments, window).sum() for layout in (padded, packed)]
-    assert pairs[0] == pairs[1]
+    batch = batch_of(((1, 2, 3), (4,)), ((1, 2, 3), (5, 6)), ((7,), (8,)))
+    padded = build_padded_layout(batch.tokens, batch.offsets, np.array(batch.prompt_lengths))
+    padded_pairs, pairs = (visible_pairs(*layout.segments, window).sum() for layout in (padded, batch.layout()))
+    assert padded_pairs == pairs
 
 
 GRIDS = ((1, 8, 12), (1, 4, 8))

@@ -1,7 +1,5 @@
 """What ``estimate`` predicts follows from the tokens that the engine would compute."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from functools import cache
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
 
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
@@ -21,17 +18,9 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import Forecast, batch_of_lengths, batch_of_prompts, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-CONFIG = Qwen3Config(
-    vocab_size=4096,
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-)
-FLOPS = ModelFlops.of_config(CONFIG)
-LEVELS = Levels(sizes=TokenBytes.of(CONFIG))
+FLOPS = ModelFlops.of_config(CONFIGS["4b"])
+SIZES = TokenBytes.of(CONFIGS["4b"])
+LEVELS = Levels(sizes=SIZES)
 P, R, N, G = 2048, 256, 8, 4
 GROUPS = batch_of_lengths([P] * G, [[R] * N] * G)
 WHOLE, TIGHT = G * N * (P + R), P + 2 * R
@@ -75,15 +64,14 @@ def test_recomputed_attention_and_missing_checkpoints_change_the_update_alone() 
 
 
 def test_a_group_above_the_budget_stays_whole_where_the_host_holds_it_within_stock_memory() -> None:
-    sizes = TokenBytes.of(CONFIGS["4b"])
-    levels = Levels(sizes=sizes, room=Room(device=1e12, host=1e12))
+    levels = replace(LEVELS, room=Room(device=1e12, host=1e12))
     on_host = predict(budget=TIGHT, levels=levels)
     split = predict(budget=TIGHT, levels=replace(levels, asked=Level.ATTENTION))
     assert (on_host.micro_batches, on_host.level) == (G, Level.ATTENTION_ON_HOST)
     assert split.micro_batches > G
     assert on_host.old_log_prob == split.old_log_prob, "where nothing is kept both are split, as in the engine"
     assert on_host.update > split.update
-    assert on_host.host_gib == pytest.approx((P - 1 + N * R) * sizes.held(Level.ATTENTION) / 2**30)
+    assert on_host.host_gib == pytest.approx((P - 1 + N * R) * SIZES.held(Level.ATTENTION) / 2**30)
     assert split.host_gib == 0
 
 
@@ -106,10 +94,8 @@ def test_sharing_alone_leaves_compiled_layers_out() -> None:
 )
 def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: float) -> None:
     """Of docs/data: bfloat16 weights, gradients and SGD, of which a first update has no gradients yet."""
-    config = CONFIGS["4b"]
-    module = text_skeleton(config)
-    batch = batch_of_lengths([prompt], [[response] * n])
-    found = forecast(batch, ModelFlops.of(module), Levels(sizes=TokenBytes.of(config)), 20480)
+    module = text_skeleton(CONFIGS["4b"])
+    found = predict(batch_of_lengths([prompt], [[response] * n]), budget=20480)
     weights = sum(weight.numel() for weight in module.parameters())
     held = found.peak_gib(WeightBytes.of(module, num_gpus=1)) - (16 - 2) * weights / 2**30
     assert held == pytest.approx(peak, rel=0.1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
+from tests.architectures.tiny_configs import tiny_config
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.memory import TokenBytes, cache_weights
@@ -51,17 +52,7 @@ def test_levels_take_what_was_measured(name: str, kilobytes: tuple[int, ...]) ->
 
 
 def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:
-    config = transformers.DeepseekV3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-    )
-    assert TokenBytes.of(config).key_value == 4 * (24 + 24) * 2
+    assert TokenBytes.of(tiny_config("deepseek_v3")).key_value == 4 * (24 + 24) * 2
 
 
 def test_a_config_without_sizes_counts_cached_tokens_as_the_most_there_is() -> None:

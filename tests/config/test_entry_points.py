@@ -1,0 +1,197 @@
+"""The flag engages the mode through verl's entry point and ours, or ends the run in one message; never neither."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+from config_support import FLAGS, compose_config, compose_stock
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from test_rules import engine_configs
+from verl.trainer import main_ppo as verls_main_ppo
+from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.main_ppo_v0 import TaskRunner
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from tests.fresh import run_fresh
+from verl_pg_plugin import main_ppo
+from verl_pg_plugin.config import Mode, PrefixGrouperEngineConfig, PrefixGrouperOptions, mode_of
+from verl_pg_plugin.config.engage import engage, engage_or_exit
+from verl_pg_plugin.config.mode import mode_by_flags
+from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
+from verl_pg_plugin.issue import ConfigError
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "overrides", "said"),
+    [
+        (
+            main_ppo,
+            ("prefix_grouper.verfy=first", "actor_rollout_ref.rollout.name=null"),
+            [
+                "2 problems in the configuration, nothing was started:",
+                "did you mean ++prefix_grouper.verify=first?",
+                "2. actor_rollout_ref.rollout.name is not set\n   why: names no rollout engine",
+            ],
+        ),
+        (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
+        (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
+        (verls_main_ppo, (f"{ACTOR}.fsdp_config.qat.enable=True", "trainer.use_v1=False"), ["qat.enable=False"]),
+    ],
+    ids=["ours", "ours, interpolation", "verl's, unknown class", "verl's V0"],
+)
+def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
+    entry_point, overrides, said, runnable_overrides, tmp_path, monkeypatch, capsys
+):
+    """In this process: ``run_ppo``, which starts Ray, must not be reached."""
+    monkeypatch.setattr(verls_main_ppo, "run_ppo", None)
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, FLAG, f"hydra.run.dir={tmp_path}", *overrides])
+    with pytest.raises(SystemExit) as raised:
+        entry_point.main()
+    assert raised.value.code == 2
+    printed = capsys.readouterr().err
+    assert all(text in printed for text in said)
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("mode", [Mode.RMPAD, Mode.PACKED])
+@pytest.mark.parametrize("use_v1", [True, False])
+def test_a_run_that_can_start_gets_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(verls_main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
+    flags = (f"{ACTOR}.use_prefix_grouper={mode.shares_prefixes}", f"trainer.use_v1={use_v1}")
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *runnable_overrides, *flags, f"hydra.run.dir={tmp_path}"])
+    main_ppo.main()
+    assert started == [TaskRunnerV1 if use_v1 else TaskRunner]
+
+
+ONE_LINE_OF_TRAINERS = """
+import importlib, pkgutil, sys
+
+sys.modules.update(dict.fromkeys({absent!r}))  # importing one fails
+import verl.trainer.main_ppo
+vars(verl.trainer.main_ppo).pop({runner!r}, None)
+import verl_pg_plugin
+from verl_pg_plugin import compat
+
+for module in pkgutil.walk_packages(verl_pg_plugin.__path__, "verl_pg_plugin."):
+    # of Triton, of V1 and of VeOmni
+    if not module.name.endswith(("__main__", "attention.segment_sum", "cpu.replay_buffer", "engine.veomni")):
+        importlib.import_module(module.name)
+print([path for path in compat.problems() if "trainer" in path])
+"""
+
+
+def test_without_a_line_of_trainers_every_module_imports_and_no_name_is_missed():
+    without_v1 = {"absent": ("transfer_queue", "verl.trainer.ppo.v1"), "runner": "TaskRunnerV1"}
+    without_v0 = {"absent": ("verl.trainer.main_ppo_v0",), "runner": ""}
+    cases = [ONE_LINE_OF_TRAINERS.format(**absent) for absent in (without_v1, without_v0)]
+    for ended in run_fresh([(code, {"VERL_PLATFORM": "cpu"}) for code in cases]):
+        assert (ended.returncode, ended.stdout.split()) == (0, ["[]"]), ended.stderr
+
+
+ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
+
+
+@pytest.fixture
+def stock_config(runnable_overrides: list[str]):
+    def composed(*overrides: str) -> DictConfig:
+        return compose_stock(*runnable_overrides, *overrides)
+
+    return composed
+
+
+def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(stock_config) -> None:
+    config = stock_config(FLAG, "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.carry=never")
+    assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
+    engage(config)
+    for engine in ENGINES:
+        section = OmegaConf.select(config, engine)
+        assert section._target_ == "verl_pg_plugin.config.PrefixGrouperEngineConfig"
+        assert section.use_prefix_grouper is True
+        options = section.prefix_grouper.logits_chunk_size, section.prefix_grouper.carry
+        assert options == ((2048, "never") if engine == "critic.fsdp" else (64, "auto"))
+    with pytest.raises(Exception, match="no_such_key"):  # still closed to typing errors
+        config.trainer.no_such_key = 1
+    once = OmegaConf.to_yaml(config)
+    engage(config)
+    assert OmegaConf.to_yaml(config) == once, "engaging twice changes something"
+
+
+@pytest.mark.parametrize("flags", [(), ("actor_rollout_ref.model.use_remove_padding=False",)], ids=["rmpad", "padded"])
+def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, ...]) -> None:
+    config = stock_config(*flags)
+    before = OmegaConf.to_yaml(config)
+    engage(config)
+    assert OmegaConf.to_yaml(config) == before
+
+
+def test_a_word_that_is_no_boolean_and_another_engine_are_refused(stock_config) -> None:
+    for override in (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron"):
+        with pytest.raises(ConfigError, match=override):
+            engage(stock_config(FLAG, override))
+
+
+def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(stock_config, monkeypatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
+        engage_or_exit(stock_config(FLAG))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
+    settings = {"prefix_grouper.attention_kernel": "sdpa", "prefix_grouper.logits_chunk_size": 7}
+    config = make_config(mode, {f"{ACTOR}.strategy": strategy, **settings})
+    assert mode_of(config) is mode
+    for role in (ACTOR, REF):
+        engine_config = engine_configs(config, role)[0]
+        assert isinstance(engine_config, PrefixGrouperEngineConfig)
+        assert engine_config.use_prefix_grouper is FLAGS[mode][0]
+        assert engine_config.prefix_grouper == PrefixGrouperOptions(attention_kernel="sdpa", logits_chunk_size=7)
+        assert (engine_config.strategy, engine_config.forward_only) == (strategy, role == REF)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stock_target"), [("dp", "FSDPEngineConfig"), ("veomni", "VeOmniEngineConfig")], ids=["dp", "veomni"]
+)
+def test_every_other_setting_is_verls_own(engine: str, stock_target: str) -> None:
+    overrides = f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf"
+    config = compose_config(*overrides)
+    assert mode_of(config) is Mode.RMPAD
+    ours = OmegaConf.to_container(config, resolve=True)
+    stock = OmegaConf.to_container(compose_stock(*overrides), resolve=True)
+    options = ours.pop("prefix_grouper")
+    assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"
+    roles, of_fsdp = ours["actor_rollout_ref"], engine == "dp"
+    sections = [roles[role]["fsdp_config" if of_fsdp else "veomni"] for role in ("actor", "ref")]
+    for section in [*sections, *([ours["critic"]["fsdp"]] if of_fsdp else [])]:
+        assert [section.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
+        section["_target_"] = f"verl.workers.config.{stock_target}"
+    assert ours == stock
+
+
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan"])
+def test_other_engines_of_verl_keep_their_config(engine):
+    config = compose_config(f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf")
+    assert "fsdp_config" not in config.actor_rollout_ref.actor
+    assert mode_of(config) is Mode.RMPAD
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_foreign_engine_of_either_strategy_is_noticed_and_one_derived_from_ours_is_not(monkeypatch, strategy):
+    """verl writes the strategy that its worker looks up into the config after it was made."""
+    look_up = EngineRegistry.get_engine_cls
+    for base, taken in ((PrefixGrouperFSDPEngineWithLMHead, True), (FSDPEngineWithLMHead, False)):
+        foreign = type("Foreign", (base,), {"__module__": "somebody.elses"})
+        found = {strategy: foreign}
+        monkeypatch.setattr(
+            EngineRegistry, "get_engine_cls", lambda kind, asked, found=found: found.get(asked) or look_up(kind, asked)
+        )
+        refused = pytest.raises(RuntimeError, match=rf"somebody\.elses\.Foreign for strategy {strategy} ")
+        with nullcontext() if taken else refused:
+            PrefixGrouperEngineConfig(use_prefix_grouper=True)
