@@ -31,11 +31,11 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 from tests.conftest import free_port
+from verl_pg_plugin import register
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
 from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_micro_batches
-from verl_pg_plugin.plugin import register
 from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
 VOCAB = 97

@@ -1,17 +1,22 @@
 """The installed verl, transformers and torch are what our code overrides and patches, and a change is told by name."""
 
 import inspect
-import pkgutil
+import json
+import sys
 from pathlib import Path
 
 import pytest
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from verl.workers.engine import EngineRegistry
 
-from verl_pg_plugin import compat
-from verl_pg_plugin.plugin import register
+from tests.fresh import run_fresh
+from verl_pg_plugin import compat, register
+from verl_pg_plugin.cli import doctor
+from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
+from verl_pg_plugin.engine.registration import StockValueModelOnCPU
+
+VEOMNI = Path(sys.prefix, "veomni")
 
 register()
 
@@ -62,12 +67,35 @@ def test_a_version_outside_of_what_was_tested_is_told_by_name(tmp_path: Path, mo
     assert [line.partition(" is outside")[0] for line in told] == ["verl 0.10.0", "torch 2.99.0+cpu"]
 
 
-def test_every_method_that_our_engines_override_is_looked_at() -> None:
-    looked_at = {pkgutil.resolve_name(path) for path in compat._FUNCTIONS}
-    for model_type in ("language_model", "value_model"):
-        bases = EngineRegistry.get_engine_cls(model_type, "fsdp2").__mro__
-        ours = {name for cls in bases if cls.__module__.startswith("verl_pg_plugin") for name in vars(cls)}
-        verls = [cls for cls in reversed(bases) if cls.__module__.startswith("verl.")]
-        replaced = {name: vars(cls)[name] for cls in verls for name in ours & vars(cls).keys()}
-        methods = {name for name, there in replaced.items() if inspect.isfunction(there) and there not in looked_at}
-        assert methods <= {"train_batch", "infer_batch"}, "verl's workers call these two alike in all versions"
+def overridden(engine_cls: type) -> set[str]:
+    """Methods of verl's that an engine of ours has in its own way."""
+    bases = engine_cls.__mro__
+    ours = {name for cls in bases if cls.__module__.startswith("verl_pg_plugin") for name in vars(cls)}
+    verls = [cls for cls in reversed(bases) if cls.__module__.startswith("verl.")]
+    last = {name: (cls, vars(cls)[name]) for cls in verls for name in ours & vars(cls).keys()}
+    return {f"{cls.__module__}.{cls.__name__}.{name}" for name, (cls, it) in last.items() if inspect.isfunction(it)}
+
+
+@pytest.mark.parametrize("engine_cls", [SharedPrefixLanguageModel, SharedPrefixValueModel, StockValueModelOnCPU])
+def test_every_method_that_our_engines_override_is_looked_at(engine_cls: type) -> None:
+    assert overridden(engine_cls)
+    assert overridden(engine_cls) <= compat.TAKES.keys()
+
+
+ON_VEOMNI = """
+from tests.test_compat import compat, overridden
+from verl_pg_plugin.engine.veomni import SharedPrefixVeOmniLanguageModel
+
+print(json.dumps([compat.problems(), sorted(overridden(SharedPrefixVeOmniLanguageModel))]))
+"""
+
+
+@pytest.mark.skipif(not VEOMNI.is_dir(), reason="needs the package veomni, see scripts/install.sh")
+def test_where_verl_can_import_veomni_the_doctor_and_this_list_look_at_its_engine_too() -> None:
+    code = f"import sys\nsys.path.append({str(VEOMNI)!r})\n{doctor.SCRIPT.read_text()}{ON_VEOMNI}"
+    (ended,) = run_fresh([(code, {"VERL_PLATFORM": "cpu"})])
+    *_, process, last = ended.stdout.splitlines()
+    assert json.loads(process)["engines"]["language_model veomni"] == "PrefixGrouperVeOmniEngineWithLMHead"
+    problems, methods = json.loads(last)
+    assert problems == []
+    assert set(methods) <= compat.TAKES.keys()

@@ -14,7 +14,7 @@ FLOORS = (
     {"config"},
     {"engine", "trainer"},
     {"cli", "demo"},
-    {"plugin", "main_ppo", "synthetic", "__main__"},
+    {"main_ppo", "synthetic", "__main__"},
 )
 HEAVY = {"torch", "verl", "transformers", "tensordict", "ray"}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -17,27 +17,21 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-__all__ = ["NUM_NAMES", "installed", "problems", "requirements", "untested"]
-
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
+_VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _LAYERS = "transformers.models"
-_ENGINE_STEPS = {
-    "forward_step": "micro_batch loss_function forward_only",
-    "prepare_model_inputs": "micro_batch",
-    "prepare_model_outputs": "output output_args micro_batch",
-}
 
-_FUNCTIONS = {
-    # overridden
+TAKES = {
+    # overridden or called
     f"{_FSDP}.FSDPEngine.__init__": "model_config engine_config optimizer_config checkpoint_config",
-    f"{_FSDP}.FSDPEngine.initialize": "",
     f"{_FSDP}.FSDPEngine._build_module": "",
-    f"{_FSDP}.FSDPEngine._build_lora_module": "module",
     f"{_FSDP}.FSDPEngine._build_fsdp_module": "module",
+    f"{_FSDP}.FSDPEngine._gradient_sync_context": "is_last_micro_batch",
     f"{_FSDP}.FSDPEngine.forward_backward_batch": "data loss_function forward_only",
-    f"{_FSDP}.FSDPEngine.optimizer_step": "",
-    **{f"{_FSDP}.FSDPEngineWithLMHead.{name}": takes for name, takes in _ENGINE_STEPS.items()},
-    **{f"{_FSDP}.FSDPEngineWithValueHead.{name}": takes for name, takes in _ENGINE_STEPS.items()},
+    f"{_VEOMNI}.VeOmniEngine.__init__": "model_config engine_config optimizer_config checkpoint_config",
+    f"{_VEOMNI}.VeOmniEngine._maybe_apply_async_activation_offload": "module",
+    f"{_VEOMNI}.VeOmniEngine._build_model_optimizer": "",
+    f"{_VEOMNI}.VeOmniEngine.forward_backward_batch": "data loss_function forward_only",
     "verl.single_controller.base.worker.Worker._query_dispatch_info": "mesh_name",
     "verl.utils.dataset.rl_dataset.RLHFDataset._process_multi_modal_info": "messages image_patch_size config",
     f"{_LAYERS}.qwen3.modeling_qwen3.Qwen3Attention.forward": "hidden_states position_embeddings attention_mask",
@@ -62,7 +56,6 @@ _FUNCTIONS = {
 
 _PRIVATE = (
     "verl.workers.engine.base.EngineRegistry._engines",
-    "verl.workers.rollout.base._ROLLOUT_REGISTRY",
     "transformers.PretrainedConfig._attn_implementation",
     "transformers.PreTrainedModel._no_split_modules",
     "transformers.PreTrainedModel._supports_attention_backend",
@@ -74,22 +67,28 @@ _PRIVATE = (
     "torch.ops.aten._flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    "torch.nn.modules.dropout._DropoutNd",
 )
 """Names that must be there, in a class as its own."""
 
-_CALLED_BY_LAYERS = (
-    f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward",
-    f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward",
-    f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward",
+_CALLS = dict.fromkeys(
+    (
+        f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward",
+        f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward",
+        f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward",
+    ),
+    "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
 )
-_CALLED = "causal_conv1d_fn", "chunk_gated_delta_rule|torch_chunk_gated_delta_rule"
-"""What these call, attributes of theirs or functions of their file: Gated DeltaNet over shared prefixes replaces it."""
+"""What a function calls, attributes or functions of its file: Gated DeltaNet over shared prefixes replaces it."""
 
-_OPTIONAL = "verl.trainer.ppo.v1", "verl.trainer.ppo.ray_trainer"
-"""Trainers that a version of verl need not have; the plugin runs without either."""
+_OPTIONAL = {
+    "verl.trainer.ppo.v1.": "verl.trainer.ppo.v1",
+    "verl.trainer.ppo.ray_trainer.": "verl.trainer.ppo.ray_trainer",
+    _VEOMNI: "veomni",
+}
+"""How names begin that are of no use without a module; the plugin runs without any of these."""
 
-NUM_NAMES = len(_FUNCTIONS) + len(_PRIVATE) + len(_CALLED_BY_LAYERS)
+_NAMES = (*TAKES, *_PRIVATE, *_CALLS)
+NUM_NAMES = len(_NAMES)
 """How many names ``problems`` looks at."""
 
 
@@ -131,36 +130,44 @@ def installed(package: str) -> str | None:
 def problems() -> list[str]:
     """One sentence for every name that is gone or has changed in the installed versions, with what to install."""
     found = []
-    for path in (*_FUNCTIONS, *_PRIVATE, *_CALLED_BY_LAYERS):
-        package = path.partition(".")[0]
+    for path in _NAMES:
+        if any(path.startswith(beginning) and find_spec(module) is None for beginning, module in _OPTIONAL.items()):
+            continue
         if why := _problem(path):
+            package = path.partition(".")[0]
             tested = requirements("tested").get(package, package)
             found.append(f"{package} {installed(package)}: {path} {why}; pip install '{tested}'")
     return found
 
 
 def _problem(path: str) -> str:
-    if any(path.startswith(f"{module}.") and find_spec(module) is None for module in _OPTIONAL):
-        return ""
-    place, _, names = path.rpartition(".")
+    place, _, name = path.rpartition(".")
     try:
         owner: Any = pkgutil.resolve_name(place)
-        if path in _PRIVATE:
-            is_there = vars(owner).__contains__ if inspect.isclass(owner) else partial(hasattr, owner)
-            return "" if any(map(is_there, names.split("|"))) else "is gone, or not its own"
-        function = getattr(owner, names)
+        if path in TAKES:
+            return difference(owner, name, TAKES[path])
+        if path in _CALLS:
+            missing = _missing(_CALLS[path], inspect.unwrap(getattr(owner, name)).__code__.co_names)
+            return f"does not call {missing}" if missing else ""
     except (AttributeError, ImportError) as error:
         return f"is gone ({error})"
-    if path in _CALLED_BY_LAYERS:
-        missing = _missing(_CALLED, inspect.unwrap(function).__code__.co_names)
-        return f"does not call {missing}" if missing else ""
-    taken = inspect.signature(function).parameters
-    missing = _missing(_FUNCTIONS[path].split(), taken)
+    is_there = vars(owner).__contains__ if inspect.isclass(owner) else partial(hasattr, owner)
+    return "" if any(map(is_there, name.split("|"))) else "is gone, or not its own"
+
+
+def difference(owner: Any, name: str, wanted: str) -> str:
+    """Why a function of a module or class is none that takes the parameters ``wanted``; empty if it is."""
+    function: Any = getattr(owner, name, None)
+    try:
+        taken = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # what is not called, or is built in
+        return "is gone" if function is None else "does not tell its parameters"
+    missing = _missing(wanted, taken)
     return f"takes ({', '.join(taken)}), without {missing}" if missing else ""
 
 
-def _missing(wanted: Iterable[str], there: Container[str]) -> str:
-    return ", ".join(names for names in wanted if not any(name in there for name in names.split("|")))
+def _missing(wanted: str, there: Container[str]) -> str:
+    return ", ".join(names for names in wanted.split() if not any(name in there for name in names.split("|")))
 
 
 if __name__ == "__main__":

@@ -15,36 +15,29 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from verl_pg_plugin.compat import requirements
+from verl_pg_plugin.compat import TAKES, difference, requirements
 
 
 class UpstreamChangedError(RuntimeError):
     """What a patch is about to replace is gone, or no longer looks as it did in the versions the patch names."""
 
 
-def _found(owner: Any, name: str, *parameters: str, more: bool = False) -> Any:
-    """The attribute of a module or class, a function that takes these parameters, or these and ``more``.
+def _found(owner: Any, name: str, wanted: str = "") -> Any:
+    """A function of a module or class, which takes the parameters ``wanted``, else those that ``compat`` names.
 
     Raises:
-        UpstreamChangedError: there is none, or it takes others.
+        UpstreamChangedError: there is none, or it does not take them.
     """
     path = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
-    found: Any = getattr(owner, name, None)
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # what is not called, or is built in
-        why = "is gone" if found is None else "does not tell its parameters"
-    else:
-        taken, why = signature.parameters, f"now takes {signature}"
-        if set(parameters) <= taken.keys() if more else [*taken] == [*parameters]:
-            return found
-    package = path.partition(".")[0]
-    raise UpstreamChangedError(f"{path}.{name} {why}; tested with {requirements('tested').get(package, package)}")
+    if why := difference(owner, name, wanted or TAKES[f"{path}.{name}"]):
+        package = path.partition(".")[0]
+        raise UpstreamChangedError(f"{path}.{name} {why}; tested with {requirements('tested').get(package, package)}")
+    return getattr(owner, name)
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str, more: bool = False) -> None:
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any], wanted: str = "") -> None:
     """Put ``make(function)`` in the place of a function, once in a process."""
-    function = _found(owner, name, *parameters, more=more)
+    function = _found(owner, name, wanted)
     if not hasattr(function, "wrapped_by_verl_pg_plugin"):
         wrapper: Any = functools.wraps(function)(make(function))
         wrapper.wrapped_by_verl_pg_plugin = True
@@ -66,7 +59,7 @@ def _after(action: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = getattr(owner, name)
+    own = _found(owner, name)
     setattr(owner, name, value)
     try:
         yield
@@ -87,7 +80,7 @@ def call_before_validation(action: Callable[[Any], None]) -> None:
     """
     import verl.utils.config as patched
 
-    _wrap(patched, "validate_config", _after(action), "config", "use_reference_policy", "use_critic")
+    _wrap(patched, "validate_config", _after(action))
 
 
 def call_before_run(action: Callable[[Any], None]) -> None:
@@ -102,7 +95,7 @@ def call_before_run(action: Callable[[Any], None]) -> None:
     """
     import verl.trainer.main_ppo as patched
 
-    _wrap(patched, "run_ppo", _after(action), "config", "task_runner_class")
+    _wrap(patched, "run_ppo", _after(action))
 
 
 def regroup_after_balance(
@@ -153,9 +146,9 @@ def regroup_after_balance(
 
         return update_then_show
 
-    _found(trainer_cls, "_update_actor", "self", "batch", more=True)  # or neither is replaced
-    _wrap(trainer_cls, "_balance_batch", balance_and_regroup, "self", "batch", "metrics", more=True)
-    _wrap(trainer_cls, "_update_actor", update_and_show, "self", "batch", more=True)
+    _found(trainer_cls, "_update_actor", "batch")  # or neither is replaced
+    _wrap(trainer_cls, "_balance_batch", balance_and_regroup, "batch metrics")
+    _wrap(trainer_cls, "_update_actor", update_and_show, "batch")
 
 
 def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:
@@ -177,7 +170,7 @@ def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *param
 
         return stock_or_packed
 
-    _wrap(modeling, name, make, *parameters, more=True)
+    _wrap(modeling, name, make, " ".join(parameters))
 
 
 def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -195,7 +188,6 @@ def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[N
     """
     import verl.utils.model as patched
 
-    _found(patched, "load_valuehead_model", "local_path", "torch_dtype", "model_config", "trust_remote_code")
     return _replaced(patched, "load_valuehead_model", load)
 
 
@@ -212,7 +204,6 @@ def forwards_left_alone() -> AbstractContextManager[None]:
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    _found(transformer_impl, "apply_monkey_patch", "model", "use_remove_padding", "ulysses_sp_size", more=True)
     return _replaced(transformer_impl, "apply_monkey_patch", lambda **kwargs: None)
 
 
@@ -228,7 +219,6 @@ def activation_offload_left_out() -> AbstractContextManager[None]:
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    _found(transformer_impl, "enable_activation_offloading", "model", "strategy", "enable_ckpt")
     return _replaced(transformer_impl, "enable_activation_offloading", lambda *args: None)
 
 
@@ -277,8 +267,9 @@ def use_single_gloo_backend() -> None:
     """
     from verl.utils import distributed
 
-    patched = _found(distributed, "initialize_global_process_group_ray", "timeout_second", "backend")
-    patched.__defaults__ = (None, "cpu:gloo")
+    patched = _found(distributed, "initialize_global_process_group_ray")
+    defaults = {name: taken.default for name, taken in inspect.signature(patched).parameters.items()}
+    patched.__defaults__ = tuple({**defaults, "backend": "cpu:gloo"}.values())
 
 
 def use_unpinned_offload() -> None:
@@ -296,5 +287,5 @@ def use_unpinned_offload() -> None:
     def unpinned(pin_memory: bool = False) -> CPUOffloadPolicy:
         return CPUOffloadPolicy(pin_memory=False)
 
-    _found(transformer_impl, "CPUOffloadPolicy", "pin_memory")
+    _found(transformer_impl, "CPUOffloadPolicy")
     transformer_impl.CPUOffloadPolicy = unpinned

@@ -13,7 +13,7 @@ from verl.workers.config.model import MtpConfig
 from verl_pg_plugin.config import Mode, rules
 from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.preflight import sharing_issues
-from verl_pg_plugin.config.rules import RULES, check_engine, engine_of, roles_of
+from verl_pg_plugin.config.rules import check_engine, engine_errors, engine_of, roles_of
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS
 
@@ -87,8 +87,7 @@ def engine_configs(config: DictConfig, role: str) -> tuple[Any, Any]:
 
 def engine_issues(config: DictConfig, role: str) -> list[Issue]:
     """What the engine of a role says when verl builds it."""
-    engine = Engine.of(*engine_configs(config, role))
-    return [issue for rule in RULES if (issue := rule(engine))]
+    return engine_errors(Engine.of(*engine_configs(config, role)))
 
 
 def errors(config: DictConfig) -> list[Issue]:

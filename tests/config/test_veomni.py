@@ -71,10 +71,18 @@ def test_preflight_and_engine_refuse_the_same(override: str, why: str, fix: str,
 
 
 def test_a_critic_is_refused_and_all_that_is_wrong_is_named_at_once(veomni_config) -> None:
-    found = errors(veomni_config(*CRITIC.split(), f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"))
-    assert "model_engine=dp" in next(issue.fix for issue in found if "critic.strategy=veomni" in issue.setting)
-    both = next(issue for issue in found if issue.setting.startswith(KEY))
-    assert both.setting == f"{KEY}.expert_parallel_size=2, {KEY}.enable_fsdp_offload=True"
+    both = f"{KEY}.expert_parallel_size=2", f"{KEY}.enable_fsdp_offload=True"
+    found = {issue.setting: issue.fix for issue in errors(veomni_config(*CRITIC.split(), *both))}
+    assert found["critic.strategy=veomni"] == "model_engine=dp"
+    assert found.keys() >= {*both}
+
+
+def test_ranks_of_the_reference_policy_share_tokens_as_the_actors_do(veomni_config) -> None:
+    (issue,) = errors(veomni_config(f"{REF}.veomni.ulysses_parallel_size=2"))
+    assert "keeps that of a process's first engine" in issue.why
+    assert issue.setting == f"{REF}.veomni.ulysses_parallel_size=2"
+    assert issue.fix == f"{REF}.veomni.ulysses_parallel_size=1"
+    assert errors(veomni_config(f"{KEY}.ulysses_parallel_size=2")) == []
 
 
 def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_overrides: list[str]) -> None:

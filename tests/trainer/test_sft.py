@@ -64,7 +64,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def train(rank: int, checkpoint: str, file: str, folder: str) -> dict[str, list[dict[str, float]]]:
     """Metrics of three steps of every case, of stock verl and with shared prefixes."""
-    from verl_pg_plugin.plugin import register
+    from verl_pg_plugin import register
 
     register()
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

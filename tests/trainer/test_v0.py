@@ -12,8 +12,9 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
+import verl_pg_plugin
 from tests.trainer.conftest import Workers
-from verl_pg_plugin import plugin, upstream
+from verl_pg_plugin import upstream
 from verl_pg_plugin.trainer import keep_groups
 
 PROMPT, RESPONSE = 12, 40
@@ -68,7 +69,7 @@ def ranks(batch: DataProto) -> list[list[str]]:
 
 @pytest.fixture(autouse=True)
 def in_force() -> None:
-    plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
 
 
 @pytest.fixture
@@ -110,8 +111,8 @@ def test_a_trainer_that_shares_nothing_is_balanced_as_verl_does_it(trainer: Stoc
 @pytest.mark.parametrize(
     ("method", "new", "told"),
     [
-        ("_balance_batch", lambda self, other: None, "now takes"),
-        ("_update_actor", lambda self, other: None, "now takes"),
+        ("_balance_batch", lambda self, other: None, r"takes \(self, other\), without batch"),
+        ("_update_actor", lambda self, other: None, r"takes \(self, other\), without batch"),
         ("_update_actor", type, "does not tell its parameters"),
     ],
 )
@@ -133,8 +134,8 @@ def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all
         return DataProto(meta_info={"metrics": counted})
 
     monkeypatch.setattr(RayPPOTrainer, "_update_actor", update)
-    plugin._keep_groups()
-    plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
     trainer._balance_batch(make_batch("aabbcc", [5] * 6), {})
     trainer.total_training_steps = 2
     for trainer.global_steps in (1, 2):

@@ -11,8 +11,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainer
 from verl.trainer.ppo.v1 import trainer_base as verls
 
+import verl_pg_plugin
 from tests.trainer.conftest import Workers
-from verl_pg_plugin import plugin
 
 
 class StockTrainer(PPOTrainer):
@@ -42,7 +42,7 @@ def ranks(batch: KVBatchMeta) -> list[list[str]]:
 
 @pytest.fixture
 def trainer(make_config: Callable[..., DictConfig]) -> Any:
-    plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
     return StockTrainer(make_config())
 
 
@@ -50,13 +50,13 @@ def test_an_import_of_a_verl_without_the_method_or_its_class_warns_or_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(PPOTrainer, "_balance_batch")
-    plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
     assert (
         "left alone: verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl"
         in caplog.text
     )
     monkeypatch.delattr(verls, "PPOTrainer")
-    plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
     assert len(caplog.records) == 1
 
 
@@ -77,7 +77,7 @@ def test_estimated_rows_are_held_against_those_that_were_computed(trainer: Any, 
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    plugin._keep_groups()
+    verl_pg_plugin._keep_groups()
     batch, metrics = make_batch(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], responses=[3] * 4), {}
     trainer._balance_batch(batch, metrics)
     trainer._update_actor(batch, metrics)

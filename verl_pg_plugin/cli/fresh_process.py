@@ -5,6 +5,7 @@ The doctor runs this file's text with ``python -c``: its own process has importe
 
 import json
 import sys
+from importlib.util import find_spec
 from itertools import product
 
 
@@ -23,7 +24,9 @@ def main() -> None:
     if plugin is not None and not plugin_error:
         from verl_pg_plugin.config.engine_config import assert_in_force
 
-        for model_type, strategy in product(("language_model", "value_model"), ("fsdp", "fsdp2")):
+        asked = [*product(("language_model", "value_model"), ("fsdp", "fsdp2"))]
+        asked += [("language_model", "veomni")] if find_spec("veomni") else []
+        for model_type, strategy in asked:
             try:
                 engines[f"{model_type} {strategy}"] = assert_in_force(strategy, model_type)
             except (RuntimeError, AssertionError, ValueError) as error:

@@ -21,6 +21,8 @@ from verl_pg_plugin.issue import Issue
 
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)
 """What transformers raises for a config.json that it cannot read, or overrides that do not fit it."""
+HERE = ("/", ".", "~")
+"""How a path of this machine begins, whether there is something or not, and no hub id."""
 
 
 def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[PretrainedConfig | None, list[Issue]]:
@@ -34,7 +36,7 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         section: ``MODEL`` or ``CRITIC_MODEL``.
     """
     path, shares = str(OmegaConf.select(config, f"{section}.path")), mode_of(config).shares_prefixes
-    if _is_local(path) and not Path(path).is_dir():
+    if path.startswith(HERE) and not Path(path).is_dir():
         tilde = " (verl does not expand ~)" if path.startswith("~") else ""
         fix = f"{section}.path=<folder written by save_pretrained, or a hub id>{tilde}"
         return None, [Issue(f"{section}.path={path}", "no such folder", fix)]
@@ -57,9 +59,8 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         return hf_config, []
     if len(hf_config.architectures or ()) != 1:
         why = f"verl wants exactly one entry under architectures, config.json has {hf_config.architectures}"
-        return hf_config, [
-            Issue(setting, why, f'write "architectures": ["<its model class>"] into {folder}/config.json')
-        ]
+        fix = f'write "architectures": ["<its model class>"] into {folder}/config.json'
+        return hf_config, [Issue(setting, why, fix)]
     own, issues = f"{section}.override_config", []
     for issue in architecture_issues(hf_config, trusted, value_model=section == CRITIC_MODEL):
         fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
@@ -80,15 +81,10 @@ def _config_folder(config: DictConfig, section: str) -> tuple[str, str | None]:
     """The setting that names a checkpoint's config, and its folder on this machine: a hub id's is in the cache."""
     key = f"{section}.{'hf_config_path' if OmegaConf.select(config, f'{section}.hf_config_path') else 'path'}"
     source = str(OmegaConf.select(config, key))
-    if _is_local(source):
+    if source.startswith(HERE) or Path(source).is_dir():
         return f"{key}={source}", source
     try:
         config_json = try_to_load_from_cache(source, "config.json")
     except HFValidationError:  # hdfs://, s3://
         config_json = None
     return f"{key}={source}", str(Path(config_json).parent) if isinstance(config_json, str) else None
-
-
-def _is_local(path: str) -> bool:
-    """Whether a path is one of this machine's, there or not, and no hub id."""
-    return path.startswith(("/", ".", "~")) or Path(path).is_dir()

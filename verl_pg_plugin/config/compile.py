@@ -28,19 +28,18 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
     flat = has_flat_parameters(engine)
     if why := layers_obstacle(engine) or compiler_obstacle(engine.device, flat):
         return False, f"{COMPILE_LAYERS}=auto: {why}"
-    unsafe = ""
-    if "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {}):
-        unsafe = "the checkpoint may bring a model class of its own" if engine.of_model("trust_remote_code") else ""
-    if engine.on_veomni:
-        unsafe = "compiled layers of VeOmni's models have not run on a GPU"
-    if engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"):
-        unsafe = "compiled layers have not been tested with LoRA under strategy=fsdp"
-    if flat and any((engine.get("wrap_policy") or {}).values()):
-        unsafe = "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"
-    if engine.of_model("use_liger"):
-        unsafe = "compiled layers have not been tested with Liger kernels (use_liger)"
-    if engine.of_model("tiled_mlp.enabled"):
-        unsafe = "compiled layers have not been tested with a tiled MLP (tiled_mlp)"
+    own_class = "AutoModelForCausalLM" in (getattr(engine.hf_config, "auto_map", None) or {})
+    wraps = flat and any((engine.get("wrap_policy") or {}).values())
+    untested = "compiled layers have not been tested with"
+    reasons = (
+        (engine.of_model("tiled_mlp.enabled"), f"{untested} a tiled MLP (tiled_mlp)"),
+        (engine.of_model("use_liger"), f"{untested} Liger kernels (use_liger)"),
+        (wraps, "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"),
+        (engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"), f"{untested} LoRA under strategy=fsdp"),
+        (engine.on_veomni, "compiled layers of VeOmni's models have not run on a GPU"),
+        (own_class and engine.of_model("trust_remote_code"), "the checkpoint may bring a model class of its own"),
+    )
+    unsafe = next((why for is_so, why in reasons if is_so), "")
     return compiled_by_auto(engine.hf_config.model_type, engine.device, unsafe)
 
 

@@ -15,8 +15,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_pg_plugin.config.keys import ACTOR, CRITIC, REF, STRATEGIES, USE_PREFIX_GROUPER, VEOMNI
-from verl_pg_plugin.config.mode import mode_of
+from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.preflight import check, sharing_issues
 from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
 
@@ -27,41 +26,22 @@ STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.co
 def engage(config: DictConfig) -> None:
     """Give a config whose flag is set our engine configs and options, in place; again changes nothing.
 
+    What the user has set in a section of ours stays, for the rules to look at.
+
     Args:
         config: composed from verl's ``ppo_trainer``; options of ours are in its section ``prefix_grouper`` if any.
 
     Raises:
         ConfigError: the mode does not support the settings, or the flag is no boolean.
     """
-    if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
+    if not _asks(config):
         return
-    add_sections(config)
-    check(config)
-
-
-def add_sections(config: DictConfig) -> None:
-    """Give a config whose mode shares prefixes what our entry point composes, in place.
-
-    What the user has set in a section of ours stays, for the rules to look at.
-    """
     strategy = config.actor_rollout_ref.actor.strategy
-    if not (mode_of(config).shares_prefixes and strategy in STRATEGIES):
-        return
-    if strategy == VEOMNI and OmegaConf.select(config, f"{ACTOR}.{VEOMNI}") is None:
-        return  # of which preflight speaks
-    folder = files("verl_pg_plugin.config.hydra") / "prefix_grouper"
-    names = "options.yaml", "veomni.yaml" if strategy == VEOMNI else "dp.yaml"
-    options, engines = (OmegaConf.load(str(folder / name)) for name in names)
-    assert isinstance(engines, DictConfig)
-    del engines["defaults"]  # the options, as Hydra is told
-    users = copy.deepcopy(config)
-    with open_dict(users):
-        for engine in ENGINES:
-            section = OmegaConf.select(users, engine)
-            if section and section["_target_"] in STOCK_ENGINE_CONFIGS:
-                del section["_target_"]
-    with open_dict(config):
-        config.merge_with(options, engines, users)
+    if strategy in FSDP_STRATEGIES:
+        _add_sections(config, "dp.yaml")
+    elif strategy == VEOMNI and OmegaConf.select(config, f"{ACTOR}.{VEOMNI}") is not None:
+        _add_sections(config, "veomni.yaml")
+    check(config)
 
 
 def engage_or_exit(config: DictConfig) -> None:
@@ -73,13 +53,10 @@ def engage_or_exit(config: DictConfig) -> None:
         SystemExit: after the errors were written to stderr.
         ConfigError: the flag would do nothing in this recipe.
     """
-    if OmegaConf.select(config, USE_PREFIX_GROUPER) in (None, False):
-        return
-    if ray.is_initialized():
-        if found := [issue for issue in sharing_issues(config) if not issue.is_warning]:
-            raise ConfigError(found)
-        return
-    exit_on_errors(engage, config)
+    if not ray.is_initialized():
+        exit_on_errors(engage, config)
+    elif _asks(config) and (found := [issue for issue in sharing_issues(config) if not issue.is_warning]):
+        raise ConfigError(found)
 
 
 def exit_on_errors(check_or_engage: Callable[[DictConfig], None], config: DictConfig) -> None:
@@ -89,3 +66,22 @@ def exit_on_errors(check_or_engage: Callable[[DictConfig], None], config: DictCo
     except (ConfigError, OmegaConfBaseException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_USER_ERROR) from None
+
+
+def _asks(config: DictConfig) -> bool:
+    return OmegaConf.select(config, USE_PREFIX_GROUPER) not in (None, False)
+
+
+def _add_sections(config: DictConfig, name: str) -> None:
+    """What our entry point composes, below what the user has set."""
+    folder = files("verl_pg_plugin.config.hydra") / "prefix_grouper"
+    options, engines = OmegaConf.load(str(folder / "options.yaml")), OmegaConf.load(str(folder / name))
+    del engines["defaults"]  # type: ignore[arg-type]  # the options, as Hydra is told
+    users = copy.deepcopy(config)
+    with open_dict(users):
+        for engine in ENGINES:
+            section = OmegaConf.select(users, engine)
+            if section and section["_target_"] in STOCK_ENGINE_CONFIGS:
+                del section["_target_"]
+    with open_dict(config):
+        config.merge_with(options, engines, users)

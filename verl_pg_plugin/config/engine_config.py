@@ -30,32 +30,22 @@ class PrefixGrouperEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_prefix_grouper:
-            run_waiting()  # engines that could not be registered when verl was imported
-            # FSDPActorConfig writes the strategy that the worker will look up into this config later.
-            for strategy in FSDP_STRATEGIES:
-                assert_in_force(strategy)
+        if self.use_prefix_grouper:  # FSDPActorConfig writes the strategy of the two in here later
+            _assert_all_in_force(*FSDP_STRATEGIES)
 
 
 @dataclass
 class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
-    """``VeOmniEngineConfig`` with the same switch.
-
-    Raises:
-        RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
-    """
+    """``VeOmniEngineConfig`` with the same."""
 
     use_prefix_grouper: bool = False
     prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_prefix_grouper:
-            run_waiting()
-            if (
-                importlib.util.find_spec("veomni") is not None
-            ):  # a driver may lack what the workers have, which ask again
-                assert_in_force(VEOMNI)
+        # A driver may lack the package, which the workers ask for again.
+        if self.use_prefix_grouper and importlib.util.find_spec("veomni") is not None:
+            _assert_all_in_force(VEOMNI)
 
     @property
     def use_no_sync_for_gradient_accumulation(self) -> bool:
@@ -78,3 +68,9 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
             "verl_pg_plugin doctor says"
         )
     return str(engine_cls.__qualname__)
+
+
+def _assert_all_in_force(*strategies: str) -> None:
+    run_waiting()  # engines that could not be registered when verl was imported
+    for strategy in strategies:
+        assert_in_force(strategy)

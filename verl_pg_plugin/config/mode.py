@@ -131,7 +131,7 @@ class Engine:
     @property
     def trains(self) -> bool:
         """Whether the run updates its model."""
-        return self.role in (ACTOR, CRITIC)
+        return self.role != REF
 
 
 def _read(section: Any, path: str) -> Any:

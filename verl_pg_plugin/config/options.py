@@ -88,7 +88,7 @@ _TAKEN: dict[str, _Taken] = {
     ),
     "carry": _one_of("auto", "never"),
     "verify": (
-        lambda value: value in ("off", "first") or (isinstance(value, str) and bool(re.fullmatch(_EVERY, value))),
+        lambda value: value in ("off", "first") or bool(re.fullmatch(_EVERY, str(value))),
         "is unknown; the values are off, first and every_<number of micro-batches>",
         "'off'",  # a bare off is False
     ),

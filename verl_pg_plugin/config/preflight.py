@@ -16,11 +16,8 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from hydra.errors import InstantiationException
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 
 from verl_pg_plugin import compat
@@ -39,7 +36,7 @@ from verl_pg_plugin.config.keys import (
     USE_REMOVE_PADDING,
     VEOMNI,
 )
-from verl_pg_plugin.config.machine import machine_issues
+from verl_pg_plugin.config.machine import count_of, machine_issues
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.config.rules import engine_of, roles_of
@@ -84,8 +81,7 @@ def preflight(config: DictConfig) -> list[Issue]:
     """
     found = sharing_issues(config)
     said = {issue.key for issue in found}
-    numbers = (*_counts(config), *_divisors(config))
-    found = list(dict.fromkeys([*found, *(issue for issue in numbers if issue.key not in said)]))
+    found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
     found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
@@ -94,35 +90,17 @@ def preflight(config: DictConfig) -> list[Issue]:
 
 
 def sharing_issues(config: DictConfig) -> list[Issue]:
-    """What the modes say against a run: its flags and options, its engines and its checkpoints."""
-    shares = mode_of(config).shares_prefixes
+    """What the modes say against a run: its flags and options, its checkpoints and its engines."""
     found = [*_flag_issues(config)]
-    if mode_of(config) is Mode.PADDED_GROUPS and OmegaConf.select(config, TORN):
-        found += [rules.not_padded([(f"{TORN}=True", rules.TORN_BY_TOKENS)], MODEL)]
-    if shares and OmegaConf.select(config, f"{MODEL}.use_fused_kernels"):
-        found += _reads_logits(config)
+    if mode_of(config).shares_prefixes:
+        found += _combinations(config)
     read = cache(partial(read_checkpoint, config))
     for role in roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
         # An architecture that cannot share is looked at no further.
         engine = engine_of(config, role, None if issues else hf_config)
-        found += [issue for issue in issues if issue not in found]
-        has_engine = engine.get("strategy") in STRATEGIES
-        if engine.on_veomni and OmegaConf.select(config, engine.section) is None:
-            why = f"the config has no section {engine.section}, which only model_engine={VEOMNI} brings along"
-            found.append(Issue(f"{role}.strategy={VEOMNI}", why, f"model_engine={VEOMNI}"))
-            continue
-        if has_engine and not (engine.on_veomni and role == CRITIC):  # which a rule refuses
-            found += _engine_config_issues(config, engine, shares)
-        elif shares:
-            key, engines = f"{role}.strategy", f"FSDP and VeOmni engines ({', '.join(STRATEGIES)})"
-            why = f"shared prefixes are implemented for verl's {engines} only"
-            found.append(Issue(f"{key}={engine.get('strategy')}", why, f"model_engine=dp {key}=fsdp2"))
-        for rule in (*rules.RULES, *rules.PREFLIGHT_RULES) if shares and has_engine else ():
-            if issue := rule(engine):
-                uncertain = rule in rules.MACHINE_RULES and _joins_cluster(config)
-                found.append(replace(issue, is_warning=issue.is_warning or uncertain))
-    return found
+        found += [*issues, *_engine_issues(config, engine)]
+    return list(dict.fromkeys(found))
 
 
 def _flag_issues(config: DictConfig) -> Iterator[Issue]:
@@ -140,14 +118,47 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
         yield Issue(f"{OPTIONS}={section}", "is not a section of options", fix)
 
 
-def _reads_logits(config: DictConfig) -> Iterator[Issue]:
-    """What reads numbers that verl's fused kernels never have."""
-    mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
-    if OmegaConf.select(config, "distillation.enabled") and mode == "forward_kl_topk":
-        key = f"{MODEL}.use_fused_kernels"
-        yield Issue(f"{key}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{key}=False")
-    if OmegaConf.select(config, sums := f"{ACTOR}.calculate_sum_pi_squared"):
-        yield Issue(f"{sums}=True", "verl's fused kernels never have the probabilities that it sums", f"{sums}=False")
+def _combinations(config: DictConfig) -> Iterator[Issue]:
+    """Settings of several sections that do not go together where prefixes are shared."""
+    if mode_of(config) is Mode.PADDED_GROUPS and OmegaConf.select(config, TORN):
+        yield rules.not_padded(MODEL, f"{TORN}=True", rules.TORN_BY_TOKENS)
+    if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
+        mode, sums = "forward_kl_topk", f"{ACTOR}.calculate_sum_pi_squared"
+        distills = OmegaConf.select(config, "distillation.enabled")
+        if distills and OmegaConf.select(config, "distillation.distillation_loss.loss_mode") == mode:
+            yield Issue(
+                f"{fused}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{fused}=False"
+            )
+        if OmegaConf.select(config, sums):
+            why = "verl's fused kernels never have the probabilities that it sums"
+            yield Issue(f"{sums}=True", why, f"{sums}=False")
+    actor, ref = engine_of(config, ACTOR), engine_of(config, REF)
+    if REF in roles_of(config) and actor.on_veomni and ref.on_veomni and actor.sp_size != ref.sp_size:
+        why = (
+            f"VeOmni keeps that of a process's first engine, and {actor.sp_key}={actor.sp_size} is of the same process"
+        )
+        yield Issue(f"{ref.sp_key}={ref.sp_size}", why, f"{ref.sp_key}={actor.sp_size}")
+
+
+def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:
+    """What the engine of a role would be, and what the rules say of it."""
+    key, strategy, shares = f"{engine.role}.strategy", engine.get("strategy"), mode_of(config).shares_prefixes
+    if strategy not in STRATEGIES:
+        if shares:
+            engines = f"FSDP and VeOmni engines ({', '.join(STRATEGIES)})"
+            why = f"shared prefixes are implemented for verl's {engines} only"
+            yield Issue(f"{key}={strategy}", why, f"model_engine=dp {key}=fsdp2")
+        return
+    if engine.on_veomni and OmegaConf.select(config, engine.section) is None:
+        why = f"the config has no section {engine.section}, which only model_engine={VEOMNI} brings along"
+        yield Issue(f"{key}={VEOMNI}", why, f"model_engine={VEOMNI}")
+        return
+    if not (engine.on_veomni and engine.role == CRITIC):  # which a rule refuses
+        yield from _engine_config_issues(config, engine, shares)
+    for rule in rules.RULES if shares else ():
+        uncertain = rule in rules.MACHINE_RULES and _joins_cluster(config)
+        for issue in rule(engine):
+            yield replace(issue, is_warning=issue.is_warning or uncertain)
 
 
 def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> Iterator[Issue]:
@@ -194,11 +205,9 @@ def _joins_cluster(config: DictConfig) -> bool:
 def _counts(config: DictConfig) -> Iterator[Issue]:
     """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
     least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
-    roles, bypasses = roles_of(config), OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
-    phases = [(role, "log_prob_" if role == REF else "", role == REF) for role in roles]
-    phases += [] if bypasses else [(ROLLOUT, "log_prob_", True)]
-    for section, switch, forward_only in phases:
-        kind = "log_prob" if forward_only else "ppo"
+    bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+    for section in (*roles_of(config), *(() if bypasses else (ROLLOUT,))):
+        switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
         if OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"):
             least[f"{section}.{kind}_max_token_len_per_gpu"] = 1, "number of tokens"
         else:
@@ -215,20 +224,19 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
 def _divisors(config: DictConfig) -> Iterator[Issue]:
     """Numbers of sequences and ranks that verl's workers find out about after the first rollouts."""
     n, per_node, nodes = f"{ROLLOUT}.n", "trainer.n_gpus_per_node", "trainer.nnodes"
-    counts = [OmegaConf.select(config, key) for key in (n, per_node, nodes)]
-    if any(type(count) is not int or count < 1 for count in counts):
+    responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
+    if not responses * ranks:
         return  # of which verl speaks
-    responses, ranks = counts[0], counts[1] * counts[2]
     for role in roles_of(config):
         engine, key = engine_of(config, role), f"{role}.ppo_mini_batch_size"
-        size, prompts = engine.sp_size, OmegaConf.select(config, key)
+        size, prompts = engine.sp_size, count_of(config, key)
         if engine.get("strategy") not in STRATEGIES:
             continue
         if ranks % size:
             why = f"{size} ranks that share tokens do not divide {ranks} ({nodes} times {per_node})"
             fitting = max(fitting for fitting in range(1, size) if ranks % fitting == 0)
             yield Issue(f"{engine.sp_key}={size}", why, f"{engine.sp_key}={fitting}")
-        elif role != REF and type(prompts) is int and prompts * responses % (parts := ranks // size):
+        elif role != REF and prompts * responses % (parts := ranks // size):
             why = f"{prompts} prompts x {n}={responses} sequences do not divide into {parts} data-parallel ranks"
             more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)
             answers = next(more for more in range(responses, responses + parts + 1) if prompts * more % parts == 0)
@@ -237,13 +245,12 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
 
 def _verls_objection(config: DictConfig) -> Iterator[Issue]:
     """The error that verl's validation of this config ends with, if it does."""
-    validate = inspect.unwrap(validate_config)  # without the hook through which verl's entry point asks us
-    errors = (ValueError, AssertionError, InstantiationException, OmegaConfBaseException, TypeError, ArithmeticError)
+    validate, roles = inspect.unwrap(validate_config), roles_of(config)  # without the hook of verl's entry point
     try:
         with redirect_stdout(io.StringIO()):  # it says that all is well
-            validate(config, need_reference_policy(config), CRITIC in roles_of(config))
-    except errors as error:
-        why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
-        yield Issue("", why, "change what it names")
+            validate(config, REF in roles, CRITIC in roles)
     except ImportError:
         pass  # of a package that the rollout needs, which has been said where it is certain
+    except Exception as error:  # the run would end with it
+        why = f"verl's own validation refuses it: {type(error).__name__}: {' '.join(str(error).split())}"
+        yield Issue("", why, "change what it names")

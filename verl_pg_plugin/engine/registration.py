@@ -83,8 +83,8 @@ if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where 
     _ENTRIES["language_model", VEOMNI] = PrefixGrouperVeOmniEngineWithLMHead
 
 
-def register_engines() -> None:
-    """Register our engines for CUDA (vendor nvidia) and CPU; calling it again changes nothing.
+def register_engines() -> list[str]:
+    """Register our engines for CUDA (vendor nvidia) and CPU, and tell the strategies; again changes nothing.
 
     Raises:
         RuntimeError: another plugin holds one of the keys.
@@ -102,3 +102,4 @@ def register_engines() -> None:
                     "with VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin"
                 )
             EngineRegistry.register(model_type, strategy, device=device, vendor=vendor)(entry)
+    return [strategy for model_type, strategy in _ENTRIES if model_type == "language_model"]
