@@ -104,8 +104,8 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
     )
 
 
-def save_causal(folder: Path, model_type: str) -> str:
+def save_causal(folder: Path, model_type: str, **sizes: Any) -> str:
     torch.manual_seed(SEED)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type, **sizes), dtype=torch.float32)
     model.save_pretrained(folder)
     return str(folder)

@@ -1,7 +1,7 @@
 """A batch is read and sent to the device whole, and one that cannot be computed stops with its cause and its fix."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
-from tests.support import actor_loss, full_gradients, group, update
+from tests.support import actor_loss, full_gradients, group, jagged, update
 from verl_pg_plugin.engine import batch as batches
 from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
 from verl_pg_plugin.modalities.text import BatchError
@@ -20,18 +20,10 @@ from verl_pg_plugin.synthetic import Sample, make_batch
 SAMPLES = group(5, [3, 2, 4], 1)
 
 
-def jagged(rows: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
-def with_temperature(values: list[float]) -> torch.Tensor:
-    return make_batch(SAMPLES, temperature=1.0).set("temperature", torch.tensor(values).expand(3))
-
-
 def test_temperatures_that_differ_in_the_last_bit_share_no_row() -> None:
     """A row's log-prob depends on it: the nearest two numbers are as far apart as any."""
     next_to_it = torch.nextafter(torch.tensor(0.7), torch.tensor(1.0)).item()
-    sequences = read_sequences(with_temperature([0.7, next_to_it, 0.7]))
+    sequences = read_sequences(make_batch(SAMPLES).set("temperature", torch.tensor([0.7, next_to_it, 0.7])))
     assert sequences.classes is not None
     assert sequences.classes.tolist() == [0, 1, 0]
     assert sequences.select([1, 2]).classes.tolist() == [1, 0]
@@ -81,60 +73,51 @@ def jagged_like(field: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, field.offsets())
 
 
-Change = Callable[[torch.Tensor], torch.Tensor] | None
-FIELDS: dict[str, tuple[str, Change, str]] = {
-    "no_prompts": ("prompts", None, r"no prompts.*use_prefix_grouper=False"),
-    "no_responses": ("responses", None, "no responses"),
-    "float_ids": (
-        "input_ids",
-        lambda field: jagged_like(field, field.values().float()),
-        r"must be integers, got torch.float32; use torch.int64",
-    ),
-    "padded_ids": ("input_ids", lambda field: field.to_padded_tensor(0), "left_right_2_no_padding"),
-    "negative_token": ("input_ids", lambda field: jagged_like(field, -field.values() - 1), "token ids must lie in"),
-    "mrope_positions": (
-        "position_ids",
-        lambda field: jagged(row.expand(3, -1).T for row in field.unbind()),
-        "do not count 0, 1, 2",
-    ),
-    "shifted_positions": (
-        "position_ids",
-        lambda field: jagged_like(field, field.values() + 1),
-        "do not count 0, 1, 2",
-    ),
-    "dense_positions": (
-        "position_ids",
-        lambda field: field.to_padded_tensor(0),
-        "position_ids must be jagged like input_ids.*left_right_2_no_padding",
-    ),
-    "short_response": (
-        "responses",
-        lambda field: jagged(row[1:] for row in field.unbind()),
-        r"sequence 0: input_ids has 8 tokens, prompts and responses together 7",
-    ),
-    "long_response": (
-        "responses",
-        lambda field: jagged(torch.cat([row, row[:1]]) for row in field.unbind()),
-        r"sequence 0: input_ids has 8 tokens, prompts and responses together 9",
-    ),
-}
-"""A field, what is wrong with it (``None``: it is not there), and the message."""
+def without(name: str) -> TensorDict:
+    return make_batch(SAMPLES).exclude(name)
 
 
-def with_field(name: str, change: Change) -> TensorDict:
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
     batch = make_batch(SAMPLES)
-    return batch.exclude(name) if change is None else batch.set(name, change(batch[name]))
+    return batch.set(name, change(batch[name]))
 
 
 BATCHES: dict[str, tuple[TensorDict, str]] = {
-    **{case: (with_field(name, change), message) for case, (name, change, message) in FIELDS.items()},
+    "no_prompts": (without("prompts"), r"no prompts.*use_prefix_grouper=False"),
+    "no_responses": (without("responses"), "no responses"),
+    "float_ids": (
+        changed("input_ids", lambda field: jagged_like(field, field.values().float())),
+        r"must be integers, got torch.float32; use torch.int64",
+    ),
+    "padded_ids": (changed("input_ids", lambda field: field.to_padded_tensor(0)), "left_right_2_no_padding"),
+    "negative_token": (
+        changed("input_ids", lambda field: jagged_like(field, -field.values() - 1)),
+        "token ids must lie in",
+    ),
+    "mrope_positions": (
+        changed("position_ids", lambda field: jagged(row.expand(3, -1).T for row in field.unbind())),
+        "do not count 0, 1, 2",
+    ),
+    "shifted_positions": (
+        changed("position_ids", lambda field: jagged_like(field, field.values() + 1)),
+        "do not count 0, 1, 2",
+    ),
+    "dense_positions": (
+        changed("position_ids", lambda field: field.to_padded_tensor(0)),
+        "position_ids must be jagged like input_ids.*left_right_2_no_padding",
+    ),
+    "short_response": (
+        changed("responses", lambda field: jagged(row[1:] for row in field.unbind())),
+        r"sequence 0: input_ids has 8 tokens, prompts and responses together 7",
+    ),
+    "long_response": (
+        changed("responses", lambda field: jagged(torch.cat([row, row[:1]]) for row in field.unbind())),
+        r"sequence 0: input_ids has 8 tokens, prompts and responses together 9",
+    ),
     "no_sequences": (emptied(make_batch(SAMPLES)), "empty on this rank"),
     "no_response_token": (make_batch([*SAMPLES, Sample([1, 2], [])]), "sequence 3 has an empty response"),
     "no_prompt_token": (make_batch([*SAMPLES, Sample([], [3, 4])]), "sequence 3 has an empty prompt"),
-    "above_the_budget": (
-        make_batch(SAMPLES, max_token_len_per_gpu=7),
-        r"needs 8 tokens.*ppo_max_token_len_per_gpu",
-    ),
+    "above_the_budget": (make_batch(SAMPLES, max_token_len_per_gpu=7), r"needs 8 tokens.*ppo_max_token_len_per_gpu"),
 }
 
 
@@ -202,10 +185,9 @@ def assert_chosen(found: TensorDict, batch: TensorDict) -> None:
     expected = tu.index_select_tensor_dict(batch, CHOSEN)
     assert set(found.keys()) == set(expected.keys())
     for name, field in expected.items():
-        if not isinstance(field, torch.Tensor):
-            continue
-        rows = (found[name].unbind(), field.unbind()) if field.is_nested else ([found[name]], [field])
-        assert all(torch.equal(row.cpu(), alone) for row, alone in zip(*rows, strict=True)), name
+        if isinstance(field, torch.Tensor):
+            rows = zip(found[name].unbind(), field.unbind(), strict=True)
+            assert all(torch.equal(row.cpu(), alone) for row, alone in rows), name
 
 
 def test_verl_finds_nothing_left_to_move_and_no_field_is_lost() -> None:

@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric, reduce_metrics
 
 from tests.engine.ranks import on_ranks
-from tests.support import group, make_engine, update
+from tests.support import group, jagged, make_engine, update
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.layout import Sequences
@@ -27,21 +27,24 @@ FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
 # Twice two responses of one token to a prompt of three; two of the prompts begin alike.
 TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
-
-
 NONE, GROUPS = MiniBatchCosts(), [[0, 1], [2, 3]]
 SHARED, ALONE = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3)), 4 * (4 * 100 + 4 * 10 + (1 + 2 + 3 + 4))
 GAIN = pytest.approx(ALONE / SHARED)
+WHOLE_PROMPTS = 16 / (2 * 2 + 4 * 1)
+PADDED = MiniBatchCosts(num_padding=8)
+FULL = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
+VERIFIED = [MiniBatchCosts(num_verified=number, verify_max_error=error) for number, error in ((4, 1e-6), (2, 3e-6))]
+# Groups are prompts: all four begin with token 1, one root.
 CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any]]] = {
     "the gain, beside what whole prompts give": (
         GROUPS,
         [NONE],
         1,
-        {"flop_ratio": GAIN, "dedup_ratio": 16 / 8, "dedup_ratio_of_groups": 16 / (2 * 2 + 4 * 1)},
+        {"flop_ratio": GAIN, "dedup_ratio": 16 / 8, "dedup_ratio_of_groups": WHOLE_PROMPTS},
     ),
     "padding is physical and no work": (
         GROUPS,
-        [MiniBatchCosts(num_padding=8)],
+        [PADDED],
         1,
         {"flop_ratio": GAIN, "dedup_ratio": 16 / 16, "padding_tokens": 8.0},
     ),
@@ -51,19 +54,13 @@ CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any
         2,
         {"logical_tokens": 16.0, "physical_tokens": 8.0},
     ),
-    # Groups are prompts: all four begin with token 1, one root.
     "micro-batches of one prompt": (GROUPS, [NONE], 1, {"groups_per_micro_batch": 1}),
     "micro-batches of two prompts": ([[0, 2], [1, 3]], [NONE], 1, {"groups_per_micro_batch": 2}),
     "one micro-batch": ([[0, 1, 2, 3]], [NONE], 1, {"groups_per_micro_batch": 2}),
-    "the memory of the fullest rank": (
-        GROUPS,
-        [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)],
-        1,
-        {"peak_carried_gib": 2.0},
-    ),
+    "the memory of the fullest rank": (GROUPS, FULL, 1, {"peak_carried_gib": 2.0}),
     "verified samples of all ranks and their largest error": (
         GROUPS,
-        [MiniBatchCosts(num_verified=number, verify_max_error=error) for number, error in ((4, 1e-6), (2, 3e-6))],
+        VERIFIED,
         1,
         {"verified_rows": 6.0, "verify_max_error": 3e-6},
     ),
@@ -110,7 +107,7 @@ def loss_metrics(engine: Any, sequences: list[int] | None = None, **cut: Any) ->
     batch = make_batch(SAMPLES, **cut)
     # An old policy that differs from the new one by far in long responses alone.
     old = [values - 0.3 * (len(values) > 9) for values in batch["old_log_probs"].unbind()]
-    batch["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
+    batch["old_log_probs"] = jagged(old)
     if sequences is not None:
         batch = tu.index_select_tensor_dict(batch, torch.tensor(sequences))
     return update(engine, batch).metrics

@@ -31,6 +31,7 @@ from tests.support import (
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
 from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
+from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.planning.memory import TokenBytes
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -72,7 +73,7 @@ def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(
     toy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
-    with pytest.raises(RuntimeError, match="convolution over shared prefixes ran in 0 of 1 layers"):
+    with pytest.raises(RuntimeError, match=f"convolution over shared prefixes ran in 0 of 1 layers.*{SHARING_OFF}"):
         infer(make_engine(toy), make_batch(TREE))
 
 
