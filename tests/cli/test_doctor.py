@@ -60,9 +60,11 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (metadata / "entry_points.txt").write_text("[verl.plugins]\nrival = rival_plugin\n")
     (folder / "rival_plugin.py").write_text(HOLDS_OUR_KEY)
     broken, rival = "sys.modules['verl_pg_plugin.engine.engine'] = None", f"sys.path.insert(0, {str(folder)!r})"
-    script, cases = doctor.SCRIPT.read_text(), [("", "cpu"), (broken, "cpu"), (rival, "nvidia")]
+    cases = [("", "cpu"), (broken, "cpu"), (rival, "nvidia")]
     cases.append(("import os; os.environ['VERL_ENGINE_DEVICE'] = 'npu'", "cpu"))
-    ended = run_fresh([(f"import sys\n{first}\n{script}", {"VERL_PLATFORM": platform}) for first, platform in cases])
+    ended = run_fresh(
+        [(f"import sys\n{first}\n{doctor.SCRIPT}", {"VERL_PLATFORM": platform}) for first, platform in cases]
+    )
     return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
 
@@ -248,11 +250,10 @@ def test_environment_variables_that_put_another_engine_in_force_are_named(proces
     [("import os; os.kill(os.getpid(), 9)", "ended with -9"), ("import time; time.sleep(60)", "more than 1 s")],
     ids=["killed", "hanging"],
 )
-def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "SCRIPT", tmp_path / "script.py")
-    doctor.SCRIPT.write_text("print('noise'); print('{\"device\": \"cpu\"}')")
+def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "SCRIPT", "print('noise'); print('{\"device\": \"cpu\"}')")
     assert doctor.fresh_process() == {"device": "cpu"}
-    doctor.SCRIPT.write_text(script)
+    monkeypatch.setattr(doctor, "SCRIPT", script)
     monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
     (line,) = bad(doctor.process_lines(doctor.fresh_process()))
     assert error in line.text

@@ -11,7 +11,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its pl
 import pytest
 from config_support import FLAGS, TINY, compose_config, runnable, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
-from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3NextConfig, Qwen3VLConfig
+from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
 from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
 
@@ -24,6 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Gemma2Config(**TINY),
         Olmo2Config(**TINY),
         Qwen3Config(**TINY),
+        Qwen3MoeConfig(**TINY),
         Qwen3NextConfig(**TINY, layer_types=["linear_attention", "full_attention"]),
         Qwen3VLConfig(text_config=TINY),
     ):

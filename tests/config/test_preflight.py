@@ -30,11 +30,12 @@ WORKING: dict[str, str] = {
     "the_ignored_ulysses_of_the_critic": f"{CRITIC} {ROLLOUT}.n=1 "
     "critic.ulysses_sequence_parallel_size=2 critic.use_dynamic_bsz=True",
     "separate_async": SEPARATE,
+    "colocate_async": "trainer.v1.trainer_mode=colocate_async",
     "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
     "a_small_float_for_a_budget_and_numbers_for_booleans": f"{ACTOR}.ppo_max_token_len_per_gpu=1200.0 "
     f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
     "what_users_bring": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib {ROLLOUT}.name=mine "
-    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine trainer.v1.trainer_mode=mine "
+    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine trainer.use_v1=False trainer.v1.trainer_mode=mine "
     "trainer.logger=[console,clearml] reward.custom_reward_function.path=pkg://my.rewards "
     "data.custom_cls.path={data} data.custom_cls.name=Rows data.train_files=nowhere",
     "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
@@ -114,6 +115,13 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("trainer.nnodes=two", "", "verl's own validation refuses it: TypeError", ""),
     ("trainer.n_gpus_per_node=2", "trainer.n_gpus_per_node", "2 worker processes are asked for", "num_gpus=2"),
     (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name", "vllm is not installed", "pip install 'verl[vllm]'"),
+    ("trainer.v1.trainer_mode=mine", "trainer.v1.trainer_mode", "there are colocate_async, ", "=sync, or VERL_USE_"),
+    (
+        f"{MODEL}.path={{models}}/qwen3_moe {MODEL}.override_config.num_experts_per_tok=0",
+        f"{MODEL}.path",
+        "qwen3_moe has experts, and its config says neither",
+        "override_config.num_experts_per_tok=<experts a token visits>",
+    ),
     ("data.train_files=no_such.parquet", "data.train_files", "does not exist", "data.train_files="),
     ("data.val_files=[{data},{folder}/gone.parquet]", "data.val_files", "does not exist", ""),
     ("data.train_files={folder}/broken.parquet", "data.train_files", "cannot be read as parquet", ""),

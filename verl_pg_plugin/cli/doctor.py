@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import entry_points
-from pathlib import Path
+from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 from verl_pg_plugin import compat, register
@@ -20,7 +21,11 @@ from verl_pg_plugin.cli import FAIL, OK, WARN, Check, Section, in_columns
 
 NAME = "verl_pg_plugin"
 POLICY = "VERL_USE_EXTERNAL_PLUGINS"
-SCRIPT = Path(__file__).with_name("fresh_process.py")
+SCRIPT = (
+    "import sys, verl.workers.engine; is_loaded = 'verl_pg_plugin' in sys.modules; "
+    "from verl_pg_plugin.cli.doctor import tell; tell(is_loaded)"
+)
+"""Of a process that imports verl first, as verl's workers do; the doctor's own has imported the plugin already."""
 TIMEOUT_S = 300
 PACKAGES = (
     *("verl-pg-plugin", "verl", "torch", "triton", "transformers", "prefix_grouper", "flash-attn", "flash-attn-3"),
@@ -184,8 +189,8 @@ def kernel_lines() -> list[Check]:
 
 
 def fresh_process() -> dict[str, Any]:
-    """What ``fresh_process.py`` finds in a new process; ``error`` alone where verl does not load."""
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT.read_text()]
+    """What a worker of verl's would see, see ``tell``; ``error`` alone where verl does not load."""
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -195,6 +200,41 @@ def fresh_process() -> dict[str, Any]:
         return {"error": lines[-1] if lines else f"the process ended with {result.returncode}"}  # a signal
     found: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
     return found
+
+
+def tell(is_loaded: bool) -> None:
+    """Write what there is in this process, whose import of verl has loaded the plugin or not, as a line of JSON."""
+    from verl.plugin.platform import get_platform
+    from verl.utils.device import get_vendor
+
+    platform, plugin_error = get_platform(), ""
+    engines: dict[str, str] = {}
+    others: dict[str, str] = {}
+    try:
+        if is_loaded:
+            register()  # raises what the import only logs
+    except Exception as raised:  # whatever it is, no training would show it
+        plugin_error = f"{type(raised).__name__}: {raised}"
+    if is_loaded and not plugin_error:
+        from verl_pg_plugin.config.engine_config import assert_in_force
+
+        asked = [*product(("language_model", "value_model"), ("fsdp", "fsdp2"))]
+        asked += [("language_model", "veomni")] if find_spec("veomni") else []
+        for model_type, strategy in asked:
+            try:
+                engines[f"{model_type} {strategy}"] = assert_in_force(strategy, model_type)
+            except (RuntimeError, AssertionError, ValueError) as error:
+                others[f"{model_type} {strategy}"] = str(error)
+    seen = {
+        "engines": engines,
+        "others": others,
+        "plugin_error": plugin_error,
+        "platform": type(platform).__name__,
+        "device": platform.device_name,
+        "vendor": get_vendor(),
+        "available": platform.is_available(),
+    }
+    sys.stdout.write("\n" + json.dumps(seen) + "\n")
 
 
 def process_lines(process: dict[str, Any]) -> list[Check]:

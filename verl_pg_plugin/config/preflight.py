@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
+from transformers import PretrainedConfig
 from verl.utils.config import validate_config
 
 from verl_pg_plugin import compat
@@ -41,6 +42,7 @@ from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.config.rules import engine_of, roles_of
 from verl_pg_plugin.issue import ConfigError, Issue
+from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,8 @@ def preflight(config: DictConfig) -> list[Issue]:
     found = sharing_issues(config)
     said = {issue.key for issue in found}
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
-    found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
+    here = (*machine_issues(config), *_unknown_trainer(config))
+    found += [replace(issue, is_warning=_joins_cluster(config)) for issue in here]
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
         found += _verls_objection(config)
@@ -99,8 +102,21 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
         # An architecture that cannot share is looked at no further.
         engine = engine_of(config, role, None if issues else hf_config)
+        if shares and hf_config is not None and not issues and role == ACTOR:
+            issues = list(_unpriced(config, hf_config))
         found += [*issues, *_engine_issues(config, engine)]
     return list(dict.fromkeys(found))
+
+
+def _unpriced(config: DictConfig, hf_config: PretrainedConfig) -> Iterator[Issue]:
+    """A model whose FLOPs cannot be counted, by which ranks get their sequences."""
+    if "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
+        return  # which may be a class of the checkpoint's own
+    try:
+        ModelFlops.of_config(hf_config)
+    except ValueError as error:
+        why, _, fix = str(error).partition("; set ")
+        yield Issue(f"{MODEL}.path={OmegaConf.select(config, f'{MODEL}.path')}", why, fix)
 
 
 def _flag_issues(config: DictConfig) -> Iterator[Issue]:
@@ -241,6 +257,18 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)
             answers = next(more for more in range(responses, responses + parts + 1) if prompts * more % parts == 0)
             yield Issue(f"{key}={prompts}", why, f"{key}={more}, or {n}={answers}")
+
+
+def _unknown_trainer(config: DictConfig) -> Iterator[Issue]:
+    """A V1 trainer that nobody has registered whose code verl loads at its import."""
+    key, mode = "trainer.v1.trainer_mode", OmegaConf.select(config, "trainer.v1.trainer_mode")
+    if not OmegaConf.select(config, "trainer.use_v1") or mode == "sync":
+        return
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY  # seconds, which verl's default is spared
+
+    if mode not in TRAINER_REGISTRY:
+        why = f"no trainer is registered under that name; there are {', '.join(sorted(TRAINER_REGISTRY))}"
+        yield Issue(f"{key}={mode}", why, f"{key}=sync, or VERL_USE_EXTERNAL_MODULES=<its module> in the environment")
 
 
 def _verls_objection(config: DictConfig) -> Iterator[Issue]:

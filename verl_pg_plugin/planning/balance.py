@@ -156,21 +156,18 @@ def _exchange(
     ``own`` (S,) is a span's cost without the ``prefix`` of its ``group`` (S,), which costs once in every bin.
     """
     sizes, of_span = np.diff(np.append(spans, len(bin_of))), bin_of[spans]
+
+    def cost(held: IntArray) -> float:
+        return float(own[held].sum() + prefix[np.unique(group[held])].sum())
+
+    def exchanged(held: IntArray, leaves: int, enters: int) -> IntArray:
+        return np.where(held == leaves, enters, held)
+
     members = [np.flatnonzero(of_span == number) for number in range(num_bins)]
-    load = np.array([own[held].sum() + prefix[np.unique(group[held])].sum() for held in members])
-
-    def after(chosen: int, leaves: int, enters: int) -> float:
-        """Cost of a bin once one span has left and another has come."""
-        held = group[members[chosen]]
-        cost = load[chosen] - own[leaves] + own[enters]
-        if group[leaves] != group[enters]:
-            cost += prefix[group[enters]] * (group[enters] not in held)
-            cost -= prefix[group[leaves]] * (np.count_nonzero(held == group[leaves]) == 1)
-        return float(cost)
-
-    def best_exchange(dear: int) -> tuple[float, int, int, int] | None:
-        best = None
-        few = min(CHEAPEST_TRIED, num_bins - 1)
+    load = np.array([cost(held) for held in members])
+    few = min(CHEAPEST_TRIED, num_bins - 1)
+    for _ in range(16 * num_bins):
+        dear, tried = int(load.argmax()), []
         for other in np.argpartition(load, few)[:few].tolist():
             half = (load[dear] - load[other]) / 2
             for size in np.unique(sizes[members[dear]]):
@@ -181,21 +178,15 @@ def _exchange(
                 near = np.searchsorted(own[theirs], own[mine] - half).clip(max=len(theirs) - 1)
                 k = np.abs(own[mine] - own[theirs[near]] - half).argmin()
                 leaves, enters = int(mine[k]), int(theirs[near[k]])
-                left = max(after(dear, leaves, enters), after(other, enters, leaves))
-                if left < load[dear] * (1 - 1e-9) and (best is None or left < best[0]):
-                    best = left, other, leaves, enters
-        return best
-
-    for _ in range(16 * num_bins):
-        dear = int(load.argmax())
-        best = best_exchange(dear)
-        if best is None:
+                after = exchanged(members[dear], leaves, enters), exchanged(members[other], enters, leaves)
+                tried.append((max(map(cost, after)), other, after))
+        left, other, after = min(tried, key=lambda exchange: exchange[0], default=(np.inf, dear, ()))
+        if left >= load[dear] * (1 - 1e-9):
             break
-        _, other, mine, theirs = best
-        for chosen, leaves, enters in ((dear, mine, theirs), (other, theirs, mine)):
-            load[chosen] = after(chosen, leaves, enters)
-            members[chosen][members[chosen] == leaves] = enters
-            of_span[enters] = chosen
+        for chosen, held in zip((dear, other), after, strict=True):
+            members[chosen], load[chosen] = held, cost(held)
+    for number, held in enumerate(members):
+        of_span[held] = number
     return np.repeat(of_span, sizes)
 
 
