@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
-from verl_pg_plugin.cpu.images import PromptImages, image_inputs, placeholders, reads_images, rope_positions
+from verl_pg_plugin.cpu.images import PromptImages, reads_images, rope_positions
 
 
 def derived_seed(*parts: Any) -> int:
@@ -89,23 +89,20 @@ def generate(
     eos_token_ids: Collection[int],
     aborted: Callable[[], bool] = lambda: False,
 ) -> list[Completion]:
-    """Sample one response a request, all in one batch; the model reads equal prompts once.
+    """Sample one response a request, in their order and in one batch; the model reads equal prompts once.
 
     A response follows from its prompt and its seed; what else is in the batch changes its log-probs by rounding alone.
-
-    Args:
-        model: a causal language model on the CPU.
-        requests: results keep their order.
-        eos_token_ids: a response ends after any of these, unless its request ignores them.
-        aborted: asked before every step; once true, unfinished responses come back as they are.
+    It ends after any of ``eos_token_ids``, unless its request ignores them. ``aborted`` is asked before every step:
+    once it is true, unfinished responses come back as they are.
     """
     completions = [Completion() for _ in requests]
     if aborted():
         return completions
     stops = [{*r.params.stop_token_ids, *(() if r.params.ignore_eos else eos_token_ids)} for r in requests]
     generators = [torch.Generator().manual_seed(request.params.seed) for request in requests]
-    never = torch.tensor(placeholders(model.config), dtype=torch.int64)
-    mrope = reads_images(model.config)
+    never: list[int] = []  # tokens that stand for a part of an image that is not there
+    if mrope := reads_images(model.config):
+        never = [model.config.image_token_id, model.config.video_token_id]
     for request, completion in zip(requests, completions, strict=True):
         if request.params.prompt_logprobs is not None:
             completion.of_prompt = read_prompt(model, request, request.params.prompt_logprobs)
@@ -113,7 +110,8 @@ def generate(
     logits_BV = logits_BLV[:, -1]
     params = [request.params for request in requests]
     while True:
-        token_B, log_prob_B = sample(logits_BV.index_fill(1, never, -torch.inf), params, generators)
+        logits_BV[:, never] = -torch.inf
+        token_B, log_prob_B = sample(logits_BV, params, generators)
         for i, completion in enumerate(completions):
             if completion.aborted:
                 completion.token_ids.append(int(token_B[i]))
@@ -150,8 +148,7 @@ def read_prompt(model: PreTrainedModel, request: Request, k: int) -> dict[str, l
 def _prefill(
     model: PreTrainedModel, requests: Sequence[Request], logits_to_keep: int = 1
 ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
-    """Run the unique prompts, padded on the left; logits (B, L, V) of the last tokens, or of all where
-    ``logits_to_keep`` is 0; cache, mask (B, P) and next position (B,)."""
+    """Run the unique prompts, padded on the left: logits (B, L, V), cache, mask (B, P) and next position (B,)."""
     prompts = [(request.prompt_ids, request.images) for request in requests]
     place = {prompt: at for at, prompt in enumerate(dict.fromkeys(prompts))}
     length_U = torch.tensor([len(ids) for ids, _ in place])
@@ -164,6 +161,10 @@ def _prefill(
         by_prompt = [rope_positions(model, ids, images) for ids, images in place]
         position_ids = torch.stack([F.pad(x_3L, (P - x_3L.shape[1], 0)) for x_3L in by_prompt], dim=1)  # (3, U, P)
         next_U = position_ids.amax(dim=(0, 2)) + 1
+    inputs = {}
+    if shown := [images for _, images in place if images is not None]:
+        inputs["pixel_values"] = torch.cat([images.pixel_values for images in shown]).to(model.dtype)
+        inputs["image_grid_thw"] = torch.cat([images.image_grid_thw for images in shown])
     cache = DynamicCache(config=model.config)
     output = model(
         input_ids=input_ids_UP,
@@ -172,7 +173,7 @@ def _prefill(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=logits_to_keep,
-        **image_inputs([images for _, images in place], model.dtype),
+        **inputs,
     )
     unique_B = torch.tensor([place[prompt] for prompt in prompts])
     cache.reorder_cache(unique_B)

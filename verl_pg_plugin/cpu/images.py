@@ -53,22 +53,6 @@ def reads_images(config: Any) -> bool:
     return config.model_type in IMAGE_MODEL_TYPES
 
 
-def placeholders(config: Any) -> list[int]:
-    """Tokens that a model must not write: each stands for a part of an image that is not there."""
-    return [config.image_token_id, config.video_token_id] if reads_images(config) else []
-
-
-def image_inputs(images: Sequence[PromptImages | None], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Keywords of a forward over prompts with these images; none where no prompt has any."""
-    shown = [of_prompt for of_prompt in images if of_prompt is not None]
-    if not shown:
-        return {}
-    return {
-        "pixel_values": torch.cat([of_prompt.pixel_values for of_prompt in shown]).to(dtype),
-        "image_grid_thw": torch.cat([of_prompt.image_grid_thw for of_prompt in shown]),
-    }
-
-
 def rope_positions(model: Any, prompt_ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:
     """(3, L) positions of time, height and width, by the model's own rule."""
     ids = torch.tensor([prompt_ids])

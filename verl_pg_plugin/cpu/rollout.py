@@ -16,7 +16,6 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PreTrainedModel
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import get_hf_auto_model_class
@@ -99,7 +98,7 @@ class HFServer:
             if self._rejects:
                 return self._token_output(Completion())
             await self._gate.wait()
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Completion] = asyncio.Future()
         self._pending.append((request, answer))
         if self._batching is None or self._batching.done():
             self._batching = asyncio.create_task(self._answer_pending())
@@ -249,21 +248,11 @@ class HFReplica(RolloutReplica):
         name = server_name(self.replica_rank)
         if self.is_teacher_model:
             name = f"{name}_teacher{self.name_suffix}"
-        node_id = await self.workers[0].__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
-        server = (
-            ray.remote(HFServer)
-            .options(
-                name=name,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
-                max_concurrency=self.max_concurrency,
-            )
-            .remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
-        )
+        actor = ray.remote(HFServer).options(name=name, max_concurrency=self.max_concurrency)
+        server = actor.remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
         await server.__ray_ready__.remote()
-        self.servers = [server]
-        self._server_handle = server
-        # The load balancer's key. There is no HTTP endpoint behind it.
-        self._server_address = name
+        # The address is the load balancer's key. There is no HTTP endpoint behind it.
+        self.servers, self._server_handle, self._server_address = [server], server, name
 
 
 class ServerAdapter(BaseRollout):

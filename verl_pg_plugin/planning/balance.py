@@ -180,9 +180,10 @@ def _exchange(
                 leaves, enters = int(mine[k]), int(theirs[near[k]])
                 after = exchanged(members[dear], leaves, enters), exchanged(members[other], enters, leaves)
                 tried.append((max(map(cost, after)), other, after))
-        left, other, after = min(tried, key=lambda exchange: exchange[0], default=(np.inf, dear, ()))
-        if left >= load[dear] * (1 - 1e-9):
+        tried = [exchange for exchange in tried if exchange[0] < load[dear] * (1 - 1e-9)]
+        if not tried:
             break
+        _, other, after = min(tried, key=lambda exchange: exchange[0])
         for chosen, held in zip((dear, other), after, strict=True):
             members[chosen], load[chosen] = held, cost(held)
     for number, held in enumerate(members):
