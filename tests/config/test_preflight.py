@@ -35,8 +35,8 @@ WORKING: dict[str, str] = {
     "a_small_float_for_a_budget_and_numbers_for_booleans": f"{ACTOR}.ppo_max_token_len_per_gpu=1200.0 "
     f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
     "what_users_bring": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib {ROLLOUT}.name=mine "
-    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine trainer.use_v1=False trainer.v1.trainer_mode=mine "
-    "trainer.logger=[console,clearml] reward.custom_reward_function.path=pkg://my.rewards "
+    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine trainer.use_v1=False "
+    "trainer.v1.trainer_mode=mine trainer.logger=[console,clearml] reward.custom_reward_function.path=pkg://my.rewards "
     "data.custom_cls.path={data} data.custom_cls.name=Rows data.train_files=nowhere",
     "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
     "a_hub_model_and_data_elsewhere": f"{MODEL}.path=somebody/model "
@@ -53,13 +53,14 @@ WORKING: dict[str, str] = {
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, data_file: Path) -> dict[str, str]:
+def places(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, models: Path, data_file: Path) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("places")
     (folder / "own").mkdir()
     (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
     (folder / "broken.parquet").write_text("no parquet")
     return {
         "checkpoint": str(checkpoint),
+        "models": str(models),
         "data": str(data_file),
         "folder": str(folder),
         "own": str(folder / "own"),

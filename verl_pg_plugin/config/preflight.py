@@ -102,9 +102,9 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
         # An architecture that cannot share is looked at no further.
         engine = engine_of(config, role, None if issues else hf_config)
-        if shares and hf_config is not None and not issues and role == ACTOR:
-            issues = list(_unpriced(config, hf_config))
         found += [*issues, *_engine_issues(config, engine)]
+        if role == ACTOR and engine.hf_config is not None and mode_of(config).shares_prefixes:
+            found += _unpriced(config, engine.hf_config)
     return list(dict.fromkeys(found))
 
 
