@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
 """Exit code of a process that started nothing because of its settings."""
+SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 
 
 @dataclass(frozen=True)
@@ -48,3 +49,7 @@ class ConfigError(ValueError):
         count = f"{len(issues)} problem{'s' if len(issues) != 1 else ''} in the configuration"
         listing = "\n".join(f"{number}. {issue}" for number, issue in enumerate(issues, start=1))
         super().__init__(f"{count}, nothing was started:\n{listing}")
+
+
+class BatchError(ValueError):
+    """A batch that packed mode cannot compute; the message names the cause and the fix."""

@@ -14,7 +14,7 @@ from verl.utils.device import get_device_id
 from tests.support import actor_loss, full_gradients, group, jagged, update
 from verl_pg_plugin.engine import batch as batches
 from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
-from verl_pg_plugin.modalities.text import BatchError
+from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 SAMPLES = group(5, [3, 2, 4], 1)

@@ -31,7 +31,7 @@ from tests.support import (
     splitting,
     update,
 )
-from verl_pg_plugin.modalities.text import BatchError
+from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 K = 8

@@ -8,7 +8,7 @@ import torch
 
 from tests.architectures.tiny_configs import save_causal
 from tests.support import FUSED_HEAD, check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
-from verl_pg_plugin.modalities.text import BatchError
+from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 PAD = 0

@@ -24,8 +24,8 @@ from tests.modalities.tiny_vision import (
 )
 from tests.support import actor_loss, clone, infer, make_engine
 from verl_pg_plugin.engine.batch import read_sequences
+from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.modalities import Modality
-from verl_pg_plugin.modalities.text import BatchError
 from verl_pg_plugin.synthetic import make_batch
 
 

@@ -29,7 +29,7 @@ from tests.modalities.tiny_vision import (
 from tests.precision import in_float64
 from tests.support import FUSED_HEAD, actor_loss, check_exact, clone, infer, make_engine, save_adapter, update
 from verl_pg_plugin.engine.verify import MismatchError
-from verl_pg_plugin.modalities import image_keys
+from verl_pg_plugin.modalities import images
 
 LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in (KINDS[2], HYBRID_KINDS[1])]
 WHOLE = 1 << 30
@@ -130,7 +130,7 @@ def test_an_adapter_on_encoder_and_layers_is_exact(path: str, tmp_path: Path) ->
 
 @WITH_OPTIONS
 def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
-    same = patch.object(image_keys, "_content", lambda *args: 0)
+    same = patch.object(images, "_content", lambda *args: 0)
     with same, pytest.raises(MismatchError, match=r"sample \d of the 6 in forward-only"):
         infer(make_engine(path, engine={"verify": "first"}), image_batch(path, TWO_GROUPS))
 

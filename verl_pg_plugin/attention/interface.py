@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.op import AttentionOptions
+from verl_pg_plugin.issue import SHARING_OFF
 
 ATTENTION_NAME = "prefix_grouper_packed"
 ATTENTION = "attention"
@@ -57,7 +58,7 @@ def packed_attention(
     if prefix_grouper is None:
         raise RuntimeError(
             f"{_where(module)} runs with attention {ATTENTION_NAME!r} but got no layout: this architecture does not "
-            "pass keyword arguments down to its attention; set actor_rollout_ref.actor.use_prefix_grouper=False"
+            f"pass keyword arguments down to its attention; {SHARING_OFF}"
         )
     unsupported = [name for name, setting in kwargs.items() if setting is not None and name not in WITHOUT_EFFECT]
     if attention_mask is not None:
@@ -69,7 +70,7 @@ def packed_attention(
     if unsupported:
         raise RuntimeError(
             f"{_where(module)} asks for {', '.join(sorted(unsupported))}, which packed attention does not compute; "
-            "set actor_rollout_ref.actor.use_prefix_grouper=False"
+            f"{SHARING_OFF}"
         )
     options = AttentionOptions(
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

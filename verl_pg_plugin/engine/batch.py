@@ -8,9 +8,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_pg_plugin.attention.gather import send
+from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Sequences
 from verl_pg_plugin.modalities import TEXT, Modality
-from verl_pg_plugin.modalities.text import SHARING_OFF, BatchError
 from verl_pg_plugin.planning.micro_batches import MicroBatchLimits
 
 FUSED_OFF = "set actor_rollout_ref.model.use_fused_kernels=False"

@@ -27,11 +27,10 @@ from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import check_engine
 from verl_pg_plugin.engine.compiled_layers import compile_layers
 from verl_pg_plugin.engine.ranks import agreement
-from verl_pg_plugin.issue import Issue
+from verl_pg_plugin.issue import SHARING_OFF, Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.modalities import Modality
-from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,7 @@ from verl_pg_plugin.attention.cache import CacheAccess, Place, StateExchange
 from verl_pg_plugin.attention.context import AttentionContext
 from verl_pg_plugin.attention.gather import Gather, gather_tokens, to_device
 from verl_pg_plugin.attention.interface import WITHOUT_EFFECT
+from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.layout import IntArray, PackedLayout
 
 STATE, INPUTS = "state", "inputs"
@@ -350,12 +351,11 @@ class GatedDeltaLayer:
         if unsupported:
             raise RuntimeError(
                 f"a Gated DeltaNet layer asks for {', '.join(sorted(unsupported))}, which packed tokens do not have; "
-                "set actor_rollout_ref.actor.use_prefix_grouper=False"
+                f"{SHARING_OFF}"
             )
         if context is None or context.layout is None:
             raise RuntimeError(
-                "a Gated DeltaNet layer was made to mix packed tokens and got no layout of any; set "
-                "actor_rollout_ref.actor.use_prefix_grouper=False"
+                f"a Gated DeltaNet layer was made to mix packed tokens and got no layout of any; {SHARING_OFF}"
             )
         return context, context.layout.num_tokens
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from verl_pg_plugin.modalities.images import IMAGE_MODEL_TYPES, TEXT, Modality
-from verl_pg_plugin.modalities.text import text_obstacles
 
-__all__ = ["TEXT", "Modality", "modality_obstacles", "modality_of"]
+__all__ = ["IMAGE_MODEL_TYPES", "TEXT", "Modality", "modality_obstacles", "modality_of"]
 
 
 def modality_obstacles(config: PretrainedConfig) -> list[str]:
     """Why no modality fits a model; empty if one does."""
-    return [] if config.model_type in IMAGE_MODEL_TYPES else text_obstacles(config)
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    # The last two are text of several modalities' making: the dimensions of its positions are equal.
+    if kind in (*IMAGE_MODEL_TYPES, "qwen3_5_text", "qwen3_5_moe_text"):
+        return []
+    for other in ("vision_config", "audio_config", "thinker_config"):
+        if getattr(config, other, None) is not None:
+            return [f"{kind} is multimodal ({other}); only text models are supported"]
+    return [f"{kind} uses three-dimensional position ids (mrope)"] if "mrope_section" in rope else []
 
 
 def modality_of(config: PretrainedConfig) -> Modality:

@@ -1,8 +1,17 @@
-"""What a model reads beside text: each distinct image goes through its vision encoder once per micro-batch."""
+"""What a model reads beside text: each distinct image goes through its vision encoder once per micro-batch.
+
+Placeholders mark images in the tokens; patches are in what verl's processor made of them. Token ids do not tell two
+images apart, since both are tokens of one placeholder. So sequences get keys: the tokens of an image that of its
+content, and equal keys mean equal pixels, bit for bit. verl runs its processor anew for every response, so neither uid
+nor object identity tells. Positions enter as steps from token to token. Where keys are equal from the start on,
+positions are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,15 +21,55 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import PretrainedConfig
 
+from verl_pg_plugin.issue import SHARING_OFF, BatchError
 from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, counted
-from verl_pg_plugin.modalities.image_keys import Image, Kind, build_keys, find_images
-from verl_pg_plugin.modalities.text import SHARING_OFF, BatchError
 
 IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Their language model is causal over images too, and their vision encoder looks at each image or frame alone."""
 
 POSITION_DIMENSIONS = 4
 """verl hands over a counter of tokens, then time, height and width."""
+
+WITHOUT_EFFECT = frozenset({"images_seqlens", "mm_token_type_ids", "second_per_grid_ts"})
+"""What verl adds and the model needs for positions alone, which the batch has."""
+
+FIRST_KEY = 1 << 31
+"""Keys from here on stand for more than a token."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Images or videos.
+
+    Attributes:
+        name: for messages.
+        pixels, grids: keys of verl's ``multi_modal_inputs``, which are keywords of the model too: (patches, numbers)
+            and (images, 3), each a number of frames, rows and columns of patches.
+        token_id: the placeholder.
+    """
+
+    name: str
+    pixels: str
+    grids: str
+    token_id: int
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image or a frame of a video, where it occurs: the vision encoder looks at each frame alone.
+
+    Attributes:
+        first: its first placeholder, counted from the start of the sequence.
+        num_tokens: placeholders, which follow each other.
+        pixels: (patches, numbers), a view.
+        grid: rows and columns of patches.
+    """
+
+    kind: Kind
+    first: int
+    num_tokens: int
+    pixels: torch.Tensor
+    grid: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -70,9 +119,9 @@ class Modality:
         Raises:
             BatchError: it holds something else.
         """
-        tokens, offsets, given = sequences.tokens, sequences.offsets, data.get("multi_modal_inputs", None)
+        offsets, given = sequences.offsets, data.get("multi_modal_inputs", None)
         of_each = [] if given is None else [dict(getattr(of_one, "data", of_one) or {}) for of_one in given]
-        images = find_images(tokens, offsets, of_each, self.kinds, self.merge_size**2)
+        images = self._find_images(sequences, of_each)
         positions = _positions(data)
         if not self.kinds:
             # Sharing compares tokens only, so positions must count in each of their dimensions.
@@ -82,8 +131,37 @@ class Modality:
                 )
             return sequences
         positions = _in_space(positions, offsets, has_images=any(images))
-        keys, inside = build_keys(tokens, offsets, positions, images)
+        keys, inside = _build_keys(sequences, positions, images)
         return replace(sequences, keys=keys, positions=positions, inside=inside, images=images)
+
+    def _find_images(self, sequences: Sequences, given: list[dict[str, Any]]) -> list[list[Image]]:
+        """The images of each sequence, in the order of their first placeholders.
+
+        ``given`` are verl's ``multi_modal_inputs`` of each; an empty list if the batch has none.
+        """
+        names = {name for kind in self.kinds for name in (kind.pixels, kind.grids)} | WITHOUT_EFFECT
+        places = {kind: np.flatnonzero(sequences.tokens == kind.token_id) for kind in self.kinds}
+        bounds = sequences.offsets.tolist()
+        found: list[list[Image]] = []
+        for sequence, (start, stop) in enumerate(pairwise(bounds)):
+            of_one = given[sequence] if given else {}
+            if unknown := sorted(name for name, value in of_one.items() if value is not None and name not in names):
+                raise BatchError(
+                    f"sequence {sequence}: the processor returns {', '.join(unknown)}, which packed mode does not hand "
+                    f"to this model; {SHARING_OFF}"
+                )
+            images: list[Image] = []
+            for kind, at in places.items():
+                first, last = np.searchsorted(at, [start, stop])
+                images += _images_of(sequence, of_one, kind, at[first:last] - start, self.merge_size**2)
+            images.sort(key=lambda image: image.first)
+            if images and images[-1].first + images[-1].num_tokens == stop - start:
+                raise BatchError(
+                    f"sequence {sequence} ends in an image, and no token follows that its last token could predict; "
+                    "drop it, or raise data.max_response_length so that tool results are not cut off"
+                )
+            found.append(images)
+        return found
 
     def inputs(
         self, layout: PackedLayout, sequences: Sequences, runs_encoder: bool
@@ -138,6 +216,73 @@ def _in_space(given: IntArray | None, offsets: IntArray, has_images: bool) -> In
             f"agent loop makes them, and has {shape}; {SHARING_OFF}"
         )
     return np.broadcast_to(counted(offsets) if given is None else given, (POSITION_DIMENSIONS, offsets[-1]))
+
+
+def _images_of(
+    sequence: int, given: Mapping[str, Any], kind: Kind, places: IntArray, patches_per_token: int
+) -> Iterator[Image]:
+    """Images of one kind in one sequence, whose placeholders stand at ``places``."""
+    grids, pixels = given.get(kind.grids), given.get(kind.pixels)
+    sizes: list[list[int]] = [] if grids is None else grids.tolist()
+    frames = [(height, width) for num_frames, height, width in sizes for _ in range(num_frames)]
+    needed = sum(height * width for height, width in frames)
+    pixels = () if pixels is None else pixels
+    if len(pixels) != needed:
+        raise BatchError(f"sequence {sequence}: {kind.pixels} has {len(pixels)} patches, {kind.grids} ask for {needed}")
+    patch = token = 0
+    for height, width in frames:
+        num_tokens = height * width // patches_per_token
+        mine = places[token : token + num_tokens]
+        if len(mine) < num_tokens or mine[-1] - mine[0] != num_tokens - 1:
+            break
+        stop = patch + height * width
+        yield Image(kind, int(mine[0]), num_tokens, pixels[patch:stop], grid=(height, width))
+        patch, token = stop, token + num_tokens
+    if token != len(places) or patch != needed:
+        raise BatchError(
+            f"sequence {sequence} has {len(places)} placeholders {kind.token_id}, its {len(sizes)} {kind.name}s need "
+            f"{needed // patches_per_token}, each in one piece: a response has sampled the placeholder (ban it in the "
+            "rollout), or a tool result was cut off (raise data.max_response_length), or the prompt was "
+            "(data.filter_overlong_prompts=True)"
+        )
+
+
+def _build_keys(
+    sequences: Sequences, positions: IntArray, images: Sequence[Sequence[Image]]
+) -> tuple[IntArray, IntArray]:
+    """Keys, and what is indivisible, (N,) each, of sequences with (4, N) positions; see ``Sequences``."""
+    tokens, starts = sequences.tokens, sequences.offsets[:-1]
+    keys, inside = tokens.astype(np.int64), np.zeros(len(tokens), dtype=np.int64)
+    before = np.roll(positions, 1, axis=1)
+    before[:, starts] = -1
+    steps = positions - before
+    unusual = (steps != 1).any(axis=0)
+    key_of: dict[Hashable, int] = {}
+    known: dict[Hashable, list[torch.Tensor]] = {}
+    for start, image in ((start, image) for start, of_one in zip(starts, images, strict=True) for image in of_one):
+        span = slice(start + image.first, start + image.first + image.num_tokens)
+        shown = (_content(known, image), steps[:, span].tobytes())
+        keys[span] = FIRST_KEY + key_of.setdefault(shown, len(key_of))
+        inside[span] = np.arange(image.num_tokens)
+        unusual[span] = False
+    for at in np.flatnonzero(unusual).tolist():  # the first token behind an image, as a rule
+        keys[at] = FIRST_KEY + key_of.setdefault((int(tokens[at]), steps[:, at].tobytes(), "token"), len(key_of))
+    return keys, inside
+
+
+def _content(known: dict[Hashable, list[torch.Tensor]], image: Image) -> Hashable:
+    """What stands for a content: equal ones are the same kind, grid, dtype and pixels.
+
+    The sum of all words finds those that should be equal, and then they are compared: no hash decides. Both run on all
+    threads at the speed of memory; a batch of 32 images of 1,024 tokens holds 0.8 GB.
+    """
+    words = image.pixels.contiguous().cpu().view(torch.int64)  # every patch has a multiple of 8 bytes
+    shown = (image.kind.name, image.grid, image.pixels.dtype, image.pixels.shape, int(words.sum()))
+    alike = known.setdefault(shown, [])
+    number = next((number for number, other in enumerate(alike) if torch.equal(other, words)), len(alike))
+    if number == len(alike):
+        alike.append(words)
+    return shown, number
 
 
 def shown_images(layout: Layout, sequences: Sequences) -> list[Image]:

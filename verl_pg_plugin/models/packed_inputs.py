@@ -5,7 +5,7 @@ Shape legend: B sequences, S padded length, T packed tokens, L tokens of this ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,7 @@ from verl_pg_plugin.attention.kernels import Kernel, select_kernel
 from verl_pg_plugin.layout import PackedLayout
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     from prefix_grouper import PrefixGrouper
-
-    PrefixGrouperLike: TypeAlias = PrefixGrouper | PackedLayout | AttentionContext
 
 NO_MASK: dict[str, None] = {"full_attention": None, "sliding_attention": None}
 """Masks by layer type, as transformers takes them ready-made: none, ``prefix_grouper`` says what is seen."""
@@ -53,15 +49,13 @@ class ModelInputs:
 
     Attributes:
         input_ids, position_ids: (1, L) packed tokens, or what the caller passed where nothing is packed.
-        attention_mask: ``NO_MASK`` where ``prefix_grouper`` takes its place.
-        prefix_grouper: for the attention layers; None runs transformers' own attention.
+        prefix_grouper: for the attention layers, in place of a mask; None runs transformers' own attention.
         padded_index, padded_shape: (T,) places of the tokens in the caller's flattened (B, S), if they were padded.
         num_sp_padding: tokens appended so that the ranks hold equally many, if they were spread over ranks here.
     """
 
     input_ids: torch.Tensor | None
     position_ids: torch.Tensor | None
-    attention_mask: torch.Tensor | dict | None = None
     prefix_grouper: AttentionContext | None = None
     padded_index: torch.Tensor | None = None
     padded_shape: tuple[int, ...] = (0, 0)
@@ -113,7 +107,7 @@ def pack_padded(
     segments = PackedAttention.unshared(
         kernel_of(config._attn_implementation, input_ids.device.type), cu_seqlens, int(max_seqlen), len(tokens)
     )
-    return _over_ranks(tokens.T, positions.T, segments, indices, tuple(input_ids.shape))
+    return _over_ranks(ModelInputs(tokens.T, positions.T, segments, indices, tuple(input_ids.shape)))
 
 
 def shared_inputs(
@@ -121,7 +115,7 @@ def shared_inputs(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    prefix_grouper: PrefixGrouperLike,
+    prefix_grouper: PrefixGrouper | PackedLayout | AttentionContext,
 ) -> ModelInputs:
     """Tokens that a ``prefix_grouper`` describes; positions (1, T) default to those of a layout."""
     if not isinstance(prefix_grouper, (AttentionContext, PackedLayout)):
@@ -131,14 +125,14 @@ def shared_inputs(
     if isinstance(prefix_grouper, AttentionContext):
         if position_ids is None or position_ids.shape != input_ids.shape:
             raise ValueError("prepared tokens need position_ids of the shape of input_ids")
-        return ModelInputs(input_ids, position_ids, NO_MASK, prefix_grouper)
+        return ModelInputs(input_ids, position_ids, prefix_grouper)
     layout, kernel = prefix_grouper, kernel_of(config._attn_implementation, input_ids.device.type)
     for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
         if given is not None and given.shape != (1, layout.num_tokens):
             raise ValueError(f"prefix_grouper lays out {layout.num_tokens} tokens, but {name} is {tuple(given.shape)}")
     if position_ids is None:
         position_ids = torch.from_numpy(layout.position_ids).to(input_ids.device).unsqueeze(0)
-    return _over_ranks(input_ids, position_ids, PackedAttention(layout, kernel))
+    return _over_ranks(ModelInputs(input_ids, position_ids, PackedAttention(layout, kernel)))
 
 
 def _padded_groups(
@@ -172,8 +166,8 @@ def _padded_groups(
             "a PrefixGrouper's padded groups cannot be spread over a Ulysses group; pass a PackedLayout "
             "(use_remove_padding=True) or set ulysses_sequence_parallel_size=1"
         )
-    groups = PaddedGroupsAttention(grouper, kernel_of(config._attn_implementation, input_ids.device.type))
-    return ModelInputs(input_ids, position_ids, NO_MASK, groups)
+    kernel = kernel_of(config._attn_implementation, input_ids.device.type)
+    return ModelInputs(input_ids, position_ids, PaddedGroupsAttention(grouper, kernel))
 
 
 @cache  # selecting reads the metadata of packages
@@ -186,20 +180,14 @@ def kernel_of(implementation: str, device_type: str) -> Kernel:
     return select_kernel(KERNELS[implementation], device_type)
 
 
-def _over_ranks(
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    over_all_tokens: AttentionContext,
-    padded_index: torch.Tensor | None = None,
-    padded_shape: tuple[int, ...] = (0, 0),
-) -> ModelInputs:
+def _over_ranks(inputs: ModelInputs) -> ModelInputs:
     """Pad (1, T) tokens to a multiple of verl's Ulysses group and keep this rank's slice, if there is a group."""
     sp_size = get_ulysses_sequence_parallel_world_size()
-    if sp_size == 1:
-        return ModelInputs(input_ids, position_ids, NO_MASK, over_all_tokens, padded_index, padded_shape)
-    over_all_tokens.group = get_ulysses_sequence_parallel_group()
-    input_ids, position_ids, num_sp_padding = ulysses_pad_and_slice_inputs(input_ids, position_ids, sp_size)
-    return ModelInputs(input_ids, position_ids, NO_MASK, over_all_tokens, padded_index, padded_shape, num_sp_padding)
+    if sp_size == 1 or inputs.prefix_grouper is None:
+        return inputs
+    inputs.prefix_grouper.group = get_ulysses_sequence_parallel_group()
+    input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(inputs.input_ids, inputs.position_ids, sp_size)
+    return replace(inputs, input_ids=input_ids, position_ids=position_ids, num_sp_padding=padding)
 
 
 class PackedAttentionMixin(nn.Module):
@@ -265,7 +253,7 @@ class PackedInputsMixin:
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        prefix_grouper: PrefixGrouperLike | None = None,
+        prefix_grouper: PrefixGrouper | PackedLayout | AttentionContext | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -304,7 +292,7 @@ class PackedInputsMixin:
         elif attention_mask is not None and attention_mask.ndim == 2 and input_ids is not None and not cached:
             inputs = pack_padded(self.config, input_ids, attention_mask, position_ids)
         else:
-            inputs = ModelInputs(input_ids, position_ids, attention_mask)
+            inputs = ModelInputs(input_ids, position_ids)
         if inputs.prefix_grouper is not None:
             use_cache = False
             names = ("output_attentions", "output_hidden_states")
@@ -316,7 +304,7 @@ class PackedInputsMixin:
 
         outputs = self.model(
             input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
+            attention_mask=attention_mask if inputs.prefix_grouper is None else NO_MASK,
             position_ids=inputs.position_ids,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,

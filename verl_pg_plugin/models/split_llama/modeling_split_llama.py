@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, LlamaConfig, PretrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -55,15 +55,10 @@ class SplitLlamaConfig(PretrainedConfig):
         self.first_config, self.last_config = first, last
         # What code written for one-stack models reads: totals, and the widths of the stack that ends in the head.
         self.num_hidden_layers = first.num_hidden_layers + last.num_hidden_layers
-        self.vocab_size = last.vocab_size
-        self.hidden_size = last.hidden_size
-        self.intermediate_size = last.intermediate_size
-        self.num_attention_heads = last.num_attention_heads
-        self.num_key_value_heads = last.num_key_value_heads
-        self.head_dim = last.head_dim
         self.max_position_embeddings = min(first.max_position_embeddings, last.max_position_embeddings)
-        self.initializer_range = last.initializer_range
-        self.use_cache = last.use_cache
+        widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        for name in ("vocab_size", *widths, "initializer_range", "use_cache"):
+            setattr(self, name, getattr(last, name))
         derived = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         tokens = {name: getattr(last, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         kwargs = {name: value for name, value in kwargs.items() if name not in derived}
@@ -74,17 +69,10 @@ class SplitLlamaAttention(PackedAttentionMixin, llama.LlamaAttention):
     """Transformers' attention; with a ``prefix_grouper``, attention over shared prefixes."""
 
 
-class SplitLlamaPreTrainedModel(PreTrainedModel):
+class SplitLlamaPreTrainedModel(llama.LlamaPreTrainedModel):
     """Capabilities that transformers and FSDP ask a model for."""
 
     config_class = SplitLlamaConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["LlamaDecoderLayer"]  # noqa: RUF012 (transformers' annotation)
-    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_attention_backend = True
 
 
 class Stack(nn.Module):
