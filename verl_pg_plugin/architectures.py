@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from packaging.version import Version
@@ -166,15 +166,6 @@ def lm_head_issues(model_class: type[PreTrainedModel]) -> list[Issue]:
     return [Issue("", f"{model_class.__name__} cannot run its LM head on response tokens only (logits_to_keep)")]
 
 
-def language_model_class(hf_config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' class for a config, as verl chooses it; None if there is none."""
-    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        if type(hf_config) in mapping:
-            found = mapping[type(hf_config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
-    return None
-
-
 def _final_or_all(issues: list[Issue]) -> list[Issue]:
     """Those that no override lifts; where there is none, all. Each once."""
     return list(dict.fromkeys([issue for issue in issues if not issue.fix] or issues))
@@ -196,7 +187,10 @@ def _random_fields(text: PretrainedConfig) -> list[Issue]:
 
 
 def _causal_lm_issues(hf_config: PretrainedConfig) -> list[Issue]:
-    model_class = language_model_class(hf_config)
+    mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)  # in verl's order
+    model_class = next((mapping[type(hf_config)] for mapping in mappings if type(hf_config) in mapping), None)
+    if isinstance(model_class, (tuple, list)):
+        model_class = model_class[0]
     if model_class is None:
         return [Issue("", f"transformers has no causal language model for {hf_config.model_type!r}")]
     if found := class_issues(model_class) or lm_head_issues(model_class):
@@ -272,9 +266,10 @@ def head_obstacle(module: Any) -> str:
     name = type(module).__name__
     try:
         with torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(_returning(head, logits))
+            stack.enter_context(patch.object(head, "forward", return_value=logits))
             for decoder in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
-                stack.enter_context(_returning(decoder, _DecoderOutput(last_hidden_state=hidden)))
+                output = _DecoderOutput(last_hidden_state=hidden)
+                stack.enter_context(patch.object(decoder, "forward", return_value=output))
             found = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
     except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
         return f"{name} does not run around another decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -297,19 +292,6 @@ class _DecoderOutput(MoeModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-
-
-@contextmanager
-def _returning(module: nn.Module, output: Any) -> Iterator[None]:
-    """``module`` returns ``output``, whatever it is given."""
-    own = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 # --- What stock verl computes wrongly --------------------------------------------------------------------------------

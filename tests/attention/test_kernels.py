@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pretends a GPU of some compute capability, or none, and installed packages."""
 
     def pretend(capability: tuple[int, int] | None, *packages: str) -> None:
-        def version(package: str) -> str:
-            if package not in packages:
-                raise PackageNotFoundError(package)
-            return "1.0"
-
-        monkeypatch.setattr(kernels, "version", version)
+        monkeypatch.setattr(kernels, "installed", lambda package: "1.0" if package in packages else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 

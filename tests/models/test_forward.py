@@ -24,7 +24,7 @@ from tests.models.models import (
     save_qwen3,
 )
 from tests.support import assert_same, check_exact, group, make_engine, save_tiny_model
-from verl_pg_plugin.attention.interface import ATTENTION_NAME, register_attention
+from verl_pg_plugin.attention.interface import ATTENTION_NAME
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
@@ -32,7 +32,6 @@ TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
 
 @pytest.mark.parametrize(("side", "attention"), [("right", "eager"), ("both", ATTENTION_NAME), ("both", "sdpa")])
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(checkpoint: str, side: str, attention: str) -> None:
-    register_attention()
     assert_same(padded(load(checkpoint, attention).train(), side), reference(checkpoint))
 
 

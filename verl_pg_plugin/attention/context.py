@@ -37,20 +37,23 @@ class AttentionContext(ABC):
 
     Attributes:
         layout: what the tokens are; None of padded groups, and where a model made them from a padded batch.
+        cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
         perturb: applied to what every layer that mixes tokens returns; verify mode measures rounding with it.
+        group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
         calls: layers that mixed these tokens so far, by the name of their mixer. The engine compares it with the model,
             so a layer that mixes tokens by other means is an error and not a wrong number.
-        cache: the prefix KV cache of a chunk of a split group; None for tokens that stand alone.
-        group: ranks that hold an equal slice of the tokens each, in their order; None where this rank has them all.
     """
 
     def __init__(
-        self, layout: PackedLayout | None, kernel: Kernel, perturb: Callable[[Tensor], Tensor] | None = None
+        self,
+        layout: PackedLayout | None,
+        kernel: Kernel,
+        cache: CacheAccess | None = None,
+        perturb: Callable[[Tensor], Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.layout, self.kernel, self.perturb = layout, kernel, perturb
+        self.layout, self.kernel, self.cache, self.perturb, self.group = layout, kernel, cache, perturb, group
         self.calls: Counter[str] = Counter()
-        self.cache: CacheAccess | None = None
-        self.group: dist.ProcessGroup | None = None
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 
     @abstractmethod
@@ -103,29 +106,14 @@ class PackedAttention(AttentionContext):
 
     All-to-alls around what mixes tokens trade a slice of the tokens and all heads for all tokens and a slice of the
     heads and back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), so in between each rank runs what one would.
-
-    Attributes:
-        num_tokens: T; tokens after them are padding, which attends to nothing.
     """
 
-    def __init__(
-        self,
-        layout: PackedLayout | None,
-        kernel: Kernel,
-        cache: CacheAccess | None = None,
-        perturb: Callable[[Tensor], Tensor] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(layout, kernel, perturb)
-        self.cache, self.group = cache, group
-        self.num_tokens = 0 if layout is None else layout.num_tokens
-        self._unshared: Tree | None = None
+    _unshared: Tree | None = None
 
     @classmethod
     def unshared(cls, kernel: Kernel, cu_seqlens: Tensor, max_seqlen: int, num_tokens: int) -> PackedAttention:
         """Sequences that share nothing, bounded by ``cu_seqlens`` (S+1,) int32: ordinary varlen attention."""
         context, tokens = cls(None, kernel), slice(0, num_tokens)
-        context.num_tokens = num_tokens
         context._unshared = Tree([Piece(tokens, tokens, Varlen(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))])
         return context
 
@@ -152,10 +140,11 @@ class PackedAttention(AttentionContext):
 
     def attend_packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> Tensor:
         """(T, H, D) of (T, H, D) queries and (T, G, D) keys and values; zero at padding."""
-        num_padding = len(q_THD) - self.num_tokens
-        if num_padding:
-            q_THD, k_TGD, v_TGD = (x[: self.num_tokens] for x in (q_THD, k_TGD, v_TGD))
         tree = self._tree(q_THD.device, options.window_size)
+        num_tokens = tree.forward[-1].rows.stop
+        num_padding = len(q_THD) - num_tokens
+        if num_padding:
+            q_THD, k_TGD, v_TGD = (x[:num_tokens] for x in (q_THD, k_TGD, v_TGD))
         out_THD = attend(q_THD, k_TGD, v_TGD, tree, self.kernel, options, self.cache)
         return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 

@@ -86,6 +86,4 @@ def _where(module: nn.Module) -> str:
     return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
 
 
-def register_attention() -> None:
-    """Make ``ATTENTION_NAME`` a valid ``attn_implementation``; calling it again changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+AttentionInterface.register(ATTENTION_NAME, packed_attention)

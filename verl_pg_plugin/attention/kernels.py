@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
+
+from verl_pg_plugin.compat import installed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,10 +60,7 @@ class KernelSpec:
     @property
     def installed(self) -> bool:
         """By package metadata: an import loads CUDA libraries, and flash-attn 2 and 4 have a folder in common."""
-        try:
-            return self.package is None or bool(version(self.package))
-        except PackageNotFoundError:
-            return False
+        return self.package is None or installed(self.package) is not None
 
     def misfit(self, needs: AttentionNeeds) -> str:
         """What a model needs and this kernel does not compute; empty if nothing."""

@@ -10,7 +10,6 @@ import numpy as np
 from verl.utils.metric import AggregationType, Metric
 
 from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.modalities.images import shown_images
 from verl_pg_plugin.planning.cost import ModelFlops
 
@@ -72,7 +71,7 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "micro_batches": len(layouts),
         "rmpad_micro_batches": sum(not layout.shares_tokens for layout in layouts),
         "chains": sum(len(group) > 1 for group in plan.groups),
-        "carried_rows": sum(layout.num_cached for layout in layouts if isinstance(layout, PackedLayout)),
+        "carried_rows": sum(layout.num_cached for layout in layouts),
         "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
         "forward": flops.forward(layouts) + flops.images(computed),
         "forward_alone": float(flops.alone(lengths).sum()) + flops.images(shown),

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import SequenceSelector, check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
-from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
+from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
@@ -142,8 +142,7 @@ def plan_mini_batch(
             prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
         level = Level.ATTENTION  # of a forward without gradient nothing is kept
         if not forward_only:
-            cache_use = layout.cache_use if isinstance(layout, PackedLayout) else ()
-            level = levels.choose(layout.num_tokens, len(layout.head_index), *cache_use)
+            level = levels.choose(layout.num_tokens, len(layout.head_index), *layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     groups = [[micro_batch for micro_batch, _ in group] for group in draft]
     return Plan(data, sequences, planned, groups, any(rank.needs_encoder for rank in told), levels)
@@ -157,7 +156,8 @@ def _laid_out(
     if packed:
         layouts += lay_out(group, sequences, forward_only)
     else:
-        layouts += [sequences.select(micro_batch.sequences).lay_out_padded() for micro_batch in group]
+        selected = (sequences.select(micro_batch.sequences) for micro_batch in group)
+        layouts += [build_padded_layout(own.tokens, own.offsets, own.prompt_lengths) for own in selected]
     running = list(zip(group, layouts, strict=True))
     return running if forward_only else running[::-1]
 

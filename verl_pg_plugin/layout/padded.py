@@ -43,7 +43,8 @@ class PaddedLayout:
     # As ``PackedLayout`` has them.
     is_chunk = False
     shares_tokens = reads_ancestors = True
-    num_gathered_kv = 0
+    num_gathered_kv = num_cached = 0
+    cache_use = (0, 0, 0, 0)
     prefill = None
 
     @property
@@ -66,29 +67,29 @@ def build_padded_layout(tokens: IntArray, offsets: IntArray, prompt_lengths: Int
     for s, start in enumerate(starts):
         groups.setdefault(tokens[start : start + prompts[s]].tobytes(), []).append(s)
 
-    # Places of the lines in `tokens`, segment by segment.
-    prefixes = [np.arange(starts[m[0]], starts[m[0]] + prompts[m[0]] - 1) for m in groups.values()]
-    responses = [[np.arange(starts[s] + prompts[s] - 1, stops[s] - 1) for s in m] for m in groups.values()]
-    lines = [np.concatenate([prefix, *group]) for prefix, group in zip(prefixes, responses, strict=True)]
-    shape = len(lines), max(map(len, lines))
-    input_ids, position_ids, labels = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    position = counted(offsets)
+    lines: list[list[IntArray]] = []  # of each group its prefix and its responses, as places in `tokens`
+    for first, *others in groups.values():
+        prefix = np.arange(starts[first], starts[first] + prompts[first] - 1)
+        lines.append([prefix, *(np.arange(starts[s] + prompts[s] - 1, stops[s] - 1) for s in (first, *others))])
+    width = max(sum(map(len, line)) for line in lines)
+    input_ids, position_ids, labels = (np.zeros((len(lines), width), dtype=np.int64) for _ in range(3))
+    position, head_index = counted(offsets), []
     for g, line in enumerate(lines):
-        input_ids[g, : len(line)] = tokens[line]
-        position_ids[g, : len(line)] = position[line]
-        labels[g, : len(line)] = tokens[line + 1]
+        places = np.concatenate(line)
+        input_ids[g, : len(places)] = tokens[places]
+        position_ids[g, : len(places)] = position[places]
+        labels[g, : len(places)] = tokens[places + 1]
+        head_index.append(g * width + np.arange(len(line[0]), len(places)))
 
-    members, parts = [s for m in groups.values() for s in m], [part for group in responses for part in group]
+    responses = [response for _, *of_group in lines for response in of_group]
     return PaddedLayout(
-        group_info=[[len(prefix), *map(len, group)] for prefix, group in zip(prefixes, responses, strict=True)],
+        group_info=[list(map(len, line)) for line in lines],
         input_ids=input_ids,
         position_ids=position_ids,
         labels=labels,
-        head_index=np.concatenate(
-            [np.arange(g * shape[1] + len(prefixes[g]), g * shape[1] + len(line)) for g, line in enumerate(lines)]
-        ),
-        response_index=np.concatenate(parts),
-        response_head=np.arange(sum(map(len, parts))),
-        head_sequence=np.repeat(members, [len(part) for part in parts]),
+        head_index=np.concatenate(head_index),
+        response_index=np.concatenate(responses),
+        response_head=np.arange(sum(map(len, responses))),
+        head_sequence=np.repeat([s for group in groups.values() for s in group], [*map(len, responses)]),
         num_logical_tokens=int(offsets[-1]),
     )

@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
-from verl_pg_plugin.layout.packed import (
-    Chunk,
-    PackedLayout,
-    build_packed_layout,
-    idle_prefill,
-)
-from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
+from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layout, idle_prefill
 
 OptionalArray = TypeVar("OptionalArray", IntArray, IntArray | None)
 
@@ -26,10 +20,7 @@ class Sequences:
     """B sequences of prompt + response with N tokens in all, laid one after the other.
 
     Attributes:
-        tokens: (N,) ids, as the model's embedding takes them.
-        offsets: (B+1,) bounds of the sequences.
-        prompt_lengths: (B,) leading tokens that are the prompt.
-        classes: (B,) or None; sequences of different class, that is temperature, share nothing.
+        tokens, offsets, prompt_lengths, classes: see ``build_packed_layout``; a class is a temperature.
         keys: (N,) integers; two sequences may share a token only where theirs are equal. None where the ids say so.
         positions: (P, N) as the model takes them; None where they count from 0 in every sequence.
         inside: (N,) tokens of the same image in front of this one; None where nothing is indivisible.
@@ -100,10 +91,6 @@ class Sequences:
         """The packed tokens of one forward, see ``build_packed_layout``."""
         arrays = self._keys, self.offsets, self.prompt_lengths, self.classes, self.inside
         return self._as_the_model_takes_them(build_packed_layout(*arrays, chunk, first_label, forward_only))
-
-    def lay_out_padded(self) -> PaddedLayout:
-        """The tokens of one forward in upstream's padded groups."""
-        return build_padded_layout(self.tokens, self.offsets, self.prompt_lengths)
 
     def lay_out_idle_prefill(self) -> PackedLayout:
         """See ``idle_prefill``."""

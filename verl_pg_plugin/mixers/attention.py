@@ -6,7 +6,7 @@ from collections import Counter
 
 from transformers import PretrainedConfig
 
-from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME, register_attention
+from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import AttentionNeeds
 from verl_pg_plugin.mixers.mixer import Mixer, PairCost
 
@@ -25,7 +25,6 @@ def obstacles(config: PretrainedConfig) -> list[str]:
 
 
 def prepare(config: PretrainedConfig) -> None:
-    register_attention()
     config._attn_implementation = ATTENTION_NAME
 
 
