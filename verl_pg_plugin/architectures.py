@@ -294,9 +294,6 @@ class _DecoderOutput(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-# --- What stock verl computes wrongly --------------------------------------------------------------------------------
-
-
 def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:
     """Why stock verl's rmpad mode (0.9.1) computes a model wrongly, and what to do instead; None if nothing is known.
 

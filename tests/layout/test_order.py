@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, batches
-from verl_pg_plugin.layout import IntArray, build_packed_layout, build_prefix_order, idle_prefill
+from verl_pg_plugin.layout import IntArray, Sequences, build_packed_layout, build_prefix_order
 
 
 @given(batches(with_classes=True))
@@ -77,4 +77,6 @@ def test_images_of_a_layout_are_whole_and_tokens_know_where_they_come_from(seque
 
 def test_an_idle_prefill_computes_all_of_an_image_that_comes_first() -> None:
     for parts, expected in (([10, 1, 2], [10, 10, 10]), ([1, 10, 2], [1])):
-        assert idle_prefill(*laid_out([parts])).input_ids.tolist() == expected
+        keys, offsets, inside = laid_out([parts])
+        sequences = Sequences(keys, offsets, prompt_lengths=np.ones(1, dtype=np.int64), inside=inside)
+        assert sequences.lay_out_idle_prefill().input_ids.tolist() == expected

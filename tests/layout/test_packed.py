@@ -22,7 +22,7 @@ from tests.layout.tries import (
     response_places,
     tries,
 )
-from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout, idle_prefill
+from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
 
@@ -216,7 +216,7 @@ def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(
 
 @given(batches())
 def test_a_rank_without_a_prefill_runs_one_token_that_nobody_reads(batch: Batch) -> None:
-    idle = idle_prefill(batch.tokens, batch.offsets)
+    idle = batch.as_numbers.lay_out_idle_prefill()
     first = batch.sequences[0]
     assert (idle.input_ids.tolist(), idle.labels.tolist(), idle.position_ids.tolist()) == ([first[0]], [first[1]], [0])
     assert (idle.num_cached, idle.kv_index.tolist(), idle.is_chunk) == (0, [0], False)

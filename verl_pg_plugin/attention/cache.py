@@ -87,15 +87,11 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class PrefixCache:
-    """The tokens ``0 .. num_tokens`` of one path, shallow first.
-
-    Attributes:
-        peak_bytes: most that they took in front of a forward.
-    """
+    """The tokens ``0 .. num_tokens`` of one path, shallow first."""
 
     def __init__(self) -> None:
         self.blocks: list[CachedTokens] = []
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # most that they took in front of a forward
 
     @property
     def num_tokens(self) -> int:
@@ -117,8 +113,7 @@ class PrefixCache:
     def consume(self, layout: Layout) -> list[CachedTokens]:
         """Take off the tokens that a chunk of an update computes with gradient, before its prefill comes.
 
-        Returns:
-            Their pending gradients; the values are dropped, since the chunk computes them again.
+        Their values are dropped, since the chunk computes them again.
         """
         if not isinstance(layout, PackedLayout) or not layout.is_chunk:
             return []
@@ -186,11 +181,9 @@ class CacheAccess:
             self.publish.put(place, published, has_gradient=self.prefill)
 
     def settle(self, place: Place, total: Tensor) -> Tensor:
-        """Gradients (T, ...) of the own values, pending ones included.
+        """Gradients (T, ...) of the own values, pending ones included, out of a ``total`` of [cached | own].
 
-        Args:
-            total: (c + T, ...) gradients of [cached | own], float32 or wider. Those of cached tokens are added to their
-                pending ones.
+        That is float32 or wider. Gradients of cached tokens are added to their pending ones.
         """
         for block in self.read:
             block.pending[place].add_(total[block.start : block.stop])
@@ -213,13 +206,10 @@ class CacheAccess:
     def exchange_states(
         self, place: Place, own: Tensor, exchange: StateExchange | None, beside: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Rows [cached | own] of states, and ``beside`` as it is.
+        """Rows [cached | own] of states, and ``beside`` as it is; ``place`` has no position.
 
-        Args:
-            place: without a position.
-            own: (N, ...) with a gradient, or none is added to what is read.
-            beside: what was computed with ``own``, whose gradients come from other chunks alone where nothing reads it
-                here.
+        ``own`` (N, ...) must have a gradient, or none is added to what is read. ``beside`` was computed with it: where
+        nothing reads the states here, their gradients come from other chunks alone, and only this leads to them.
         """
         if exchange is None:
             return own, beside
@@ -231,11 +221,7 @@ class CacheAccess:
         return found, beside
 
     def join_outputs(self, outputs_NC: Tensor) -> Tensor:
-        """(cached heads + N, C) head outputs, as ``response_head`` of the layout indexes them.
-
-        Args:
-            outputs_NC: (N, C) of the own tokens at ``head_index``, of all ranks that share the tokens.
-        """
+        """(cached heads + N, C) head outputs, as ``response_head`` indexes them, of (N, C) own ones of all ranks."""
         cached, heads = (self.index(name, outputs_NC.device) for name in ("cached_heads", "head_index"))
         # Cached as keys and values are: spread over all tokens. Who has no label computes one head that nobody reads.
         own_TC = outputs_NC.new_zeros(self.layout.num_tokens, outputs_NC.shape[1])
@@ -280,11 +266,7 @@ class StateExchange:
     def of(
         cls, read: IntArray, publish: IntArray, published: IntArray, device: torch.device | str
     ) -> StateExchange | None:
-        """None where nothing is exchanged.
-
-        Args:
-            published: (publish, width) rows of [cached | own], with as many cached ones at each position.
-        """
+        """None where nothing is exchanged; ``published`` are (publish, width) rows of [cached | own]."""
         if not len(read) + len(publish):
             return None
         num_read = len(read) * published.shape[1]

@@ -88,11 +88,7 @@ class AttentionContext(ABC):
         return out if self.perturb is None else self.perturb(out)
 
     def index(self, make: Callable[..., T], *args: Hashable) -> T:
-        """``make(layout, *args)``, once per forward and not once per layer.
-
-        Raises:
-            RuntimeError: the tokens have no layout.
-        """
+        """``make(layout, *args)``, once per forward and not once per layer; RuntimeError where there is no layout."""
         if self.layout is None:
             raise RuntimeError("tokens that a model packed by itself have no layout; only attention can mix them")
         key = (make, *args)
@@ -118,11 +114,7 @@ class PackedAttention(AttentionContext):
         return context
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """With a group, a collective that each of its ranks must enter with its own tokens.
-
-        Raises:
-            ValueError: the heads cannot be spread over the ranks.
-        """
+        """With a group, a collective of its ranks; ValueError where heads cannot be spread over them."""
         if self.group is not None:
             ranks, num_heads, num_kv_heads = dist.get_world_size(self.group), query.shape[1], key.shape[1]
             if num_heads % ranks or (num_kv_heads % ranks and ranks % num_kv_heads):
@@ -159,10 +151,9 @@ class PackedAttention(AttentionContext):
 
 
 class PaddedGroupsAttention(AttentionContext):
-    """Upstream's padded groups, one a line (https://github.com/johncaged/PrefixGrouper).
+    """Upstream's padded groups, a line ``[prompt | response 1 | response 2 | ... | padding]`` each.
 
-    Attributes:
-        grouper: of lines ``[prompt | response 1 | response 2 | ... | padding]``.
+    See https://github.com/johncaged/PrefixGrouper.
     """
 
     def __init__(self, grouper: PrefixGrouper, kernel: Kernel) -> None:

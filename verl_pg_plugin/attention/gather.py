@@ -12,12 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Gather:
-    """Which of T tokens to copy where.
-
-    Attributes:
-        tokens: (K,) int32 token of each copy.
-        num_tokens: T.
-    """
+    """Copies of T tokens, ``num_tokens``; ``tokens`` (K,) int32 has the token of each copy."""
 
     tokens: torch.Tensor
     num_tokens: int

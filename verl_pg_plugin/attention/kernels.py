@@ -126,12 +126,7 @@ def candidates(name: str, device_type: str) -> tuple[str, ...]:
 
 
 def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = None) -> Kernel:
-    """Choose the attention kernel of this process.
-
-    Args:
-        name: one of ``ATTENTION_KERNELS``.
-        device_type: "cuda" or "cpu".
-        needs: of the model; None for any.
+    """Choose the attention kernel of this process, for a model with these ``needs``, or for any.
 
     Raises:
         ValueError: unknown name.
@@ -191,11 +186,7 @@ def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = 
 
 
 def load_passes(name: str) -> Passes:
-    """Import a kernel.
-
-    Raises:
-        RuntimeError: its package is installed but cannot be imported.
-    """
+    """Import a kernel; RuntimeError where its package is installed but cannot be imported."""
     from verl_pg_plugin.attention import passes
 
     try:

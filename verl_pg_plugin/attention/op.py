@@ -188,11 +188,7 @@ class Tape(AbstractContextManager):
         return kept.detach()
 
     def computed(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What the forward has kept of this call; in the forward, what ``compute`` returns.
-
-        Raises:
-            RuntimeError: the forward had no such call.
-        """
+        """What the forward has kept of this call, or RuntimeError; in the forward, what ``compute`` returns."""
         if self._runs == 1:
             out, lse = compute()
             self._kept.append([self.put(out), self.put(lse)])

@@ -90,12 +90,7 @@ class Tree:
 
     @classmethod
     def of(cls, layout: PackedLayout, device: torch.device | str, window: int = -1) -> Tree:
-        """Send the index maps to ``device`` without waiting for the copies.
-
-        Args:
-            window: keys that a query sees besides its own; -1 for all. Keys that no query of a segment sees are left
-                out.
-        """
+        """Sends index maps to ``device`` without waiting; keys that a ``window`` hides from a segment are left out."""
         seen = None
         if window >= 0:
             num_keys = np.diff(layout.cu_seqlens_k)

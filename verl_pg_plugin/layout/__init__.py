@@ -3,13 +3,7 @@
 from typing import TypeAlias
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
-from verl_pg_plugin.layout.packed import (
-    Chunk,
-    PackedLayout,
-    build_packed_layout,
-    idle_prefill,
-    share_states,
-)
+from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layout, share_states
 from verl_pg_plugin.layout.padded import PaddedLayout, build_padded_layout
 from verl_pg_plugin.layout.sequences import Sequences
 
@@ -28,6 +22,5 @@ __all__ = [
     "build_padded_layout",
     "build_prefix_order",
     "counted",
-    "idle_prefill",
     "share_states",
 ]

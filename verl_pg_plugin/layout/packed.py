@@ -239,7 +239,7 @@ def build_packed_layout(
         cached_heads=np.flatnonzero(needs_head[:c]),
         publish=publish - c,
         publish_start=chunk.num_kept,
-        prefill=_prefill(tokens, offsets, chunk.num_kept, c, first_label) if needs_prefill else None,
+        prefill=build_prefill(tokens, offsets, chunk.num_kept, c, first_label) if needs_prefill else None,
     )
 
 
@@ -268,16 +268,7 @@ def share_states(layouts: list[PackedLayout]) -> list[PackedLayout]:
     return told
 
 
-def idle_prefill(tokens: IntArray, offsets: IntArray, inside: IntArray | None = None) -> PackedLayout:
-    """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
-
-    For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all ranks or none.
-    """
-    stop = 1 if inside is None else 1 + int(np.argmin(inside[offsets[0] + 1 : offsets[1]] > 0))
-    return replace(_prefill(tokens, offsets, start=0, stop=stop, first_label=stop), publish=_empty())
-
-
-def _prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_label: int) -> PackedLayout:
+def build_prefill(tokens: IntArray, offsets: IntArray, start: int, stop: int, first_label: int) -> PackedLayout:
     """Tokens ``start .. stop`` of the first sequence; those before them are cached."""
     path = tokens[offsets[0] : offsets[0] + stop + 1]  # and the label of its last token
     chunk = Chunk(num_sequences=1, num_cached=start, num_kept=start, num_read_next=stop)

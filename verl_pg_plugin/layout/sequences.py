@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
-from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layout, idle_prefill
+from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layout, build_prefill
 
 OptionalArray = TypeVar("OptionalArray", IntArray, IntArray | None)
 
@@ -93,8 +93,13 @@ class Sequences:
         return self._as_the_model_takes_them(build_packed_layout(*arrays, chunk, first_label, forward_only))
 
     def lay_out_idle_prefill(self) -> PackedLayout:
-        """See ``idle_prefill``."""
-        return self._as_the_model_takes_them(idle_prefill(self._keys, self.offsets, self.inside))
+        """One token that nobody reads, of the first sequence; all tokens of an image if it begins with one.
+
+        For a micro-batch that has nothing to prefill while another rank's has: FSDP gathers weights on all or none.
+        """
+        stop = 1 if self.inside is None else 1 + int(np.argmin(self.inside[1 : self.offsets[1]] > 0))
+        layout = build_prefill(self._keys, self.offsets, start=0, stop=stop, first_label=stop)
+        return self._as_the_model_takes_them(replace(layout, publish=layout.publish[:0]))
 
     @property
     def _keys(self) -> IntArray:

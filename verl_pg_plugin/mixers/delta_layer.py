@@ -233,14 +233,10 @@ def delta_rule_over(
     layer: int = 0,
     **options: Any,
 ) -> torch.Tensor:
-    """The gated delta rule in which tokens see their own sequences only, (T, H, V).
+    """The gated delta rule in which tokens see their own sequences only, (T, H, V); ``rule`` computes one depth.
 
-    Args:
-        levels: of the tokens.
-        rule: computes one depth.
-        tensors: (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta.
-        cache, layer: of a chunk of a split group, and which layer of the model it is.
-        options: further keywords of ``rule``.
+    ``tensors`` are (T, H, K) queries and keys, (T, H, V) values, (T, H) log decay and (T, H) beta. ``options`` are
+    further keywords of ``rule``.
     """
     if levels.by_depth is not None:
         tensors = tuple(gather_tokens(x, levels.by_depth) for x in tensors)
@@ -347,11 +343,9 @@ class GatedDeltaLayer:
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
         context = kwargs.pop("prefix_grouper", self.context)
         asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
-        unsupported = asked - WITHOUT_EFFECT
-        if unsupported:
+        if unsupported := sorted(asked - WITHOUT_EFFECT):
             raise RuntimeError(
-                f"a Gated DeltaNet layer asks for {', '.join(sorted(unsupported))}, which packed tokens do not have; "
-                f"{SHARING_OFF}"
+                f"a Gated DeltaNet layer asks for {', '.join(unsupported)}, which packed tokens lack; {SHARING_OFF}"
             )
         if context is None or context.layout is None:
             raise RuntimeError(

@@ -33,11 +33,7 @@ def obstacles(config: PretrainedConfig) -> list[str]:
 
 
 def kernel_obstacles(device_name: str) -> list[str]:
-    """Why Gated DeltaNet cannot run on this machine, with the command that changes it; empty if it can.
-
-    Args:
-        device_name: device type as verl names it; on a CPU nothing is needed.
-    """
+    """Why Gated DeltaNet cannot run on this machine, with the command that changes it; empty if it can, as on a CPU."""
     if device_name != "cuda":
         return []
     if not has_fla():

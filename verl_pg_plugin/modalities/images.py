@@ -305,15 +305,10 @@ def _take_own_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     num_tokens = kwargs["inputs_embeds"].shape[1] // dist.get_world_size(shared.group)
     start = num_tokens * dist.get_rank(shared.group)
     own = slice(start, start + num_tokens)
-    changed = {
-        "inputs_embeds": kwargs["inputs_embeds"][:, own],
-        "position_ids": kwargs["position_ids"][..., own],
-    }
+    changed = {"inputs_embeds": kwargs["inputs_embeds"][:, own], "position_ids": kwargs["position_ids"][..., own]}
     mask = kwargs.get("visual_pos_masks")
     if mask is not None:
         first, count = int(mask[:, :start].sum()), int(mask[:, own].sum())
-        changed["visual_pos_masks"] = mask[:, own]
-        changed["deepstack_visual_embeds"] = [
-            features[first : first + count] for features in kwargs["deepstack_visual_embeds"]
-        ]
+        features = [of_layer[first : first + count] for of_layer in kwargs["deepstack_visual_embeds"]]
+        changed |= {"visual_pos_masks": mask[:, own], "deepstack_visual_embeds": features}
     return args, {**kwargs, **changed}

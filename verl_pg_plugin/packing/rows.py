@@ -106,8 +106,7 @@ def pack_grouped_data(
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
             `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive).
         pack_num: samples a row holds once dummies are added.
-        seq_length: see `pack_grpo_data`.
-        pad_token_id: see `pack_grpo_data`.
+        seq_length, pad_token_id: see `pack_grpo_data`.
 
     Returns:
         `prompt_completion_ids` (seq_length,) int64;
