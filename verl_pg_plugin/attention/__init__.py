@@ -1,1 +1,1 @@
-"""Attention over shared rows: the op, its kernels, and its entry in transformers' attention registry."""
+"""Attention over packed tokens: the op, its kernels, and its entry in transformers' attention registry."""

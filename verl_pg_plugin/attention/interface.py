@@ -18,7 +18,6 @@ from verl_pg_plugin.issue import SHARING_OFF
 
 ATTENTION_NAME = "prefix_grouper_packed"
 ATTENTION = "attention"
-"""Under this name ``AttentionContext.calls`` counts attention layers."""
 
 # What decoders pass and changes nothing: positions are in q and k, caches and outputs are not there.
 WITHOUT_EFFECT = frozenset(

@@ -37,8 +37,6 @@ from verl_pg_plugin.layout import IntArray, PackedLayout
 
 STATE, INPUTS = "state", "inputs"
 GATED_DELTA = "gated_delta"
-"""Under this name ``AttentionContext.calls`` counts Gated DeltaNet layers."""
-
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "chunk_gated_delta_rule"
 """Attributes of transformers' modules; all else in them looks at one token at a time."""
 DELTA_RULE_OF_FILE = f"torch_{DELTA_RULE}"
@@ -306,10 +304,7 @@ class GatedDeltaLayer:
         x = context.to_heads(x.transpose(1, 2)).transpose(1, 2)
         weight, bias = context.own_heads(weight), None if bias is None else context.own_heads(bias)
         windows = context.index(Windows.from_layout, weight.shape[-1], x.device)
-
-        def plain(part: torch.Tensor) -> torch.Tensor:
-            return self.convolution(part, weight=weight, bias=bias, activation=activation)
-
+        plain = functools.partial(self.convolution, weight=weight, bias=bias, activation=activation)
         out = convolve(x[..., :num_tokens], windows, plain, context.cache, self.layer)
         out = F.pad(out, (0, x.shape[-1] - num_tokens))
         self.convolved = True

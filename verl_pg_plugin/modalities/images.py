@@ -122,7 +122,10 @@ class Modality:
         offsets, given = sequences.offsets, data.get("multi_modal_inputs", None)
         of_each = [] if given is None else [dict(getattr(of_one, "data", of_one) or {}) for of_one in given]
         images = self._find_images(sequences, of_each)
-        positions = _positions(data)
+        position_ids = data.get("position_ids", None)
+        if position_ids is not None and not position_ids.is_nested:
+            raise BatchError("position_ids must be jagged like input_ids; convert with verl's left_right_2_no_padding")
+        positions = None if position_ids is None else position_ids.values().detach().cpu().numpy()
         if not self.kinds:
             # Sharing compares tokens only, so positions must count in each of their dimensions.
             if positions is not None and (positions.shape[-1] != offsets[-1] or (positions != counted(offsets)).any()):
@@ -193,16 +196,6 @@ class Modality:
 
 TEXT = Modality()
 """Of language models."""
-
-
-def _positions(data: TensorDict) -> IntArray | None:
-    """Values of ``position_ids``: (N,), or (dimensions, N) as mrope has; None if there are none."""
-    position_ids = data.get("position_ids", None)
-    if position_ids is None:
-        return None
-    if not position_ids.is_nested:
-        raise BatchError("position_ids must be jagged like input_ids; convert with verl's left_right_2_no_padding")
-    return position_ids.values().detach().cpu().numpy()
 
 
 def _in_space(given: IntArray | None, offsets: IntArray, has_images: bool) -> IntArray:

@@ -104,9 +104,8 @@ def pack_padded(
     tokens, indices, cu_seqlens, max_seqlen, *_ = unpad_input(input_ids.unsqueeze(-1), mask)
     positions = index_first_axis(position_ids.expand_as(input_ids).reshape(-1, 1), indices)
     cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding alone is no segment
-    segments = PackedAttention.unshared(
-        kernel_of(config._attn_implementation, input_ids.device.type), cu_seqlens, int(max_seqlen), len(tokens)
-    )
+    kernel = kernel_of(config._attn_implementation, input_ids.device.type)
+    segments = PackedAttention.unshared(kernel, cu_seqlens, int(max_seqlen), len(tokens))
     return _over_ranks(ModelInputs(tokens.T, positions.T, segments, indices, tuple(input_ids.shape)))
 
 
@@ -205,24 +204,15 @@ class PackedAttentionMixin(nn.Module):
         if prefix_grouper is None:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            project(hidden_states).view(by_head) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (project(hidden_states).view(by_head) for project in projections)
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
-        out, _ = packed_attention(
-            self,
-            query,
-            key,
-            value.transpose(1, 2),
-            attention_mask,
-            prefix_grouper,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            sliding_window=getattr(self, "sliding_window", None),
-            **kwargs,
-        )
+        options = {"scaling": self.scaling, "sliding_window": getattr(self, "sliding_window", None), **kwargs}
+        if self.training:
+            options["dropout"] = self.attention_dropout
+        out, _ = packed_attention(self, query, key, value.transpose(1, 2), attention_mask, prefix_grouper, **options)
         return self.o_proj(out.flatten(2)), None
 
 
