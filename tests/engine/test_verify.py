@@ -16,7 +16,6 @@ from tests.engine.ranks import on_ranks
 from tests.precision import PRECISIONS
 from tests.support import check_exact, critic_batch, group, infer, make_engine, save_tiny_model, update
 from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, relative_errors, rounding_noise
-from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import Sample, make_batch
 

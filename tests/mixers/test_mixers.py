@@ -30,8 +30,8 @@ from tests.support import (
 )
 from verl_pg_plugin import architectures
 from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
+from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
-from verl_pg_plugin.modalities.text import SHARING_OFF
 from verl_pg_plugin.planning.memory import TokenBytes
 from verl_pg_plugin.synthetic import Sample, make_batch
 
