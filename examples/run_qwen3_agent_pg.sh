@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# GRPO on sessions with one row per turn: each row's prompt is the conversation so far, and all rows of a session, and
-# all sessions of a prompt, are one trie that is computed once.
+# GRPO on sessions with one sequence per turn: its prompt is the conversation so far, and all sequences of a session, and
+# all sessions of a prompt, are one prefix tree that is computed once.
 #
 #   bash examples/run_qwen3_agent_pg.sh [verl override ...]
 #
 # Takes the variables of run_qwen3_pg.sh; trains ten minutes on the CPU without any. The agent loop is
 # scripts/data/turnwise_agent_loop.py; AGENT_LOOP_CONFIG names another list of agent loops, whose first is taken by
-# actor_rollout_ref.rollout.agent.default_agent_loop=NAME. Sessions have different numbers of rows: verl fills up its
-# mini-batches with copies of one short row, which cost next to nothing here.
+# actor_rollout_ref.rollout.agent.default_agent_loop=NAME. Sessions have different numbers of turns: verl fills up its
+# mini-batches with copies of one short sequence, which cost next to nothing here.
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,7 +16,7 @@ export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_agent_pg}
 export PYTHONPATH=$repository/scripts/data${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then
     export TOTAL_STEPS=${TOTAL_STEPS:-60} MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-512}
-    # A session is several rows, so a step is several optimizer steps.
+    # A session is several sequences, so a step is several optimizer steps.
     export LR=${LR:-1e-4}
     set -- reward.custom_reward_function.name=compute_score_of_tries "$@"
 fi

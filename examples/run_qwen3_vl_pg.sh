@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GRPO on pictures: each distinct picture goes through the vision tower once per micro-batch, and its rows through every
+# GRPO on images: each distinct image goes through the vision encoder once per micro-batch, and its tokens through every
 # layer once for all responses of its group.
 #
 #   bash examples/run_qwen3_vl_pg.sh [verl override ...]
 #
-# Takes the variables of run_qwen3_pg.sh. Without any it makes a tiny Qwen3-VL checkpoint and pictures of coloured squares
-# and trains a few minutes on the CPU to count them; the rollout sees the pictures. With MODEL_PATH and files of a data
+# Takes the variables of run_qwen3_pg.sh. Without any it makes a tiny Qwen3-VL checkpoint and images of coloured squares
+# and trains a few minutes on the CPU to count them; the rollout sees the images. With MODEL_PATH and files of a data
 # set with images, Qwen3-VL or Qwen2.5-VL on GPUs with vLLM; verl's data set wants qwen-vl-utils and torchvision there:
 #
 #   MODEL_PATH=Qwen/Qwen3-VL-4B-Instruct TRAIN_FILES=~/data/geo3k/train.parquet VAL_FILES=~/data/geo3k/test.parquet \

@@ -245,6 +245,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     config = transformers.AutoConfig.from_pretrained(model_path)
     flops = ModelFlops.of_config(config)
     options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy} topk={args.topk}"
+    options += f" lora_rank={args.lora_rank}" if args.lora_rank else ""
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
     kernels: dict[EnginePath, str] = {}

@@ -89,6 +89,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of that rank on all linear layers")
     parser.add_argument("--no-gradient-checkpointing", action="store_true")
 
 
@@ -145,6 +146,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
             use_fused_kernels=path.has("fused"),
             fused_kernel_options={"impl_backend": "torch"},
             override_config={"attn_implementation": args.attn_implementation},
+            lora_rank=args.lora_rank,
         ),
         engine_config=PrefixGrouperEngineConfig(
             strategy=path.strategy,
