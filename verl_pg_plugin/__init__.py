@@ -39,7 +39,7 @@ def register() -> None:
     after_import("verl.trainer.ppo.v1.trainer_base", _keep_groups)
     after_import("verl.trainer.ppo.ray_trainer", _keep_groups)
     after_import("verl.trainer.main_ppo", _engage_before_run)
-    upstream.call_before_validation(_engage_or_exit)
+    upstream.call_before("verl.utils.config.validate_config", _engage_or_exit)
     if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
         wait(register)
         return
@@ -67,7 +67,7 @@ def _keep_groups() -> None:
 
 def _engage_before_run() -> None:
     """In the process of an entry point that is not verl's own."""
-    _or_warn(upstream.call_before_run, _engage_or_exit)
+    _or_warn(upstream.call_before, "verl.trainer.main_ppo.run_ppo", _engage_or_exit)
 
 
 def _or_warn(patch: Callable[..., object], *args: Any) -> None:

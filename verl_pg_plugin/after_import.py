@@ -14,11 +14,9 @@ _waiting: list[Callable[[], object]] = []
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
-    """Call ``action`` now if the module is there, else as soon as its import has ended; asked twice, it calls once.
+    """Call ``action`` now if the module is there, else as soon as its import has ended, and raises what it raises.
 
-    Args:
-        name: full name of a module of another package; naming it imports nothing.
-        action: what it raises, the import raises.
+    Asked twice, it calls once.
     """
     finder = _AfterImport(name, action)
     if name in sys.modules:

@@ -10,6 +10,7 @@ other parameters it raises ``UpstreamChangedError``, instead of half applying.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,19 +45,6 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any], wanted: str = "") -
         setattr(owner, name, wrapper)
 
 
-def _after(action: Callable[[Any], None]) -> Callable[[Any], Any]:
-    """Makes of a function that takes a config one that calls ``action`` with it first."""
-
-    def make(function: Any) -> Any:
-        def act_then_run(config: Any, *args: Any, **kwargs: Any) -> Any:
-            action(config)
-            return function(config, *args, **kwargs)
-
-        return act_then_run
-
-    return make
-
-
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = _found(owner, name)
@@ -67,35 +55,29 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, own)
 
 
-def call_before_validation(action: Callable[[Any], None]) -> None:
-    """Show ``action`` the composed config of a run of verl's entry points before they validate it.
+def call_before(entry_point: str, action: Callable[[Any], None]) -> None:
+    """Show ``action`` the composed config of a run before one of verl's entry points goes on with it.
 
-    What: ``verl.utils.config.validate_config`` calls ``action(config)`` first. Entry points import it by name after
-    verl has loaded its plugins, so they get this one; put in once per process and left there.
+    What: ``verl.utils.config.validate_config`` or ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first. Put
+    in once per process and left there. verl's own entry point imports the former by name after verl has loaded its
+    plugins, and has the latter as ``__main__.run_ppo``. Those of recipes, verl's one-step-off and fully async ones
+    among them, validate their config inside Ray or not at all, and import the latter when they run.
     Why: ``python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_prefix_grouper=True`` trains without sharing
     anything and says nothing: the flag is in verl's config and in no engine config, and verl has no hook for plugins
     between the composition of a config and the start of Ray.
     Versions: verl 0.9.1.
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
     """
-    import verl.utils.config as patched
 
-    _wrap(patched, "validate_config", _after(action))
+    def make(function: Any) -> Any:
+        def act_then_run(config: Any, *args: Any, **kwargs: Any) -> Any:
+            action(config)
+            return function(config, *args, **kwargs)
 
+        return act_then_run
 
-def call_before_run(action: Callable[[Any], None]) -> None:
-    """Show ``action`` the composed config of every run that verl's ``run_ppo`` starts, before it starts Ray.
-
-    What: ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first. Put in once per process and left there.
-    Why: entry points of recipes, verl's one-step-off and fully async ones among them, validate their config inside Ray
-    or not at all; they import this function when they run. verl's own entry point does not pass through here: run with
-    ``python -m`` it is another module, ``__main__`` (see :func:`call_before_validation`).
-    Versions: verl 0.9.1.
-    Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
-    """
-    import verl.trainer.main_ppo as patched
-
-    _wrap(patched, "run_ppo", _after(action))
+    module, _, name = entry_point.rpartition(".")
+    _wrap(importlib.import_module(module), name, make)
 
 
 def regroup_after_balance(
@@ -118,12 +100,7 @@ def regroup_after_balance(
 
     def balance_and_regroup(balance: Any) -> Any:
         def balance_then_regroup(
-            self: Any,
-            batch: Any,
-            metrics: dict[str, Any],
-            logging_prefix: str = "global_seqlen",
-            *args: Any,
-            **kwargs: Any,
+            self: Any, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", *args: Any, **kwargs: Any
         ) -> Any:
             self.use_prefix_grouper = False
             replaced = balance(self, batch, metrics, logging_prefix, *args, **kwargs)

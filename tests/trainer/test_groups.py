@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
 from transformers import AutoConfig
 
 from tests.trainer.conftest import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.trainer.groups import actor_flops, group_order, mini_batches_of_config, num_ranks_of
+from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config, num_ranks_of, regroup
 
 
 def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
@@ -26,14 +26,14 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
 
 def test_two_runs_whose_uids_are_drawn_anew_assign_alike(make_config: Callable[..., DictConfig]) -> None:
     """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
-    trainer = SimpleNamespace(model_flops=actor_flops(make_config()), actor_rollout_wg=Workers())
+    trainer = SimpleNamespace(config=make_config(), actor_rollout_wg=Workers())
     trainer._pg_num_mini_batches = lambda trainer, batch_size: 3
-    lengths, orders = np.full(12, 7), []
+    orders = []
     for uids in ("abcdef", "fbdace"):
-        columns = {"sessions": np.arange(12), "places": lengths * 0}
-        columns |= {"uids": [uid for uid in uids for _ in range(2)]}
-        columns |= {"prompt_lengths": lengths, "response_lengths": lengths}
-        orders.append(group_order(trainer, {}, "", **columns).tolist())
+        keys = [f"{uid}_{place}_0" for place, uid in enumerate(uid for uid in uids for _ in range(2))]
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{"prompt_len": 7, "response_len": 7}] * 12)
+        regroup(trainer, batch, {}, "")
+        orders.append([key.split("_")[1] for key in batch.keys])
     assert orders[0] == orders[1]
 
 

@@ -17,8 +17,8 @@ __all__ = ["Mode", "PrefixGrouperEngineConfig", "PrefixGrouperOptions", "PrefixG
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("PrefixGrouperEngineConfig", "PrefixGrouperVeOmniEngineConfig"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl_pg_plugin.config import engine_config
+    if name in __all__:
+        from verl_pg_plugin.config import engine_config
 
-    return getattr(engine_config, name)
+        return getattr(engine_config, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,10 +30,6 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
 
     The config is None where there is none on this machine, or none that can be read without code of the checkpoint's
     own. The architecture counts only in the modes that share prefixes.
-
-    Args:
-        config: of the trainer.
-        section: ``MODEL`` or ``CRITIC_MODEL``.
     """
     path, shares = str(OmegaConf.select(config, f"{section}.path")), mode_of(config).shares_prefixes
     if path.startswith(HERE) and not Path(path).is_dir():

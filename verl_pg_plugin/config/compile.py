@@ -46,10 +46,7 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
 def compiled_by_auto(model_type: str, device: str, unsafe: str = "") -> tuple[bool, str]:
     """What ``compile_layers=auto`` comes to in packed mode where a compiler works, and why.
 
-    Args:
-        model_type: of the checkpoint's config.
-        device: its type, as verl names it.
-        unsafe: what else speaks against it, empty if nothing.
+    ``unsafe`` is what else speaks against it, if anything.
     """
     if model_type in WRONG_COMPILED:
         return False, f"{COMPILE_LAYERS}=auto: compiled layers of {model_type} {WRONG_COMPILED[model_type]}"

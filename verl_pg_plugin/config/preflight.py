@@ -40,7 +40,6 @@ from verl_pg_plugin.config.keys import (
 from verl_pg_plugin.config.machine import count_of, machine_issues
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
-from verl_pg_plugin.config.rules import engine_of, roles_of
 from verl_pg_plugin.issue import ConfigError, Issue
 from verl_pg_plugin.planning.cost import ModelFlops
 
@@ -75,9 +74,6 @@ def check(config: DictConfig) -> None:
 def preflight(config: DictConfig) -> list[Issue]:
     """All that can be known against a run before Ray starts: errors, then warnings.
 
-    Args:
-        config: the composed trainer config, verl's ``ppo_trainer`` or this plugin's ``pg_ppo_trainer``.
-
     Raises:
         omegaconf.errors.OmegaConfBaseException: when an interpolation cannot be resolved.
     """
@@ -98,10 +94,10 @@ def sharing_issues(config: DictConfig) -> list[Issue]:
     if mode_of(config).shares_prefixes:
         found += _combinations(config)
     read = cache(partial(read_checkpoint, config))
-    for role in roles_of(config):
+    for role in rules.roles_of(config):
         hf_config, issues = read(CRITIC_MODEL if role == CRITIC else MODEL)
         # An architecture that cannot share is looked at no further.
-        engine = engine_of(config, role, None if issues else hf_config)
+        engine = rules.engine_of(config, role, None if issues else hf_config)
         found += [*issues, *_engine_issues(config, engine)]
         if role == ACTOR and engine.hf_config is not None and mode_of(config).shares_prefixes:
             found += _unpriced(config, engine.hf_config)
@@ -148,8 +144,8 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
         if OmegaConf.select(config, sums):
             why = "verl's fused kernels never have the probabilities that it sums"
             yield Issue(f"{sums}=True", why, f"{sums}=False")
-    actor, ref = engine_of(config, ACTOR), engine_of(config, REF)
-    if REF in roles_of(config) and actor.on_veomni and ref.on_veomni and actor.sp_size != ref.sp_size:
+    actor, ref = rules.engine_of(config, ACTOR), rules.engine_of(config, REF)
+    if REF in rules.roles_of(config) and actor.on_veomni and ref.on_veomni and actor.sp_size != ref.sp_size:
         why = (
             f"VeOmni keeps that of a process's first engine, and {actor.sp_key}={actor.sp_size} is of the same process"
         )
@@ -222,7 +218,7 @@ def _counts(config: DictConfig) -> Iterator[Issue]:
     """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
     least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
     bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
-    for section in (*roles_of(config), *(() if bypasses else (ROLLOUT,))):
+    for section in (*rules.roles_of(config), *(() if bypasses else (ROLLOUT,))):
         switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
         if OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"):
             least[f"{section}.{kind}_max_token_len_per_gpu"] = 1, "number of tokens"
@@ -243,8 +239,8 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
     if not responses * ranks:
         return  # of which verl speaks
-    for role in roles_of(config):
-        engine, key = engine_of(config, role), f"{role}.ppo_mini_batch_size"
+    for role in rules.roles_of(config):
+        engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
         size, prompts = engine.sp_size, count_of(config, key)
         if engine.get("strategy") not in STRATEGIES:
             continue
@@ -273,7 +269,7 @@ def _unknown_trainer(config: DictConfig) -> Iterator[Issue]:
 
 def _verls_objection(config: DictConfig) -> Iterator[Issue]:
     """The error that verl's validation of this config ends with, if it does."""
-    validate, roles = inspect.unwrap(validate_config), roles_of(config)  # without the hook of verl's entry point
+    validate, roles = inspect.unwrap(validate_config), rules.roles_of(config)  # without the hook of verl's entry point
     try:
         with redirect_stdout(io.StringIO()):  # it says that all is well
             validate(config, REF in roles, CRITIC in roles)

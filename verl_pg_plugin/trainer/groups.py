@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,67 +38,24 @@ def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
 
 
 def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str) -> None:
-    """Reorder V1's ``KVBatchMeta`` or V0's ``DataProto`` of a run that shares prefixes; see ``group_order``."""
+    """Reorder a batch of a run that shares prefixes: ranks and mini-batches hold whole groups and finish together.
+
+    Args:
+        trainer: of verl's; has ``_pg_num_mini_batches``, and keeps ``model_flops``.
+        batch: V1's ``KVBatchMeta`` or V0's ``DataProto``.
+        metrics: gets verl's figures about tokens per rank, and ours about cost.
+        logging_prefix: of verl's figures.
+
+    Raises:
+        ValueError: the batch does not divide into ranks and mini-batches.
+    """
     if not mode_of(trainer.config).shares_prefixes:
         return
     if getattr(trainer, "model_flops", None) is None:
         trainer.model_flops = actor_flops(trainer.config)
     is_v1 = hasattr(batch, "tags")
-    columns = columns_of_v1(batch) if is_v1 else columns_of_v0(batch)
-    order = group_order(trainer, metrics, logging_prefix, **columns)
-    batch.reorder(order.tolist() if is_v1 else torch.from_numpy(order))
-
-
-def columns_of_v1(batch: Any) -> dict[str, Any]:
-    """What ``group_order`` asks of a ``KVBatchMeta``, whose keys are ``{uid}_{session}_{index}``."""
-    keys = [key.rsplit("_", 2) for key in batch.keys]
-    uids = [uid for uid, _, _ in keys]
-    return {
-        "uids": uids,
-        "sessions": np.array([int(session) for _, session, _ in keys]),
-        "places": np.array([int(place) for _, _, place in keys]),
-        "prompt_lengths": np.array([tag["prompt_len"] for tag in batch.tags]),
-        "response_lengths": np.array([tag["response_len"] for tag in batch.tags]),
-    }
-
-
-def columns_of_v0(batch: Any) -> dict[str, Any]:
-    """The same of a ``DataProto`` with ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``."""
-    mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
-    uids = batch.non_tensor_batch["uid"].tolist()
-    return {
-        "uids": uids,
-        "sessions": np.arange(len(uids)),  # V0 has one sequence a session
-        "places": np.zeros(len(uids), dtype=np.int64),
-        "prompt_lengths": mask[:, :width].sum(dim=1).numpy(),
-        "response_lengths": mask[:, width:].sum(dim=1).numpy(),
-    }
-
-
-def group_order(
-    trainer: Any,
-    metrics: dict[str, Any],
-    logging_prefix: str,
-    *,
-    uids: Sequence[str],
-    sessions: IntArray,
-    places: IntArray,
-    prompt_lengths: IntArray,
-    response_lengths: IntArray,
-) -> IntArray:
-    """(B,) order of a batch in which ranks and mini-batches hold whole groups and finish together.
-
-    Args:
-        trainer: of verl's; has ``model_flops`` and ``_pg_num_mini_batches``.
-        metrics: gets verl's figures about tokens per rank under ``logging_prefix``, and ours about cost.
-        logging_prefix: of verl's figures.
-        uids: (B,) sequences with one prompt have one uid; two runs with other uids get the same order.
-        sessions, places: (B,) which of a prompt's sessions a sequence is from, and which of its sequences it is.
-        prompt_lengths, response_lengths: (B,) tokens.
-
-    Raises:
-        ValueError: the batch does not divide into ranks and mini-batches.
-    """
+    columns = _columns_of_v1(batch) if is_v1 else _columns_of_v0(batch)
+    uids, sessions, places, prompt_lengths, response_lengths = columns
     group, num_ranks = np.unique(uids, return_inverse=True)[1], num_ranks_of(trainer.actor_rollout_wg)
     num_mini_batches = trainer._pg_num_mini_batches(trainer, len(uids))
     order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths)
@@ -110,7 +67,23 @@ def group_order(
     metrics["prefix_grouper/balance/slowest_over_mean"] = balance.slowest_over_mean
     metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
     metrics[ESTIMATED_TOKENS] = balance.num_tokens / num_mini_batches
-    return balance.order
+    batch.reorder(balance.order.tolist() if is_v1 else torch.from_numpy(balance.order))
+
+
+def _columns_of_v1(batch: Any) -> tuple[list[str], IntArray, IntArray, IntArray, IntArray]:
+    """For each sequence: uid of its prompt, session, place in the session, tokens of the prompt and of the response."""
+    keys = [key.rsplit("_", 2) for key in batch.keys]  # {uid}_{session}_{place}
+    sessions, places = (np.array([int(key[part]) for key in keys]) for part in (1, 2))
+    prompts, responses = (np.array([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
+    return [uid for uid, _, _ in keys], sessions, places, prompts, responses
+
+
+def _columns_of_v0(batch: Any) -> tuple[list[str], IntArray, IntArray, IntArray, IntArray]:
+    """The same from ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``; V0 has one sequence a session."""
+    mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
+    uids = batch.non_tensor_batch["uid"].tolist()
+    prompts, responses = mask[:, :width].sum(dim=1).numpy(), mask[:, width:].sum(dim=1).numpy()
+    return uids, np.arange(len(uids)), np.zeros(len(uids), dtype=np.int64), prompts, responses
 
 
 def actor_flops(config: DictConfig) -> ModelFlops:
