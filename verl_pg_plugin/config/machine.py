@@ -31,10 +31,8 @@ FILES = (
 
 def machine_issues(config: DictConfig) -> Iterator[Issue]:
     """All that is asked for and not there."""
-    yield from _gpus(config)
-    yield from _rollout_engine(config)
-    yield from _files(config)
-    yield from _data(config)
+    for find in (_gpus, _rollout_engine, _files, _data):
+        yield from find(config)
 
 
 def count_of(config: DictConfig, key: str) -> int:
@@ -72,8 +70,7 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
 
 def _rollout_engine(config: DictConfig) -> Iterator[Issue]:
     key, name = f"{ROLLOUT}.name", OmegaConf.select(config, f"{ROLLOUT}.name")
-    spec = find_spec(PACKAGES[name]) if name in PACKAGES else None
-    if name in PACKAGES and (spec is None or spec.origin is None):  # the latter: a folder that is called so
+    if name in PACKAGES and not getattr(find_spec(PACKAGES[name]), "origin", None):  # a folder of that name has none
         fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
         yield Issue(f"{key}={name}", f"{PACKAGES[name]} is not installed in {sys.prefix}", fix)
 

@@ -87,15 +87,15 @@ class Engine:
         return mode_by_flags(self.get("use_prefix_grouper"), self.of_model("use_remove_padding"))
 
     @property
+    def on_veomni(self) -> bool:
+        """Whether verl's VeOmni engine builds it, else that of FSDP."""
+        return bool(self.get("strategy") == VEOMNI)
+
+    @property
     def section(self) -> str:
         """Of the engine config in the trainer's config."""
         of_fsdp = "fsdp" if self.role == CRITIC else "fsdp_config"
         return f"{self.role}.{VEOMNI if self.on_veomni else of_fsdp}"
-
-    @property
-    def on_veomni(self) -> bool:
-        """Whether verl's VeOmni engine builds it, else that of FSDP."""
-        return bool(self.get("strategy") == VEOMNI)
 
     @property
     def sp_name(self) -> str:

@@ -161,12 +161,15 @@ def ulysses(engine: Engine) -> Iterator[Issue]:
 
 
 def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
-    if not engine.of_model("enable_gradient_checkpointing"):
-        return
-    kind, key = getattr(engine.hf_config, "model_type", ""), f"{engine.model_section}.enable_gradient_checkpointing"
+    section, kind = engine.model_section, getattr(engine.hf_config, "model_type", "")
+    key, offload = f"{section}.enable_gradient_checkpointing", f"{section}.enable_activation_offload"
     known = type(engine.hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING  # of a class of the checkpoint's own verl finds out
     casts = engine.get("strategy") == "fsdp2" and not PrecisionType.is_fp32(engine.get("mixed_precision.param_dtype"))
-    if known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
+    if not engine.of_model("enable_gradient_checkpointing"):
+        if engine.of_model("enable_activation_offload"):  # levels of ours stand in for it
+            why = "without gradient checkpointing layers keep everything on the device, and nothing is offloaded"
+            yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
+    elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
         yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
     elif engine.trains and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
         why = (
@@ -177,32 +180,26 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
         yield Issue(f"{key}=True", why, fix)
 
 
-def activation_offload(engine: Engine) -> Iterator[Issue]:
-    """A level of ours stands in for verl's offload, and levels are what checkpointed layers keep."""
-    if engine.of_model("enable_activation_offload") and not engine.of_model("enable_gradient_checkpointing"):
-        key = f"{engine.model_section}.enable_activation_offload"
-        why = "without gradient checkpointing layers keep everything on the device, and nothing is offloaded"
-        fix = f"{engine.model_section}.enable_gradient_checkpointing=True, or {key}=False"
-        yield Issue(f"{key}=True", why, fix, is_warning=True)
+def attn_implementation(engine: Engine) -> Iterator[Issue]:
+    """Layers of the text model get this plugin's attention, an image encoder the one that was asked for."""
+    key = f"{engine.model_section}.override_config.attn_implementation"
+    asked = engine.of_model("override_config.attn_implementation") or "flash_attention_2"  # verl's default
+    runs = engine.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    if asked not in REPLACED_ATTENTION:
+        why = f"attention over shared prefixes replaces {' and '.join(REPLACED_ATTENTION)}; this one is left out too"
+        yield Issue(f"{key}={asked}", why, f"++{key}=sdpa", is_warning=True)
+    elif engine.mode is Mode.PACKED and asked == "flash_attention_2" and not runs and _encodes_images(engine):
+        why = (
+            f"the vision encoder of {engine.hf_config.model_type} would run {asked}, verl's default, which needs a GPU "
+            f"and flash-attn; this machine's device is {engine.device!r}"
+        )
+        yield Issue(f"{key}={asked}", why, f"++{key}=sdpa")
 
 
 def mixer_kernels(engine: Engine) -> Iterator[Issue]:
     for mixer in _mixers(engine) if engine.mode is Mode.PACKED else ():
         for why in mixer.machine_obstacles(engine.device):
             yield Issue(engine.model_setting("path"), why, f"install what it names, or {STOCK}")
-
-
-def image_encoder_attention(engine: Engine) -> Iterator[Issue]:
-    """Layers of the text model get this plugin's attention, an image encoder the one that was asked for."""
-    asked = engine.of_model("override_config.attn_implementation") or "flash_attention_2"  # verl's default
-    runs = engine.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    if engine.mode is Mode.PACKED and asked == "flash_attention_2" and not runs and _encodes_images(engine):
-        key = f"{engine.model_section}.override_config.attn_implementation"
-        why = (
-            f"the vision encoder of {engine.hf_config.model_type} would run {asked}, verl's default, which needs a GPU "
-            f"and flash-attn; this machine's device is {engine.device!r}"
-        )
-        yield Issue(f"{key}={asked}", why, f"++{key}=sdpa")
 
 
 def padded_groups(engine: Engine) -> Iterator[Issue]:
@@ -259,14 +256,6 @@ def attention_kernel(engine: Engine) -> Iterator[Issue]:
         yield Issue(f"{ATTENTION_KERNEL}={asked}", why, fix)
 
 
-def attn_implementation(engine: Engine) -> Iterator[Issue]:
-    asked = engine.of_model("override_config.attn_implementation")
-    if asked not in (None, *REPLACED_ATTENTION):
-        key = f"{engine.model_section}.override_config.attn_implementation"
-        why = f"attention over shared prefixes replaces {' and '.join(REPLACED_ATTENTION)}; this one is left out too"
-        yield Issue(f"{key}={asked}", why, f"++{key}=sdpa", is_warning=True)
-
-
 def veomni(engine: Engine) -> Iterator[Issue]:
     """What verl's VeOmni engine would run, and nobody has held to every sequence alone."""
     if not engine.on_veomni:
@@ -316,7 +305,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     attention_kernel,
     compiler,
     fused_backend,
-    image_encoder_attention,
+    attn_implementation,
     mixer_kernels,
     padded_library,
     veomni_package,
@@ -331,7 +320,5 @@ RULES: tuple[Rule, ...] = (
     ulysses,
     gradient_checkpointing,
     padded_groups,
-    attn_implementation,
-    activation_offload,
     *MACHINE_RULES,
 )
