@@ -13,9 +13,8 @@ import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning import balance
-from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together
+from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import order_by_sessions
 
 # Half the layers of a 7B model with a window, half without; the head.
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(2.6e5), PairCost(2.6e5, window=4096)))

@@ -7,9 +7,8 @@ import pytest
 
 from verl_pg_plugin.layout.order import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
-from verl_pg_plugin.planning.balance import cost_together
+from verl_pg_plugin.planning.balance import cost_together, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import order_by_sessions
 
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(5.2e5),))
 

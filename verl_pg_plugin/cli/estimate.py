@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.cli import CommandError, in_columns
-from verl_pg_plugin.cli.doctor import gpus
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rollouts is None and args.response is None:
         raise CommandError("--response is missing: how long responses are cannot be told from prompts")
 
+    import torch
     from transformers import AutoConfig
 
     from verl_pg_plugin.architectures import architecture_issues, text_skeleton
@@ -105,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"--model {args.model}: {error}") from error
     compiled, why = compiled_by_auto(config.model_type, "cuda")
-    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_a_gpu()
+    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib
+    if not gib:
+        gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 80.0
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:
         raise CommandError(f"--model {args.model}: its config names no hidden_size or no num_attention_heads")
@@ -178,11 +180,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def load(auto_class: Any, name: str) -> Any:
-    """A checkpoint's config or tokenizer, from a folder, the cache or the hub; no weight is read.
-
-    Raises:
-        CommandError: there is none.
-    """
+    """A checkpoint's config or tokenizer, from a folder, the cache or the hub; no weight is read."""
     from httpx import HTTPError
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -199,21 +197,11 @@ def load(auto_class: Any, name: str) -> Any:
         raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}; {ways}") from error
 
 
-def _memory_of_a_gpu() -> float:
-    """GiB of this machine's first GPU, as nvidia-smi says; without one, of an H100."""
-    memory = [gpu.rpartition(",")[2].split()[0] for gpu in gpus()]
-    return float(memory[0]) / 1024 if memory and memory[0].isdecimal() else 80.0
-
-
 # Lengths
 
 
 def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
-    """The mini-batch, and what must be known about its lengths.
-
-    Raises:
-        CommandError: what is needed is missing or cannot be read.
-    """
+    """The mini-batch, and what must be known about its lengths."""
     import numpy as np
     from transformers import AutoTokenizer
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from verl_pg_plugin.cpu.device import selected
+from functools import partial
+from pkgutil import resolve_name
 
-__all__ = ["register"]
+from verl_pg_plugin.cpu.device import selected
 
 
 def register() -> None:
@@ -20,17 +21,11 @@ def register() -> None:
     from verl_pg_plugin import upstream
     from verl_pg_plugin.after_import import after_import
 
-    RolloutReplicaRegistry.register("hf", _load_replica)
+    RolloutReplicaRegistry.register("hf", partial(resolve_name, "verl_pg_plugin.cpu.rollout.HFReplica"))
     _ROLLOUT_REGISTRY[("hf", "async")] = "verl_pg_plugin.cpu.rollout.ServerAdapter"
     after_import("transformers.models.auto.processing_auto", _register_processor)
     upstream.use_single_gloo_backend()
     upstream.use_unpinned_offload()
-
-
-def _load_replica() -> type:
-    from verl_pg_plugin.cpu.rollout import HFReplica
-
-    return HFReplica
 
 
 def _register_processor() -> None:

@@ -34,6 +34,13 @@ class PrefixOrder:
         """Tokens (B,) that a sequence adds to those of all sequences before it."""
         return self.num_tokens - self.num_shared
 
+    def select(self, places: IntArray) -> "PrefixOrder":
+        """What some of the sequences share, those at ascending places (n,) of the order."""
+        num_shared = np.zeros_like(places)
+        if len(places) > 1:  # two sequences share what all neighbours between them share
+            num_shared[1:] = np.minimum.reduceat(self.num_shared[: places[-1] + 1], places[:-1] + 1)
+        return PrefixOrder(self.sequences[places], self.num_tokens[places], num_shared)
+
 
 def build_prefix_order(
     tokens: IntArray, offsets: IntArray, classes: IntArray | None = None, inside: IntArray | None = None

@@ -31,17 +31,12 @@ def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) 
         start, tokens: (S,) position of a segment's first token, and how many it has.
         window: keys a query sees, itself included, as transformers counts ``sliding_window``; None for all.
     """
-    stop = start + tokens
-    if window is None:
-        return _triangle(stop) - _triangle(start)
-    inside_stop, inside_start = np.minimum(stop, window), np.minimum(start, window)
-    beyond = (stop - inside_stop) - (start - inside_start)
-    return _triangle(inside_stop) - _triangle(inside_start) + window * beyond
 
+    def pairs_up_to(stop: IntArray) -> IntArray:
+        inside = stop if window is None else np.minimum(stop, window)
+        return inside * (inside + 1) // 2 + (stop - inside) * (window or 0)
 
-def _triangle(n: IntArray) -> IntArray:
-    """1 + 2 + ... + n."""
-    return n * (n + 1) // 2
+    return pairs_up_to(start + tokens) - pairs_up_to(start)
 
 
 @dataclass(frozen=True)
@@ -129,11 +124,7 @@ class ModelFlops:
 
     @classmethod
     def of_config(cls, config: PretrainedConfig, trust_remote_code: bool = False) -> ModelFlops:
-        """Count a causal language model that is built from its config without storage: no weight is read.
-
-        Raises:
-            ValueError: transformers has no causal language model for it, or see ``of``.
-        """
+        """Count a causal language model that is built from its config without storage; ValueError as ``of`` has it."""
         return cls.of(text_skeleton(config, trust_remote_code))
 
     def attention(self, start: IntArray, tokens: IntArray) -> NDArray[np.float64]:

@@ -52,12 +52,9 @@ class TokenBytes:
 
     @classmethod
     def of(cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True) -> TokenBytes | None:
-        """Count from a text config; None if it does not name the sizes.
+        """Count from a text config, with ``itemsize`` bytes a number; None if it does not name the sizes.
 
-        Args:
-            config: of the model's text part.
-            itemsize: bytes of an activation's number.
-            compiled: layers are; others hold more while they run backwards.
+        Layers that are not ``compiled`` hold more while they run backwards.
         """
         hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
         if not hidden or not heads:

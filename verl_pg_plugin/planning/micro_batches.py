@@ -18,7 +18,6 @@ import numpy as np
 
 from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, PrefixOrder, Sequences, share_states
 from verl_pg_plugin.planning.activation_level import Levels
-from verl_pg_plugin.planning.sessions import selected
 
 MICRO_BATCH_COST = 350.0
 """Fixed cost of a micro-batch in tokens of an update: gathered weights, launches, the LM head's own.
@@ -406,4 +405,4 @@ class _Planner:
 
     def select(self, spans: list[_Span]) -> PrefixOrder:
         places = [place for span in spans for place in range(span.first, span.stop)]
-        return selected(self.order, np.array(sorted(places), dtype=np.int64))
+        return self.order.select(np.array(sorted(places), dtype=np.int64))

@@ -14,9 +14,8 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.layout import IntArray
-from verl_pg_plugin.planning.balance import balance_groups
+from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.sessions import order_by_sessions
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # verl's own level hides what is no warning
