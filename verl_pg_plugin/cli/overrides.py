@@ -10,7 +10,6 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.device import auto_set_device, get_device_name
 
 from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
@@ -22,7 +21,7 @@ from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_
 from verl_pg_plugin.config.machine import count_of
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import added
-from verl_pg_plugin.config.preflight import preflight
+from verl_pg_plugin.config.preflight import micro_batch_limits, preflight
 from verl_pg_plugin.config.rules import engine_of
 from verl_pg_plugin.engine.room import host_bytes
 from verl_pg_plugin.layout import Sequences
@@ -32,6 +31,9 @@ from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
+
+PHASES = {ROLLOUT: "old_log_prob", ACTOR: "update", REF: "ref"}
+"""That the longest group is held against, by the section that limits their micro-batches."""
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -104,18 +106,13 @@ def group_lines(config: DictConfig) -> list[Check]:
     hf_config, _ = read_checkpoint(config)
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
-    phases = {"old_log_prob": (ROLLOUT, ACTOR), "update": (ACTOR, ACTOR)}
-    if need_reference_policy(config):
-        phases["ref"] = REF, REF
-    for phase, (section, role) in phases.items():
-        switch, kind = ("", "ppo_") if phase == "update" else ("log_prob_", "log_prob_")
-        by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
-        key = f"{section}.{kind}{'max_token_len_per_gpu' if by_tokens else 'micro_batch_size_per_gpu'}"
-        asked, most, size = f"{key}={count_of(config, key)}", count_of(config, key), n
+    for section, key, by_tokens in micro_batch_limits(config):
+        phase, most, size = PHASES.get(section), count_of(config, key), n
+        if not (phase and most):
+            continue  # a critic, or a number of which preflight speaks
+        asked = f"{key}={most}"
         if by_tokens:
-            most, size = most * engine_of(config, role).sp_size, tokens
-        if not most:
-            continue  # of which preflight speaks
+            most, size = most * engine_of(config, REF if phase == "ref" else ACTOR).sp_size, tokens
         whole = "stays whole where memory holds it, else it " if by_tokens and phase == "update" else ""
         split = f"{asked} is less than it takes: it {whole}is split into chunks"
         if by_tokens and most < prompt - 1 + response:

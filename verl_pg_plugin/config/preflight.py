@@ -214,16 +214,20 @@ def _joins_cluster(config: DictConfig) -> bool:
     return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster").exists()
 
 
-def _counts(config: DictConfig) -> Iterator[Issue]:
-    """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
-    least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
+def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
+    """For each phase its section, the key that limits its micro-batches, and whether that counts tokens."""
     bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
     for section in (*rules.roles_of(config), *(() if bypasses else (ROLLOUT,))):
         switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
-        if OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"):
-            least[f"{section}.{kind}_max_token_len_per_gpu"] = 1, "number of tokens"
-        else:
-            least[f"{section}.{kind}_micro_batch_size_per_gpu"] = 1, "number of sequences"
+        by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
+        yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
+
+
+def _counts(config: DictConfig) -> Iterator[Issue]:
+    """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
+    least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
+    for _, key, by_tokens in micro_batch_limits(config):
+        least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
         value = OmegaConf.select(config, key)
         if value is not None and not (isinstance(value, int | float) and value >= at_least):
