@@ -31,13 +31,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 PROCESS = {
-    "engines": {},
-    "others": {},
-    "plugin_error": "",
-    "platform": "CPUPlatform",
     "device": "cpu",
-    "vendor": "cpu",
-    "available": True,
+    "platform": {"status": OK, "what": "platform", "text": "CPUPlatform"},
+    "plugin_error": "",
+    "engines": [],
 }
 
 
@@ -209,11 +206,11 @@ def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypa
     assert (line.status, line.fix) == (WARN, f"pip install '{compat.requirements('tested')['transformers']}'")
 
 
-def test_a_machine_without_gpu_fails_with_and_without_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpu_fails_with_and_without_full(processes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     (line,) = bad(doctor.installed_lines())
-    (full,) = bad(doctor.process_lines({**PROCESS, "platform": "PlatformCUDA", "device": "cuda", "available": False}))
+    (full,) = (line for line in bad(doctor.process_lines(processes[2])) if line.what == "GPU")
     assert (line.status, line.what, line.fix) == (full.status, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
     assert overrides.taken_kernel("cuda") == [], "said once"
     monkeypatch.setattr(doctor, "gpus", lambda: ["NVIDIA H200, 570.1, 9.0, 143771 MiB"])
@@ -238,7 +235,7 @@ def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pyt
 
 
 def test_environment_variables_that_put_another_engine_in_force_are_named(processes) -> None:
-    lines = bad(doctor.engine_lines(processes[3]))
+    lines = bad([Check(**engine) for engine in processes[3]["engines"]])
     assert [line.what for line in lines] == [
         f"{kind}_model {name}" for kind in ("language", "value") for name in ("fsdp", "fsdp2")
     ]

@@ -116,7 +116,7 @@ def _full(asked: list[str]) -> Iterator[Section]:
     yield "Versions", version_lines()
     yield "verl", process_lines(process)
     if loads:
-        yield "Engines", engine_lines(process)
+        yield "Engines", [Check(**engine) for engine in process["engines"]]
         yield "Names of verl, transformers and torch that are built on", name_lines()
     yield "Attention kernels", [*kernel_lines(), *taken]
     yield from of_overrides
@@ -207,9 +207,9 @@ def tell(is_loaded: bool) -> None:
     from verl.plugin.platform import get_platform
     from verl.utils.device import get_vendor
 
-    platform, plugin_error = get_platform(), ""
-    engines: dict[str, str] = {}
-    others: dict[str, str] = {}
+    platform, plugin_error, engines = get_platform(), "", []
+    text = f"{type(platform).__name__}, device {platform.device_name}, vendor {get_vendor()}"
+    missing = Check(FAIL, "GPU", f"{text}: no such device found", NO_GPU_FIX)
     try:
         if is_loaded:
             register()  # raises what the import only logs
@@ -221,18 +221,16 @@ def tell(is_loaded: bool) -> None:
         asked = [*product(("language_model", "value_model"), ("fsdp", "fsdp2"))]
         asked += [("language_model", "veomni")] if find_spec("veomni") else []
         for model_type, strategy in asked:
+            what = f"{model_type} {strategy}"
             try:
-                engines[f"{model_type} {strategy}"] = assert_in_force(strategy, model_type)
+                engines.append(Check(OK, what, assert_in_force(strategy, model_type)))
             except (RuntimeError, AssertionError, ValueError) as error:
-                others[f"{model_type} {strategy}"] = str(error)
+                engines.append(Check(FAIL, what, str(error), NO_ENGINE_FIX))
     seen = {
-        "engines": engines,
-        "others": others,
-        "plugin_error": plugin_error,
-        "platform": type(platform).__name__,
         "device": platform.device_name,
-        "vendor": get_vendor(),
-        "available": platform.is_available(),
+        "platform": asdict(Check(OK, "platform", text) if platform.is_available() else missing),
+        "plugin_error": plugin_error,
+        "engines": [asdict(engine) for engine in engines],
     }
     sys.stdout.write("\n" + json.dumps(seen) + "\n")
 
@@ -244,16 +242,7 @@ def process_lines(process: dict[str, Any]) -> list[Check]:
         if "Unknown platform" in error and os.environ.get("VERL_PLATFORM"):
             fix = "unset VERL_PLATFORM, or export VERL_PLATFORM=cpu with this plugin installed"
         return [Check(FAIL, "import verl", f"fails: {error}", fix)]
-    text = f"{process['platform']}, device {process['device']}, vendor {process['vendor']}"
-    missing = Check(FAIL, "GPU", f"{text}: no such device found", NO_GPU_FIX)
-    platform_line = Check(OK, "platform", text) if process["available"] else missing
-    return [platform_line, _plugin_line("loads", process["plugin_error"])]
-
-
-def engine_lines(process: dict[str, Any]) -> list[Check]:
-    """The engine class that verl would build, by model type and strategy, or why it would be another."""
-    ours = [Check(OK, what, name) for what, name in process["engines"].items()]
-    return ours + [Check(FAIL, what, why, NO_ENGINE_FIX) for what, why in process["others"].items()]
+    return [Check(**process["platform"]), _plugin_line("loads", process["plugin_error"])]
 
 
 def name_lines() -> list[Check]:
