@@ -76,7 +76,7 @@ def test_a_mini_batch_tells_what_it_cost(case: str) -> None:
         PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
         for members in indices
     ]
-    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, [[] for _ in indices], False, Levels())
+    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, False, Levels())
     told = mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
     for name, value in expected.items():
         assert told.get(f"prefix_grouper/{name}") == (None if value is None else [value]), name

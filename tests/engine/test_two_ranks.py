@@ -53,7 +53,6 @@ def fail_on_rank_one(rank: int, path: str) -> None:
     with (
         patch.object(engine_module, "get_device_name", lambda: "cuda"),
         patch.object(engine_module, "room_of_rank", side_effect=[OSError("no room") if rank else Room(1.0, 1.0)]),
-        patch.object(engine, "ulysses_sequence_parallel_size", 2),
         told_or_raised(rank, "no room"),
     ):
         engine._levels(forward_only=False)

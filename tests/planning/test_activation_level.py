@@ -99,7 +99,6 @@ def test_no_more_is_taken_than_stock_verl_would_and_a_tenth() -> None:
         assert LEVELS.within_stock(10**9).choose(tokens) is Level.ATTENTION
     fused = replace(LEVELS, fused_kernels=True).within_stock(10_000)
     assert fused.stock < LEVELS.within_stock(10_000).stock
-    assert LEVELS.with_free(5.0).room.device == 5.0
 
 
 def test_ranks_that_share_tokens_share_their_bytes() -> None:

@@ -63,12 +63,12 @@ class _Copy:
 
     def __init__(self, x: Tensor, like: Tensor, copier: PinnedCopier) -> None:
         self.x: Tensor | None = None  # until the host has a place for it
-        self.like, self.copier, self.taken = like, copier, False
+        self.like, self.copier = like, copier
         self.host, self.event = copier.out(x)
         self.x = x
 
     def fetch(self) -> None:
-        if self.x is None and not self.taken:
+        if self.x is None:
             self.x, self.event = self.copier.back(self.host, self.like)
 
     def leave_device(self) -> None:
@@ -100,11 +100,12 @@ class _LayerCall(Tape):
     def get(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept.detach()
-        kept.taken = False  # a second backward takes it again
-        for copy in (*self._copies, *(before._copies if (before := self._before()) else ())):
+        kept.fetch()  # where the layer behind has not
+        before = self._before()
+        for copy in before._copies if before else ():
             copy.fetch()
         kept.copier.wait(kept.event)
-        x, kept.x, kept.taken = kept.x, None, True
+        x, kept.x = kept.x, None
         return x
 
     def leave_device(self) -> None:

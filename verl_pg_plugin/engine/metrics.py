@@ -70,7 +70,7 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "tokens_of_groups": int((lengths - prompts).sum() + (prompts[first] - 1).sum()),
         "micro_batches": len(layouts),
         "rmpad_micro_batches": sum(not layout.shares_tokens for layout in layouts),
-        "chains": sum(len(group) > 1 for group in plan.groups),
+        "chains": plan.num_split_groups,
         "carried_rows": sum(layout.num_cached for layout in layouts),
         "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
         "forward": flops.forward(layouts) + flops.images(computed),

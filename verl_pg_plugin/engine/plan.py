@@ -6,7 +6,6 @@ each runs its micro-batches in an order in which expensive ones meet (``planning
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -52,7 +51,7 @@ class Plan:
         data: the mini-batch, regular.
         sequences: the same as numbers on the host.
         micro_batches: in the order in which they run; every rank has as many.
-        groups: how it was cut: the chunks of each split group as they run, or one ordinary micro-batch.
+        num_split_groups: groups that are cut into chunks.
         runs_encoder: some rank has an image, so every micro-batch runs the vision encoder.
         levels: how micro-batches got their activation level.
     """
@@ -60,13 +59,13 @@ class Plan:
     data: TensorDict
     sequences: Sequences
     micro_batches: list[PlannedMicroBatch]
-    groups: list[list[MicroBatch]]
+    num_split_groups: int
     runs_encoder: bool
     levels: Levels
 
     @cached_property
     def selector(self) -> SequenceSelector:
-        """Selects sequences of ``data`` as it is at the first use."""
+        """Of ``data`` as it is at the first use."""
         return SequenceSelector(self.data)
 
 
@@ -78,13 +77,11 @@ class _Told:
         costs: of each group, (n, 2) of its micro-batches as they run and of the prefills in front of them.
         flags: (n, 3) of the same: whether there is a prefill, tokens are shared, ancestors are read.
         needs_encoder: the mini-batch shows an image.
-        free: bytes that its device has for activations.
     """
 
     costs: list[FloatArray]
     flags: list[np.ndarray]
     needs_encoder: bool
-    free: float
 
 
 def plan_mini_batch(
@@ -107,7 +104,7 @@ def plan_mini_batch(
         packed: packed mode, else upstream's padded groups.
         weights: what cached tokens take of the budget; None where no group is split.
         forward_only: there is no backward.
-        levels: from what is free on this rank; ranks that share tokens have the same.
+        levels: from what is free on the rank that has least.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
 
@@ -122,15 +119,14 @@ def plan_mini_batch(
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         cut = partial(cut_micro_batches, order, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
-        ranks.append(_told(draft, flops, sequences, levels))
+        ranks.append(_told(draft, flops, sequences))
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
                 draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
-            ranks.append(_told(draft, flops, sequences, levels))
+            ranks.append(_told(draft, flops, sequences))
 
-    levels = levels.with_free(min(rank.free for rank in ranks))
     told = ranks[::sp_size]
     orders = align([rank.costs for rank in told])
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(told, orders, strict=True)]
@@ -144,8 +140,8 @@ def plan_mini_batch(
         if not forward_only:
             level = levels.choose(layout.num_tokens, len(layout.head_index), *layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
-    groups = [[micro_batch for micro_batch, _ in group] for group in draft]
-    return Plan(data, sequences, planned, groups, any(rank.needs_encoder for rank in told), levels)
+    num_split_groups = sum(len(group) > 1 for group in draft)
+    return Plan(data, sequences, planned, num_split_groups, any(rank.needs_encoder for rank in told), levels)
 
 
 def _laid_out(
@@ -162,9 +158,7 @@ def _laid_out(
     return running if forward_only else running[::-1]
 
 
-def _told(
-    draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, sequences: Sequences, levels: Levels
-) -> _Told:
+def _told(draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, sequences: Sequences) -> _Told:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
@@ -173,4 +167,4 @@ def _told(
         updates = [FORWARDS_OF_AN_UPDATE * flops.forward([layout]) for layout in layouts]
         costs.append(np.array([updates, prefills]).T)
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    return _Told(costs, flags, any(sequences.images), levels.room.device if levels.room else math.inf)
+    return _Told(costs, flags, any(sequences.images))

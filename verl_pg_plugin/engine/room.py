@@ -24,7 +24,7 @@ def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
     Args:
         module: the sharded model; gradients that it does not have yet are counted.
         beside: bytes that the update takes beside tokens, gathered weights among them.
-        head: of the LM head, part of which runs while layers hold less than at the peak.
+        head: bytes of the LM head, part of which runs while layers hold less than at the peak.
         host: bytes of the host for this rank.
     """
     free, total = torch.cuda.mem_get_info()
@@ -63,9 +63,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):  # a container may not show the path but its end
             if (group / limit).is_file() and (most := (group / limit).read_text().strip()) != "max":
-                droppable = group / "memory.stat"
-                lines = droppable.read_text().splitlines() if droppable.is_file() else []
-                stat = dict(line.split() for line in lines)
-                yield int(most), int((group / used).read_text()) - int(stat.get(files, 0))
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield int(most), int((group / used).read_text()) - int(stat[files])
             if group == top:
                 break

@@ -1,6 +1,6 @@
 """Which activation level a micro-batch takes: bytes from sizes, and what is free on the device that has least.
 
-Levels change no bit, so what is free may differ from run to run; ranks that share tokens have the same numbers.
+Levels change no bit, so what is free may differ from run to run.
 """
 
 from __future__ import annotations
@@ -97,10 +97,6 @@ class Levels:
             return self
         return replace(self, stock=tokens / self.ranks * self.sizes.stock(self.fused_kernels))
 
-    def with_free(self, device: float) -> Levels:
-        """With so many bytes on the device."""
-        return self if self.room is None else replace(self, room=replace(self.room, device=device))
-
     @property
     def shortage(self) -> float:
         """What stock verl takes over what there is; 1 where it fits."""
@@ -121,13 +117,14 @@ class Levels:
         beside = self.sizes.beside(*cache_use)
         beside += labels * self.sizes.logits if self.logits_at_once else 0
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
-        found = [
-            level for level in self.ladder if not level.on_host or self.host_bytes(level, tokens) <= self.room.host
-        ]
-        for level in found:
+        smallest = Level.INPUTS
+        for level in self.ladder:
+            if self.host_bytes(level, tokens) > self.room.host:
+                continue
             if tokens * self.sizes.on_device(level) + beside <= device:
                 return level
-        return found[-1] if found and found[-1].on_host else Level.INPUTS
+            smallest = level if level.on_host else Level.INPUTS
+        return smallest
 
     def host_bytes(self, level: Level, tokens: int) -> float:
         """What a micro-batch of so many tokens keeps on the host of a rank; 0 where sizes are unknown."""
@@ -138,9 +135,8 @@ class Levels:
 
         Of splits, one reads the tokens that all share from the chunk that computes them, which holds sums beside them.
         The other computes them in each chunk; it is left where it fits and the whole group does not.
-
-        Args:
-            tokens, shared, longest: of the group, of what all its sequences begin with, and of its longest sequence.
+        ``tokens`` are the group's, ``shared`` those that all its sequences begin with, ``longest`` its longest
+        sequence's.
         """
         if self.sizes is None or self.room is None:
             return False
