@@ -33,7 +33,7 @@ GAIN = pytest.approx(ALONE / SHARED)
 WHOLE_PROMPTS = 16 / (2 * 2 + 4 * 1)
 PADDED = MiniBatchCosts(num_padding=8)
 FULL = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
-VERIFIED = [MiniBatchCosts(num_verified=number, verify_max_error=error) for number, error in ((4, 1e-6), (2, 3e-6))]
+VERIFIED = [MiniBatchCosts(True, num_verified=number, verify_max_error=error) for number, error in ((4, 1e-6), (2, 3e-6))]
 # Groups are prompts: all four begin with token 1, one root.
 CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any]]] = {
     "the gain, beside what whole prompts give": (
@@ -64,7 +64,8 @@ CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any
         1,
         {"verified_rows": 6.0, "verify_max_error": 3e-6},
     ),
-    "nothing verified": (GROUPS, [NONE], 1, {"verify_max_error": None}),
+    "nothing verified": (GROUPS, [MiniBatchCosts(True)], 1, {"verified_rows": 0.0, "verify_max_error": None}),
+    "nothing to verify": (GROUPS, [NONE], 1, {"verified_rows": None, "verify_max_error": None}),
 }
 """Micro-batches, what they cost on each rank, how many ranks share a sequence, and what is told (None: is not)."""
 

@@ -49,10 +49,10 @@ class AttentionContext(ABC):
         layout: PackedLayout | None,
         kernel: Kernel,
         cache: CacheAccess | None = None,
-        perturb: Callable[[Tensor], Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.layout, self.kernel, self.cache, self.perturb, self.group = layout, kernel, cache, perturb, group
+        self.layout, self.kernel, self.cache, self.group = layout, kernel, cache, group
+        self.perturb: Callable[[Tensor], Tensor] | None = None
         self.calls: Counter[str] = Counter()
         self._indices: dict[tuple[Hashable, ...], Any] = {}
 

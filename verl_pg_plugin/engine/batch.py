@@ -30,15 +30,15 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
             "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
             "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False"
         )
-    if fused_head and isinstance(data["temperature"], torch.Tensor):
-        raise BatchError(f"use_fused_kernels=True takes one temperature for all samples; {FUSED_OFF}")
-    if fused_head and uses_top_k(data):
-        raise BatchError(f"use_fused_kernels=True never has the logits that forward_kl_topk reads; {FUSED_OFF}")
-    if fused_head and tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False):
-        raise BatchError(
-            "use_fused_kernels=True never has the probabilities that calculate_sum_pi_squared=True sums; set it to "
-            f"False, or {FUSED_OFF}"
-        )
+    beyond_fused_head = {
+        "a temperature of each sample": isinstance(data["temperature"], torch.Tensor),
+        "the logits that forward_kl_topk reads": uses_top_k(data),
+        "the probabilities that calculate_sum_pi_squared=True sums": tu.get_non_tensor_data(
+            data, "calculate_sum_pi_squared", default=False
+        ),
+    }
+    if fused_head and (missing := [what for what, is_wanted in beyond_fused_head.items() if is_wanted]):
+        raise BatchError(f"use_fused_kernels=True never has {' and '.join(missing)}; {FUSED_OFF}")
 
 
 def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
@@ -56,11 +56,8 @@ def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
 def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
     """Collect what the layout needs from a batch in verl's no-padding format.
 
-    Args:
-        data: ``input_ids`` jagged; ``prompts`` and ``responses`` jagged (V1), or padded beside an ``attention_mask``
-            (legacy), or neither of them and a jagged ``loss_mask`` over all tokens (SFT); ``position_ids`` jagged or
-            absent; ``temperature``.
-        modality: of the model.
+    ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
+    or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
 
     Raises:
         BatchError: no sequences, a field is missing or of the wrong type, or a prompt or response is empty.
@@ -130,13 +127,9 @@ def _lengths(data: TensorDict, name: str) -> IntArray:
 class SequenceSelector:
     """Selects sequences like ``tu.index_select_tensor_dict`` and sends them, without waiting for the device.
 
-    verl's function unbinds all sequences of a field at every call, which for a thousand sequences in a hundred
-    micro-batches takes longer than planning them. Here every jagged field is read once. verl's gets what is not ragged
-    in its second dimension.
-
-    For ``TensorDict.to`` torch copies the offsets of every jagged field from pageable memory: each of these copies
-    waits for the backward of the micro-batch before, and the device then for the host, which only now begins to launch
-    the forward.
+    verl's function unbinds all sequences of a field at every call, which takes longer than planning them. Here every
+    jagged field is read once; what is not ragged in its second dimension is left to verl's. ``TensorDict.to`` copies
+    offsets from pageable memory, and so waits for the backward of the micro-batch before.
     """
 
     def __init__(self, data: TensorDict) -> None:
@@ -174,9 +167,8 @@ def regular(data: TensorDict) -> TensorDict:
     """The same batch, stored as verl's losses and everything here read it.
 
     No jagged field skips some of its values, as those of ``torch.nested.narrow`` do, and ``position_ids`` of several
-    dimensions are stored as (dimensions, tokens of all sequences). Where all B sequences have one length L, torch takes
-    the dimensions for the ragged axis when verl's transfer queue puts the sequences together, and stores
-    (B * dimensions, L); ``maybe_fix_3d_position_ids`` of verl 0.9.1 then moves no number.
+    dimensions are stored as (dimensions, tokens of all sequences). Where all B sequences have one length L, verl's
+    transfer queue stores (B * dimensions, L), and ``maybe_fix_3d_position_ids`` of verl 0.9.1 moves no number.
     """
     changed = data.copy()
     position_ids, input_ids = data.get("position_ids", None), data.get("input_ids", None)

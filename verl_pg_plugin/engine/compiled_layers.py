@@ -92,9 +92,8 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
 def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's ``forward``, compiled for any number of tokens.
 
-    FSDP2 hands a layer views of its inputs, and in the recomputation of a checkpoint the inputs themselves. torch would
-    compile a graph for each, the second one inside of the backward, where the checkpoint then finds operators that the
-    forward never ran. So no view is handed on.
+    FSDP2 hands a layer views of its inputs, and in a recomputation the inputs themselves. torch would compile a graph
+    for each, and the checkpoint find operators that the forward never ran. So no view is handed on.
     """
     compiled = torch.compile(forward, dynamic=True)
 
@@ -152,21 +151,16 @@ def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator
     """
     try:
         yield
-    except FailOnRecompileLimitHit as error:
-        graphs, cause = DYNAMO_SETTINGS["recompile_limit"], _first_line(error.__cause__ or error)
-        raise LayerCompilerError(
-            f"torch.compile has made {graphs} graphs of one function of a decoder layer and would run it uncompiled "
-            f"from here on ({cause}); {COMPILING_OFF}"
-        ) from error
     except failures as error:
-        cause = _first_line(getattr(error, "inner_exception", error))
-        uncompiled_too = isinstance(error, CheckpointError)  # if a layer's inputs differ, compiled or not
-        way = f"{COMPILING_OFF}, or enable_gradient_checkpointing=False" if uncompiled_too else COMPILING_OFF
-        raise LayerCompilerError(f"torch failed with decoder layers compiled: {cause}; {way}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        root = getattr(error, "inner_exception", error)
+        what, way = "torch failed with decoder layers compiled", COMPILING_OFF
+        if isinstance(error, FailOnRecompileLimitHit):
+            root, graphs = error.__cause__ or error, DYNAMO_SETTINGS["recompile_limit"]
+            what = f"torch.compile has made {graphs} graphs of one function of a decoder layer and would not go on"
+        elif isinstance(error, CheckpointError):  # if a layer's inputs differ, compiled or not
+            way += ", or enable_gradient_checkpointing=False"
+        cause = f"{type(root).__name__}: {str(root).strip()}".splitlines()[0]
+        raise LayerCompilerError(f"{what}: {cause}; {way}") from error
 
 
 def decoder_layers(module: Any) -> list[nn.Module]:

@@ -34,7 +34,7 @@ from verl_pg_plugin.engine.activations import Activations, PinnedCopier
 from verl_pg_plugin.engine.batch import uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
 from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
-from verl_pg_plugin.engine.inputs import ModelInputs, Perturb, make_inputs
+from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
 from verl_pg_plugin.engine.plan import Plan, PlannedMicroBatch, plan_mini_batch
 from verl_pg_plugin.engine.prepare import (
@@ -132,12 +132,7 @@ class SharedPrefixEngine(FSDPEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
-        """Run a mini-batch, as verl's engine does.
-
-        Args:
-            data: in verl's no-padding format.
-            loss_function: takes ``model_output``, ``data`` and ``dp_group``; may be None if ``forward_only``.
-            forward_only: no backward.
+        """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
         Returns:
             ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output`` asks),
@@ -148,11 +143,12 @@ class SharedPrefixEngine(FSDPEngine):
             MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
         """
         plan = self.plan(data, forward_only)
-        num_loss_tokens = self._tell_loss(plan.data)
+        loss_weights = self._tell_loss(plan)
         if uses_top_k(plan.data):
             tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
-        cache, costs, results = PrefixCache(), MiniBatchCosts(), []
+        cache, results = PrefixCache(), []
+        costs = MiniBatchCosts(verifies=self.options.verify != "off")
         for index, planned in enumerate(plan.micro_batches):
             is_last = index == len(plan.micro_batches) - 1
             grads = torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
@@ -168,7 +164,7 @@ class SharedPrefixEngine(FSDPEngine):
         costs.peak_cached_bytes = cache.peak_bytes
         for result in results:
             result["loss"] = result["loss"].item()
-        weigh_means([result["metrics"] for result in results], self._loss_weights(plan, num_loss_tokens))
+        weigh_means([result["metrics"] for result in results], loss_weights)
         order = plan.data.select("pad_mode", strict=False)
         tu.assign_non_tensor(order, use_dynamic_bsz=True)  # verl restores the order of dynamic batches alone
         output = postprocess_batch_func(results, [planned.sequences for planned in plan.micro_batches], order)
@@ -277,8 +273,7 @@ class SharedPrefixEngine(FSDPEngine):
         """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them."""
         names, columns_NC = self._columns(inputs, micro_batch)
         self.shared_model.check_every_layer_mixed(inputs.context)
-        columns_AC, offsets = inputs.of_all_ranks(columns_NC), micro_batch["input_ids"].offsets()
-        return {name: inputs.to_jagged(columns_AC[:, i], offsets) for i, name in enumerate(names)}
+        return inputs.outputs(names, columns_NC, micro_batch["input_ids"].offsets())
 
     @abstractmethod
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
@@ -303,8 +298,9 @@ class SharedPrefixEngine(FSDPEngine):
         micro_batch, sequences = plan.selector.select(chosen, self._device), plan.sequences.select(chosen)
         layout = sequences.unshared().lay_out()
 
-        def responses(perturb: Perturb | None = None) -> Responses:
-            inputs = self._inputs(layout, sequences, plan.runs_encoder, perturb=perturb)
+        def responses(noise: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Responses:
+            inputs = self._inputs(layout, sequences, plan.runs_encoder)
+            inputs.context.perturb = noise
             with torch.no_grad(), self._autocast():
                 outputs = self.compute(inputs, micro_batch)
             return read_responses(outputs, list(range(len(chosen))), sequences.prompt_lengths)
@@ -313,12 +309,7 @@ class SharedPrefixEngine(FSDPEngine):
         return alone, alone if self.options.verify_tolerance is not None else responses(rounding_noise())
 
     def _inputs(
-        self,
-        layout: Layout,
-        sequences: Sequences,
-        runs_encoder: bool,
-        cache: CacheAccess | None = None,
-        perturb: Perturb | None = None,
+        self, layout: Layout, sequences: Sequences, runs_encoder: bool, cache: CacheAccess | None = None
     ) -> ModelInputs:
         return make_inputs(
             layout,
@@ -330,25 +321,21 @@ class SharedPrefixEngine(FSDPEngine):
             token_multiple=self.pad_to_length_bucket if self.pad_to_length else 1,
             sp_group=self.ulysses_parallel_group,
             cache=cache,
-            perturb=perturb,
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self._autocast_dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
-    def _tell_loss(self, data: TensorDict) -> float:
-        """Add what verl's losses scale by; returns the tokens that the loss counts on all ranks."""
-        of_ranks = data["loss_mask"].sum().to(self._device)
+    def _tell_loss(self, plan: Plan) -> list[float]:
+        """Add what verl's losses scale by; returns loss tokens of each micro-batch, over their mean on all ranks."""
+        mask, dp_size = plan.data["loss_mask"], self.get_data_parallel_size()
+        of_ranks = mask.sum().to(self._device)
         dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
-        num_tokens, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
-        tu.assign_non_tensor(data, sp_size=sp_size, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens)
-        return num_tokens
-
-    def _loss_weights(self, plan: Plan, num_loss_tokens: float) -> list[float]:
-        """Loss tokens of each micro-batch, over their mean in those of all ranks; ranks have as many."""
-        tokens = [mask.sum().item() for mask in plan.data["loss_mask"].unbind()]
-        mean = num_loss_tokens / self.get_data_parallel_size() / len(plan.micro_batches)
+        total, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
+        tu.assign_non_tensor(plan.data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=total)
+        tokens = [of_sequence.sum().item() for of_sequence in mask.unbind()]
+        mean = total / dp_size / len(plan.micro_batches)  # ranks have as many
         return [sum(tokens[i] for i in planned.sequences) / mean if mean else 1.0 for planned in plan.micro_batches]
 
 

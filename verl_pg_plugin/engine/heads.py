@@ -64,24 +64,15 @@ def teacher_top_k(micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
 
 @dataclass(frozen=True)
 class LogProbRequest:
-    """What to compute for N labels.
+    """What to compute for N labels."""
 
-    Attributes:
-        labels: (N,) int64.
-        temperature: (N,) float32, or one for all labels.
-        with_entropy, with_sum_pi_squared: outputs beside the log-probs.
-        entropy_from_logits: verl's function.
-        top_k: of a teacher, if the loss asks for it.
-        with_log_probs: False where that is the whole loss.
-    """
-
-    labels: torch.Tensor
-    temperature: torch.Tensor | float
+    labels: torch.Tensor  # (N,) int64
+    temperature: torch.Tensor | float  # (N,) float32, or one for all labels
     with_entropy: bool
     with_sum_pi_squared: bool
-    entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]
-    top_k: TopKLoss | None = None
-    with_log_probs: bool = True
+    entropy_from_logits: Callable[[torch.Tensor], torch.Tensor]  # verl's
+    top_k: TopKLoss | None = None  # of a teacher, if the loss asks for it
+    with_log_probs: bool = True  # not where that is the whole loss
 
     @property
     def names(self) -> list[str]:
@@ -129,10 +120,6 @@ def read_request(
         top_k=teacher_top_k(micro_batch, inputs.label_index) if uses_top_k(micro_batch) else None,
         with_log_probs=not tu.get_non_tensor_data(micro_batch, "distillation_only", default=False),
     )
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class LogProbHead:
@@ -248,6 +235,10 @@ class _ChunkedOutputs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0, dtype=wide)
         narrowed = (None if grad is None else grad.to(weight_VE.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, *narrowed, None, None
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,46 +17,28 @@ from verl_pg_plugin.attention.kernels import Kernel
 from verl_pg_plugin.layout import IntArray, Layout, PaddedLayout, Sequences
 from verl_pg_plugin.modalities import Modality
 
-Perturb = Callable[[torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """A layout on the device, ready for the model; integers are int64.
 
     Shape legend: G lines of S tokens (packed: one line), N labels of this rank, W columns that hold them, A labels of
-    all ranks that share the tokens, M response tokens.
-
-    Attributes:
-        context: what the layers that mix tokens are handed as ``prefix_grouper``.
-        input_ids, position_ids: (G, S); positions of P dimensions are (P, G, S).
-        head_columns: (W,) columns that the LM head runs on.
-        head_place: (N,) place of each label's token in those columns of all lines; None if they are the labels.
-        labels, label_sequence: (N,) and a sequence that contains each.
-        label_index: (N,) place of the token in front of the label in the sequences laid one after the other.
-        num_own: tokens of this rank where they are shared.
-        all_labels: (A,) tokens with a label of all ranks where they are shared.
-        response_index, response_label: (M,) ``response_index`` and ``response_head`` of the layout.
-        num_logical_tokens: length of verl's jagged values.
-        num_padding: tokens of all ranks that are not the layout's.
-        content: what the model reads beside tokens, by keyword. With any, ``input_ids`` and ``position_ids`` are those
-            of all ranks, and the model takes its own part behind its vision encoder.
+    all ranks that share the tokens, C outputs. With any ``content``, which the model reads beside tokens by keyword,
+    tokens and positions are those of all ranks, and the model takes its own part behind its vision encoder.
     """
 
-    context: AttentionContext
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    head_columns: torch.Tensor
-    head_place: torch.Tensor | None = None
-    labels: torch.Tensor
-    label_sequence: torch.Tensor
-    label_index: torch.Tensor
-    num_own: int = 0
-    all_labels: torch.Tensor | None = None
-    response_index: torch.Tensor
-    response_label: torch.Tensor
-    num_logical_tokens: int
-    num_padding: int = 0
+    layout: Layout
+    context: AttentionContext  # what the layers that mix tokens are handed as ``prefix_grouper``
+    input_ids: torch.Tensor  # (G, S)
+    position_ids: torch.Tensor  # (G, S), or (P, G, S) of P dimensions
+    head_columns: torch.Tensor  # (W,) columns that the LM head runs on
+    head_place: torch.Tensor | None = None  # (N,) of each label in these of all lines; None if they are the labels
+    labels: torch.Tensor  # (N,)
+    label_sequence: torch.Tensor  # (N,) a sequence that contains it
+    label_index: torch.Tensor  # (N,) place of the token in front of it in the sequences laid one after the other
+    num_own: int = 0  # tokens of this rank where they are shared
+    all_labels: torch.Tensor | None = None  # (A,) tokens with a label of all ranks where they are shared
+    num_padding: int = 0  # tokens of all ranks that are not the layout's
     content: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -77,21 +58,24 @@ class ModelInputs:
         x_NV = x_GWV.flatten(0, 1)
         return x_NV if self.head_place is None else x_NV.index_select(0, self.head_place)
 
-    def of_all_ranks(self, x_NC: torch.Tensor) -> torch.Tensor:
-        """(A, C) values of the labels of all ranks that share the tokens, a collective; cached tokens first."""
+    def outputs(self, names: list[str], x_NC: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By name jagged (B, length) of ``offsets`` (B+1,), with the values where verl reads them and zero elsewhere.
+
+        ``x_NC`` are those of this rank's labels; a collective where ranks share the tokens.
+        """
         if self.all_labels is not None:
             x_LC = x_NC.new_zeros(self.num_own, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
             # Each rank computes the whole loss; verl's gather scales gradients up by the size of the group, so that
             # they are right after FSDP has averaged them over all ranks.
             x_TC = gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.context.group)
             x_NC = x_TC.index_select(0, self.all_labels)
-        return x_NC if self.context.cache is None else self.context.cache.join_outputs(x_NC)
-
-    def to_jagged(self, values_A: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Jagged (B, length) of ``offsets`` (B+1,), with the values where verl reads them and zero elsewhere."""
-        flat = values_A.new_zeros(self.num_logical_tokens)
-        flat = flat.index_copy(0, self.response_index, values_A.index_select(0, self.response_label))
-        return torch.nested.nested_tensor_from_jagged(flat, offsets)
+        if self.context.cache is not None:
+            x_NC = self.context.cache.join_outputs(x_NC)
+        index, label = (_sent(at, x_NC.device) for at in (self.layout.response_index, self.layout.response_head))
+        values_CL = x_NC.new_zeros(x_NC.shape[-1], self.layout.num_logical_tokens)
+        values_CL = values_CL.index_copy(1, index, x_NC.T.index_select(1, label))
+        of_names = zip(names, values_CL.unbind(), strict=True)
+        return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in of_names}
 
 
 def make_inputs(
@@ -105,19 +89,14 @@ def make_inputs(
     token_multiple: int = 1,
     sp_group: dist.ProcessGroup | None = None,
     cache: CacheAccess | None = None,
-    perturb: Perturb | None = None,
 ) -> ModelInputs:
     """What this rank needs of a forward, sent to ``device`` without waiting for it.
 
     Args:
         layout: of ``sequences``, or of a prefix of the first.
-        kernel: of attention.
-        modality: of the model.
-        device: of this process.
         runs_encoder: the vision encoder runs even if no token here shows an image.
         token_multiple: pad to a multiple of it (verl's ``pad_to_length_bucket``).
         sp_group: Ulysses group whose ranks share the tokens.
-        cache, perturb: see ``CacheAccess`` and ``AttentionContext``.
     """
     if isinstance(layout, PaddedLayout):
         return _padded_inputs(layout, kernel, device)
@@ -141,7 +120,8 @@ def make_inputs(
     if content is None:  # where there is more, the model itself takes this rank's tokens
         input_ids, position_ids = input_ids[start:stop], position_ids[..., start:stop]
     return ModelInputs(
-        context=PackedAttention(layout, kernel, cache, perturb, sp_group),
+        layout=layout,
+        context=PackedAttention(layout, kernel, cache, sp_group),
         input_ids=_sent(input_ids[None], device),
         position_ids=_sent(position_ids[..., None, :], device),
         head_columns=_sent(columns, device),
@@ -150,9 +130,6 @@ def make_inputs(
         label_index=_sent(padded(layout.token_index)[start + columns], device),
         num_own=num_own,
         all_labels=_sent(layout.head_index, device) if sp_group else None,
-        response_index=_sent(layout.response_index, device),
-        response_label=_sent(layout.response_head, device),
-        num_logical_tokens=layout.num_logical_tokens,
         num_padding=num_tokens - layout.num_tokens,
         content={name: send(tensor, device) for name, tensor in (content or {}).items()},
     )
@@ -165,6 +142,7 @@ def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device) -
     line, column = np.divmod(layout.head_index, layout.input_ids.shape[1])
     head_columns, place = np.unique(column, return_inverse=True)
     return ModelInputs(
+        layout=layout,
         context=PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel),
         input_ids=_sent(layout.input_ids, device),
         position_ids=_sent(layout.position_ids, device),
@@ -173,9 +151,6 @@ def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device) -
         labels=_sent(layout.labels.reshape(-1)[layout.head_index], device),
         label_sequence=_sent(layout.head_sequence, device),
         label_index=_sent(layout.response_index, device),
-        response_index=_sent(layout.response_index, device),
-        response_label=_sent(layout.response_head, device),
-        num_logical_tokens=layout.num_logical_tokens,
     )
 
 

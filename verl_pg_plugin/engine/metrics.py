@@ -41,8 +41,9 @@ PLAIN_MEANS = (
 
 @dataclass
 class MiniBatchCosts:
-    """What shows only as a mini-batch runs."""
+    """What shows only as a mini-batch runs; ``verifies`` tells whether some are verified."""
 
+    verifies: bool = False
     num_padding: int = 0
     peak_cached_bytes: int = 0
     num_verified: int = 0
@@ -76,11 +77,12 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "forward": flops.forward(layouts) + flops.images(computed),
         "forward_alone": float(flops.alone(lengths).sum()) + flops.images(shown),
         "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
-        "verified_rows": costs.num_verified,
-        "verify_max_error": costs.verify_max_error,
         "cached_bytes": costs.peak_cached_bytes,
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
+    if costs.verifies:
+        figures["verified_rows"] = costs.num_verified
+        figures["verify_max_error"] = costs.verify_max_error
     if flops.vision is not None:
         figures["patches"] = int(computed.sum())
         figures["logical_patches"] = int(shown.sum())
@@ -103,7 +105,7 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
     }
     if total.get("host_bytes"):
         metrics["host_gib"] = max(rank["host_bytes"] for rank in ranks) / 2**30
-    if total["verified_rows"]:
+    if total.get("verified_rows"):
         metrics["verify_max_error"] = max(rank["verify_max_error"] for rank in ranks)
     return {f"prefix_grouper/{name}": [value] for name, value in metrics.items()}
 

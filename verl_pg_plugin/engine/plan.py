@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from tensordict import TensorDict
@@ -26,41 +27,27 @@ from verl_pg_plugin.planning.order import FloatArray, align
 class PlannedMicroBatch:
     """One micro-batch of this rank.
 
-    Attributes:
-        sequences: which of the mini-batch.
-        layout: their tokens.
-        prefill: tokens to compute without gradient in front of it; where only other ranks prefill, the shortest forward
-            there is, since FSDP gathers weights on all ranks or on none.
-        level: what its layers keep for the backward.
-        shares_tokens, reads_ancestors: of the layout, or that of any rank that runs beside it.
+    ``prefill`` is to be computed without gradient in front of it; where only other ranks prefill it is the shortest
+    forward there is, since FSDP gathers weights on all ranks or on none.
     """
 
-    sequences: list[int]
+    sequences: list[int]  # of the mini-batch
     layout: Layout
     prefill: PackedLayout | None
     level: Level
-    shares_tokens: bool
+    shares_tokens: bool  # as the next, of this layout or of any that another rank runs beside it
     reads_ancestors: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A mini-batch of this rank.
+    """A mini-batch of this rank."""
 
-    Attributes:
-        data: the mini-batch, regular.
-        sequences: the same as numbers on the host.
-        micro_batches: in the order in which they run; every rank has as many.
-        num_split_groups: groups that are cut into chunks.
-        runs_encoder: some rank has an image, so every micro-batch runs the vision encoder.
-        levels: how micro-batches got their activation level.
-    """
-
-    data: TensorDict
-    sequences: Sequences
-    micro_batches: list[PlannedMicroBatch]
+    data: TensorDict  # regular
+    sequences: Sequences  # the same as numbers on the host
+    micro_batches: list[PlannedMicroBatch]  # as they run; every rank has as many
     num_split_groups: int
-    runs_encoder: bool
+    runs_encoder: bool  # some rank has an image, so every micro-batch runs the vision encoder
     levels: Levels
 
     @cached_property
@@ -69,18 +56,11 @@ class Plan:
         return SequenceSelector(self.data)
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others.
+class _Told(NamedTuple):
+    """What a rank tells the others of its groups, which have n micro-batches each, and of its images."""
 
-    Attributes:
-        costs: of each group, (n, 2) of its micro-batches as they run and of the prefills in front of them.
-        flags: (n, 3) of the same: whether there is a prefill, tokens are shared, ancestors are read.
-        needs_encoder: the mini-batch shows an image.
-    """
-
-    costs: list[FloatArray]
-    flags: list[np.ndarray]
+    costs: list[FloatArray]  # (n, 2) of the micro-batches as they run, and of the prefills in front of them
+    flags: list[np.ndarray]  # (n, 3) of the same: whether there is a prefill, tokens are shared, ancestors are read
     needs_encoder: bool
 
 
@@ -100,10 +80,8 @@ def plan_mini_batch(
 
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
-        modality, flops: of the model.
         packed: packed mode, else upstream's padded groups.
         weights: what cached tokens take of the budget; None where no group is split.
-        forward_only: there is no backward.
         levels: from what is free on the rank that has least.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.

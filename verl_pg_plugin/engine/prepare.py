@@ -45,10 +45,6 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
 
     With other kernels the log-probs of ranks would differ; where one rank compiles nothing, all others wait for it.
 
-    Args:
-        engine_config: a ``PrefixGrouperEngineConfig``.
-        model_config: verl's ``HFModelConfig``.
-
     Raises:
         ValueError, RuntimeError: an option that the mode does not support, or no kernel; on the other ranks a
             ``RankError``.
@@ -63,10 +59,9 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
         why = f"attention kernel {kernel.name} ({kernel.reason}); {layers} ({why_layers})"
         ranks.append((kernel.name, compiles, f"{platform.node()} has {why}"))
     if len({(name, compiled) for name, compiled, _ in ranks}) > 1:
-        by_choice: dict[str, list[int]] = {}
-        for rank, (_, _, choice) in enumerate(ranks):
-            by_choice.setdefault(choice, []).append(rank)
-        each = "; ".join(f"{choice} on ranks {found}" for choice, found in by_choice.items())
+        told = [choice for _, _, choice in ranks]
+        alike = {choice: [rank for rank, of_rank in enumerate(told) if of_rank == choice] for choice in told}
+        each = "; ".join(f"{choice} on ranks {found}" for choice, found in alike.items())
         raise RanksDifferError(
             f"ranks decided differently, as their machines differ: {each}; give all machines what some lack, or set "
             f"++{ATTENTION_KERNEL}=<one that all can run> and ++{COMPILE_LAYERS}=False"

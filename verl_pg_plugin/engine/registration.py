@@ -42,12 +42,10 @@ class _Entry(BaseEngine):
     def __new__(cls, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(engine_config, "use_prefix_grouper", False):
             return cls.ours(model_config, engine_config, *args, **kwargs)
-        packs = (
-            model_config.use_remove_padding and engine_config.strategy in FSDP_STRATEGIES
-        )  # VeOmni has a way of its own
-        fault = rmpad_fault(model_config.hf_config, get_device_name()) if packs else None
-        if fault and dist.get_rank() == 0:
-            logger.warning("%s; %s", fault.why, fault.fix)
+        if model_config.use_remove_padding and engine_config.strategy in FSDP_STRATEGIES:  # VeOmni packs in its own way
+            fault = rmpad_fault(model_config.hf_config, get_device_name())
+            if fault and dist.get_rank() == 0:
+                logger.warning("%s; %s", fault.why, fault.fix)
         return cls.stock(model_config, engine_config, *args, **kwargs)
 
 
@@ -64,11 +62,11 @@ class PrefixGrouperFSDPEngineWithValueHead(_Entry):
     stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
 
-_ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {
-    **{("language_model", strategy): PrefixGrouperFSDPEngineWithLMHead for strategy in FSDP_STRATEGIES},
-    **{("value_model", strategy): PrefixGrouperFSDPEngineWithValueHead for strategy in FSDP_STRATEGIES},
-}
+_ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {}
 """Ours, by model type and strategy."""
+for strategy in FSDP_STRATEGIES:
+    _ENTRIES["language_model", strategy] = PrefixGrouperFSDPEngineWithLMHead
+    _ENTRIES["value_model", strategy] = PrefixGrouperFSDPEngineWithValueHead
 
 if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where the package veomni can be imported
     from verl.workers.engine.veomni import VeOmniEngineWithLMHead

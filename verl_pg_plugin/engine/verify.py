@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ Responses: TypeAlias = Mapping[str, list[torch.Tensor]]
 """By output (``log_probs``, ``entropy``, ``sum_pi_squared``, ``values``): (R,) float64 of each sample, on the host."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """Bounds on the largest error of a token, and on the mean error of a long response; see ``relative_errors``."""
 
     per_token: float
@@ -56,8 +54,10 @@ class Tolerance:
         """
         pooled, least = torch.cat(noise), _LEAST_TOLERANCE[dtype] * torch.finfo(dtype).eps
         pooled = pooled[pooled.isfinite()] if pooled.isfinite().any() else pooled.new_zeros(1)
-        per_token = max(NOISE_FACTOR * pooled.max().item(), least)
-        return cls(per_token=per_token, mean=max(NOISE_FACTOR * pooled.mean().item(), least / 16))
+        return cls(
+            per_token=max(NOISE_FACTOR * pooled.max().item(), least),
+            mean=max(NOISE_FACTOR * pooled.mean().item(), least / 16),
+        )
 
     def of_mean(self, num_tokens: int) -> float:
         """Bound on the mean error of a response, one token of which may be off by ``per_token``."""
@@ -67,11 +67,7 @@ class Tolerance:
 def compare(
     got: Responses, expected: Responses, tolerances: Mapping[str, Tolerance]
 ) -> tuple[float, tuple[int, str] | None]:
-    """Hold every token of every sample against the tolerance of its output.
-
-    Returns:
-        The largest error, and the sample furthest beyond the tolerance, if any is, with how it is off.
-    """
+    """The largest error, and the sample furthest beyond the tolerance of its output, if any is, with how it is off."""
     max_error, factor, worst = 0.0, 1.0, None
     for name, of_samples in relative_errors(got, expected).items():
         tolerance = tolerances[name]
@@ -183,10 +179,7 @@ class Verifier:
         micro_batch: TensorDict,
         kind: str,
     ) -> float:
-        """Compare what a micro-batch gave for some samples with the same ones alone, also with ``rounding_noise``.
-
-        Returns:
-            The largest error.
+        """The largest error of some samples of a micro-batch against the same alone, also with ``rounding_noise``.
 
         Raises:
             MismatchError: they differ by more than the tolerances; on this rank alone.

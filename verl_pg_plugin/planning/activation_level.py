@@ -52,27 +52,16 @@ class Room:
 
 @dataclass(frozen=True)
 class Levels:
-    """How micro-batches of a mini-batch get their level.
+    """How micro-batches of a mini-batch get their level."""
 
-    Attributes:
-        asked: the level of all of them; None to choose.
-        sizes: bytes of a token; None where they are unknown.
-        room: None where nothing limits it, as on a CPU.
-        host_alone: levels on the host alone are chosen (verl's ``enable_activation_offload``).
-        logits_at_once: the LM head holds the logits of all tokens with a label.
-        fused_kernels: verl's, which hold none, in stock verl too.
-        ranks: that share the tokens.
-        stock: bytes that stock verl takes of a rank for the mini-batch.
-    """
-
-    asked: Level | None = None
-    sizes: TokenBytes | None = None
-    room: Room | None = None
-    host_alone: bool = False
-    logits_at_once: bool = False
-    fused_kernels: bool = False
-    ranks: int = 1
-    stock: float = math.inf
+    asked: Level | None = None  # of all of them; None to choose
+    sizes: TokenBytes | None = None  # None where they are unknown
+    room: Room | None = None  # None where nothing limits it, as on a CPU
+    host_alone: bool = False  # levels on the host alone are chosen (verl's ``enable_activation_offload``)
+    logits_at_once: bool = False  # the LM head holds the logits of all tokens with a label
+    fused_kernels: bool = False  # verl's, which hold none, in stock verl too
+    ranks: int = 1  # that share the tokens
+    stock: float = math.inf  # bytes that stock verl takes of a rank for the mini-batch
 
     @property
     def ladder(self) -> tuple[Level, ...]:
