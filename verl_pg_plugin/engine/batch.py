@@ -30,15 +30,18 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
             "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
             "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False"
         )
-    beyond_fused_head = {
+    if not fused_head:
+        return
+    missing = {
         "a temperature of each sample": isinstance(data["temperature"], torch.Tensor),
         "the logits that forward_kl_topk reads": uses_top_k(data),
         "the probabilities that calculate_sum_pi_squared=True sums": tu.get_non_tensor_data(
             data, "calculate_sum_pi_squared", default=False
         ),
     }
-    if fused_head and (missing := [what for what, is_wanted in beyond_fused_head.items() if is_wanted]):
-        raise BatchError(f"use_fused_kernels=True never has {' and '.join(missing)}; {FUSED_OFF}")
+    for what, is_wanted in missing.items():
+        if is_wanted:
+            raise BatchError(f"use_fused_kernels=True never has {what}; {FUSED_OFF}")
 
 
 def limits_of(data: TensorDict, sp_size: int) -> MicroBatchLimits:
