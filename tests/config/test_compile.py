@@ -54,6 +54,7 @@ LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     ({"config__strategy": "fsdp", "config__use_orig_params": True, "model__lora_rank": 8}, "with LoRA", True),
     ({"config__strategy": "fsdp", "config__wrap_policy": {"min_num_params": 1000}}, "a wrap_policy", True),
     ({"config__strategy": "veomni"}, "VeOmni's models have not run on a GPU", True),
+    ({"config__strategy": "veomni", "config__router_replay": {"mode": "R3"}}, "router replay tells each", False),
     ({"device": "cpu"}, "this device is cpu", True),
     ({"hf__auto_map": OWN, "model__trust_remote_code": True}, "a model class of its own", True),
     ({"model__use_liger": True}, "Liger", True),

@@ -33,7 +33,7 @@ GAIN = pytest.approx(ALONE / SHARED)
 WHOLE_PROMPTS = 16 / (2 * 2 + 4 * 1)
 PADDED = MiniBatchCosts(num_padding=8)
 FULL = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
-VERIFIED = [MiniBatchCosts(True, num_verified=number, verify_max_error=error) for number, error in ((4, 1e-6), (2, 3e-6))]
+VERIFIED = [MiniBatchCosts(True, num_verified=n, verify_max_error=error) for n, error in ((4, 1e-6), (2, 3e-6))]
 # Groups are prompts: all four begin with token 1, one root.
 CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any]]] = {
     "the gain, beside what whole prompts give": (

@@ -66,6 +66,8 @@ def layers_obstacle(engine: Engine) -> str:
         return "compiled layers have not been verified with padded groups"
     if has_flat_parameters(engine) and engine.of_model("lora_rank"):
         return "strategy=fsdp makes each adapter of LoRA a unit of its own inside a layer, and strategy=fsdp2 does not"
+    if engine.on_veomni and engine.get("router_replay.mode") in ("R2", "R3"):
+        return "router replay tells each layer its experts, and torch would compile every layer by itself"
     return f"compiled layers of {model_type} {WRONG_COMPILED[model_type]}" if model_type in WRONG_COMPILED else ""
 
 

@@ -45,7 +45,6 @@ VEOMNI_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose files of VeOmni's are held to every sequence alone."""
 VEOMNI_SETTINGS: dict[str, tuple[Any, str]] = {
     "expert_parallel_size": (1, f"expert parallelism needs several GPUs, on which it {NOT_RUN}"),
-    "router_replay.mode": ("disabled", f"router replay {NOT_RUN}"),
     "qat_implementation": ("none", "quantization-aware training is not verified with shared prefixes"),
     "enable_fsdp_offload": (False, f"VeOmni's offload of weights {NOT_RUN}"),
     "enable_async_activation_offload": (False, "levels of prefix_grouper.activations stand in for it"),

@@ -2,19 +2,68 @@
 
 VeOmni builds a model by files of its own, which look attention up as those of transformers do, and shards it with
 FSDP2. Its engine inherits from verl's FSDP engine and has other methods in between.
+
+Router replay tells each layer of experts which of them a token goes to, so the experts are part of what a token is: two
+sequences share one only where those of the tokens before it are equal too (``RoutedText``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from tensordict import TensorDict
 from torch import nn
 from veomni.distributed.parallel_state import get_parallel_state
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
+from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
+from verl_pg_plugin.engine.inputs import ModelInputs
 from verl_pg_plugin.engine.prepare import prepare_config
+from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
+from verl_pg_plugin.modalities import TEXT, Modality
+from verl_pg_plugin.modalities.text import BatchError
+
+ROUTES = "routed_experts"
+"""verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
+
+
+@dataclass(frozen=True)
+class RoutedText(Modality):
+    """Text whose tokens go to experts that the batch names, or that are recorded of every token (``records``)."""
+
+    records: bool = False
+
+    def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
+        """The sequences with their experts.
+
+        Raises:
+            BatchError: the batch names none, or one for each token, of which zeros do not tell that there is none.
+        """
+        sequences = super().read(data, sequences)
+        if self.records:  # as an output, which tokens of prompts have like those of responses
+            return replace(sequences, prompt_lengths=np.ones_like(sequences.prompt_lengths))
+        routed = data.get(ROUTES, None)
+        if routed is None or not routed.is_nested or routed.shape[-1] < 2:
+            raise BatchError(
+                f"router replay needs {ROUTES}, two or more of every token; R3 takes them from rollouts with "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True. Or set router_replay.mode=disabled"
+            )
+        routes_NLK = routed.values().cpu().numpy()
+        # A token's key has the experts of the token before: up to a label, what is shared depends on those alone.
+        before = [b"", *(experts.tobytes() for experts in routes_NLK[:-1])]
+        for first in sequences.offsets[:-1].tolist():
+            before[first] = b""
+        numbers: dict[tuple[int, bytes], int] = {}
+        named = zip(sequences.tokens.tolist(), before, strict=True)
+        keys = np.array([numbers.setdefault(name, len(numbers)) for name in named])
+        return replace(sequences, keys=keys, routes=np.moveaxis(routes_NLK, 0, -1))
 
 
 class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWithLMHead):
@@ -41,3 +90,55 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
     def _build_model_optimizer(self) -> None:
         super()._build_model_optimizer()
         self._replace_checkpoints(self.module)  # VeOmni checkpoints layers when it shards them
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """As in packed mode. With R2 old log-probs record the experts; else those that the batch names are taken."""
+        router = self._router_replay
+        if router is None or not tu.get_non_tensor_data(data, "enable_routing_replay", default=False):
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        self.modality = RoutedText(records=forward_only and self._router_replay_mode == "R2")
+        try:
+            (router.begin_record if self.modality.records else router.begin_replay)()
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        finally:
+            self.modality = TEXT
+            router.clear()
+
+    def _inputs(self, layout: Layout, sequences: Sequences, *args: Any, **kwargs: Any) -> ModelInputs:
+        """Also tells the routers, whose forward comes next, what they take."""
+        inputs = super()._inputs(layout, sequences, *args, **kwargs)
+        if not isinstance(self.modality, RoutedText):
+            return inputs
+        targets = None
+        if sequences.routes is not None:
+            assert isinstance(layout, PackedLayout)
+            routes_LKT = np.pad(sequences.routes[..., layout.token_index], [(0, 0), (0, 0), (0, inputs.num_padding)])
+            group = self.ulysses_parallel_group
+            start = 0 if group is None else inputs.num_own * dist.get_rank(group)
+            own_LKT = to_device(routes_LKT[..., start : start + inputs.num_own], torch.int64, self._device)
+            targets = list(own_LKT.transpose(1, 2).unbind())
+        self._router_replay.begin_microbatch(targets)
+        return inputs
+
+    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
+        names, columns_NC = super()._columns(inputs, micro_batch)
+        if not isinstance(self.modality, RoutedText):
+            return names, columns_NC
+        router = self._router_replay
+        if self.modality.records:
+            routes_NE = router.take_recorded().flatten(1).index_select(0, inputs.head_columns)
+            names = [*names, *(f"{ROUTES}.{i}" for i in range(routes_NE.shape[1]))]
+            columns_NC = torch.cat([columns_NC.float(), routes_NE.float()], dim=1)
+        elif router.num_fired != router.num_targets:
+            raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, and {router.num_fired} of the model route")
+        return names, columns_NC
+
+    def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+        outputs = super().compute(inputs, micro_batch)
+        routes = [outputs.pop(name).values() for name in [*outputs] if name.startswith(ROUTES)]
+        if routes:
+            routes_NLK = torch.stack(routes, dim=1).to(torch.int16).unflatten(1, (self._router_replay.num_fired, -1))
+            outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_NLK, micro_batch["input_ids"].offsets())
+        return outputs

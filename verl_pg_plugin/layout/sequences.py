@@ -25,6 +25,7 @@ class Sequences:
         positions: (P, N) as the model takes them; None where they count from 0 in every sequence.
         inside: (N,) tokens of the same image in front of this one; None where nothing is indivisible.
         images: of each sequence, in their order; empty where a model reads text alone.
+        routes: (layers, experts of a token, N) that tokens go to; None where the model chooses them.
     """
 
     tokens: IntArray
@@ -35,6 +36,7 @@ class Sequences:
     positions: IntArray | None = None
     inside: IntArray | None = None
     images: Sequence[Sequence[Any]] = ()
+    routes: IntArray | None = None
 
     @property
     def lengths(self) -> IntArray:
@@ -62,6 +64,7 @@ class Sequences:
             positions=take(self.positions),
             inside=take(self.inside),
             images=[self.images[i] for i in indices] if self.images else (),
+            routes=take(self.routes),
         )
 
     def unshared(self) -> Sequences:

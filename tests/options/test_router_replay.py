@@ -1,0 +1,117 @@
+"""Router replay on verl's VeOmni engine: tokens are shared where the experts in front of their labels are equal too.
+
+The reference is transformers' model on every sequence alone, whose routers are made to take the same experts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tensordict import TensorDict
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from verl.utils import tensordict_utils as tu
+from verl.workers.config.engine import EngineRouterReplayConfig
+
+from tests.architectures.tiny_configs import save_causal
+from tests.engine.ranks import on_ranks
+from tests.options.table import SAMPLES
+from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
+from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
+from verl_pg_plugin.synthetic import make_batch
+
+LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
+CUTS = {"whole groups": 90, "split groups": 38}
+
+
+def routes_of_rollouts(batch: TensorDict) -> torch.Tensor:
+    """Experts at random, alike in equal prompts; some tokens have others, or none, as the last of a rollout."""
+
+    def draw(seed: int, num_tokens: int) -> torch.Tensor:
+        scores = torch.rand(num_tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+        return scores.topk(PER_TOKEN).indices
+
+    routes = []
+    for i, (ids, prompt) in enumerate(zip(batch["input_ids"].unbind(), batch["prompts"].unbind(), strict=True)):
+        routes.append(torch.cat([draw(int(prompt.sum()), len(prompt)), draw(1000 + i, len(ids) - len(prompt))]))
+        routes[i][-1] = 0
+    routes[1][3, 1] = (routes[1][3, 1] + 1) % EXPERTS
+    routes[2][4] = 0
+    return torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+
+
+@contextmanager
+def routed(routes: torch.Tensor) -> Iterator[None]:
+    """Routers of transformers, called layer by layer of one sequence after the other, take these experts."""
+    calls, of_sequences = count(), routes.unbind()
+
+    def forward(router: Qwen3MoeTopKRouter, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sequence, layer = divmod(next(calls), LAYERS)
+        logits = F.linear(hidden_states.reshape(-1, router.hidden_dim), router.weight)
+        wanted, scores = of_sequences[sequence][:, layer].long(), logits.softmax(-1)
+        own = scores.topk(PER_TOKEN).indices
+        taken = torch.where(wanted[:, :1] == wanted[:, 1:], own, wanted)
+        weights = scores.gather(1, taken)
+        return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, taken
+
+    with patch.object(Qwen3MoeTopKRouter, "forward", forward):
+        yield
+
+
+def reference(path: str, batch: TensorDict) -> Result:
+    with routed(batch["routed_experts"]):
+        return run_reference(path, batch)
+
+
+def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
+    """Tokens that R3 and R2 compute in an update, by how the mini-batch is cut."""
+    from veomni.distributed.parallel_state import clear_parallel_state
+
+    clear_parallel_state()
+    found = {}
+    for name, budget in CUTS.items():
+        batch = make_batch(SAMPLES, max_token_len_per_gpu=-(-budget // ulysses), enable_routing_replay=True)
+        splits, engines = name == "split groups", {}
+        for mode in ("R3", "R2"):
+            options = {"ulysses_parallel_size": ulysses, "router_replay": EngineRouterReplayConfig(mode=mode)}
+            engines[mode] = make_engine(path, strategy="veomni", splits=splits, engine={**options, "verify": "every_1"})
+        size, at = engines["R3"].get_data_parallel_size(), engines["R3"].get_data_parallel_rank()
+        mine = torch.arange(len(batch)).tensor_split(size)[at].tolist()
+
+        engines["R3"]._router_replay.install(engines["R3"].module)  # a process has one
+        batch["routed_experts"] = routes_of_rollouts(batch)
+        got = check_exact(engines["R3"], path, batch, sequences=mine, splits=splits, expected=reference(path, batch))
+        found[name] = got.metrics["prefix_grouper/physical_tokens"]
+
+        engine, own = engines["R2"], tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
+        engine._router_replay.install(engine.module)
+        recorded = infer(engine, own)["model_output"]["routed_experts"]
+        assert recorded.dtype == torch.int16
+        own["routed_experts"] = recorded
+        of_ranks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, [row.clone() for row in recorded.unbind()])
+        rows = [row for of_rank in of_ranks[::ulysses] for row in of_rank]
+        batch["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        expected = reference(path, batch).of_rank(mine)
+        got = update(engine, own, return_model_output=True)
+        outputs = old_outputs(engine, own)
+        del outputs["routed_experts"]
+        assert_same(got, expected)
+        assert_same(replace(got, outputs=outputs), expected)
+        found[name] += got.metrics["prefix_grouper/physical_tokens"]
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_replayed_experts_keep_the_numbers_and_part_what_differs_in_them(tmp_path: Path, ulysses: int) -> None:
+    path = save_causal(tmp_path, "qwen3_moe")
+    for found in on_ranks(2, check_replay, path, ulysses, folder=INSTALLED):
+        for rollouts, recorded in found.values():
+            assert rollouts > recorded
