@@ -150,16 +150,11 @@ class SequenceSelector:
         for name, x in dense.items():
             selected[name] = send(x, device)
         for bounds, fields in self._jagged.items():
-            pieces: list[tuple[int, int]] = []
-            for i in indices:
-                begin, end = bounds[i], bounds[i + 1]
-                if pieces and pieces[-1][1] == begin:
-                    begin, _ = pieces.pop()  # neighbours are copied in one piece
-                pieces.append((begin, end))
-            lengths = [bounds[i + 1] - bounds[i] for i in indices]
+            spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
+            lengths = [span.stop - span.start for span in spans]
             offsets = send(torch.tensor([0, *lengths]).cumsum(0), device)
             for name, values in fields.items():
-                chosen = send(torch.cat([values[begin:end] for begin, end in pieces]), device)
+                chosen = send(torch.cat([values[span] for span in spans]), device)
                 selected[name] = torch.nested.nested_tensor_from_jagged(
                     chosen, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
                 )
