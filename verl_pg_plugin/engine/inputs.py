@@ -74,8 +74,7 @@ class ModelInputs:
         index, label = (_sent(at, x_NC.device) for at in (self.layout.response_index, self.layout.response_head))
         values_CL = x_NC.new_zeros(x_NC.shape[-1], self.layout.num_logical_tokens)
         values_CL = values_CL.index_copy(1, index, x_NC.T.index_select(1, label))
-        of_names = zip(names, values_CL.unbind(), strict=True)
-        return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in of_names}
+        return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
 
 
 def make_inputs(
