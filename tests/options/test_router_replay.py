@@ -84,13 +84,11 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         size, at = engines["R3"].get_data_parallel_size(), engines["R3"].get_data_parallel_rank()
         mine = torch.arange(len(batch)).tensor_split(size)[at].tolist()
 
-        engines["R3"]._router_replay.install(engines["R3"].module)  # a process has one
         batch["routed_experts"] = routes_of_rollouts(batch)
         got = check_exact(engines["R3"], path, batch, sequences=mine, splits=splits, expected=reference(path, batch))
         found[name] = got.metrics["prefix_grouper/physical_tokens"]
 
         engine, own = engines["R2"], tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
-        engine._router_replay.install(engine.module)
         recorded = infer(engine, own)["model_output"]["routed_experts"]
         assert recorded.dtype == torch.int16
         own["routed_experts"] = recorded

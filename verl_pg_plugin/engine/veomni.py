@@ -99,6 +99,7 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         if router is None or not tu.get_non_tensor_data(data, "enable_routing_replay", default=False):
             return super().forward_backward_batch(data, loss_function, forward_only)
         self.modality = RoutedText(records=forward_only and self._router_replay_mode == "R2")
+        router.install(self.module)  # a process has one, and may have more engines than this
         try:
             (router.begin_record if self.modality.records else router.begin_replay)()
             return super().forward_backward_batch(data, loss_function, forward_only)
