@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_pg_plugin.engine.room import HOST_RESERVE, host_bytes
+from verl_pg_plugin.engine.activations import HOST_RESERVE, host_bytes
 
 GIB = 2**30
 

@@ -23,7 +23,7 @@ from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import micro_batch_limits, preflight
 from verl_pg_plugin.config.rules import engine_of
-from verl_pg_plugin.engine.room import host_bytes
+from verl_pg_plugin.engine.activations import host_bytes
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs

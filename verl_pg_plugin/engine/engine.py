@@ -30,7 +30,7 @@ from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.config.engine_config import assert_in_force
-from verl_pg_plugin.engine.activations import Activations, PinnedCopier
+from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
 from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
@@ -46,7 +46,6 @@ from verl_pg_plugin.engine.prepare import (
     refuse,
 )
 from verl_pg_plugin.engine.ranks import agreement, gather
-from verl_pg_plugin.engine.room import host_bytes, room_of_rank
 from verl_pg_plugin.engine.verify import Responses, Verifier, read_responses, rounding_noise
 from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences

@@ -96,10 +96,8 @@ class Levels:
     def choose(self, tokens: int, labels: int = 0, *cache_use: int) -> Level:
         """The fastest level that fits; where none does the smallest, since the micro-batch must run.
 
-        Args:
-            tokens: that are computed, on all ranks that share them.
-            labels: of them, that run the LM head.
-            cache_use: of a chunk of a split group, see ``TokenBytes.beside``.
+        ``tokens`` are computed on all ranks that share them, and ``labels`` of them run the LM head; for ``cache_use``
+        of a chunk of a split group see ``TokenBytes.beside``.
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
