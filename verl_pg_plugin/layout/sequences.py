@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from verl_pg_plugin.layout.order import IntArray, PrefixOrder, build_prefix_order, counted
 from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layout, build_prefill
-
-OptionalArray = TypeVar("OptionalArray", IntArray, IntArray | None)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Sequences:
         bounds = self.offsets.tolist()
         spans = [slice(bounds[i], bounds[i + 1]) for i in indices]
 
-        def take(values: OptionalArray) -> OptionalArray:
+        def take(values: Any) -> Any:
             return None if values is None else np.concatenate([values[..., span] for span in spans], axis=-1)
 
         return Sequences(
