@@ -3,6 +3,7 @@
 import inspect
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.fresh import run_fresh
 from verl_pg_plugin import compat, register
-from verl_pg_plugin.cli import doctor
+from verl_pg_plugin.cli import OK, Check, doctor
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
 from verl_pg_plugin.engine.registration import StockValueModelOnCPU
 
@@ -83,6 +84,7 @@ def test_every_method_that_our_engines_override_is_looked_at(engine_cls: type) -
 
 
 ON_VEOMNI = """
+import json
 from tests.test_compat import compat, overridden
 from verl_pg_plugin.engine.veomni import SharedPrefixVeOmniLanguageModel
 
@@ -92,10 +94,11 @@ print(json.dumps([compat.problems(), sorted(overridden(SharedPrefixVeOmniLanguag
 
 @pytest.mark.skipif(not VEOMNI.is_dir(), reason="needs the package veomni, see scripts/install.sh")
 def test_where_verl_can_import_veomni_the_doctor_and_this_list_look_at_its_engine_too() -> None:
-    code = f"import sys\nsys.path.append({str(VEOMNI)!r})\n{doctor.SCRIPT.read_text()}{ON_VEOMNI}"
+    code = f"import sys\nsys.path.append({str(VEOMNI)!r})\n{doctor.SCRIPT}{ON_VEOMNI}"
     (ended,) = run_fresh([(code, {"VERL_PLATFORM": "cpu"})])
     *_, process, last = ended.stdout.splitlines()
-    assert json.loads(process)["engines"]["language_model veomni"] == "PrefixGrouperVeOmniEngineWithLMHead"
+    engine = Check(OK, "language_model veomni", "PrefixGrouperVeOmniEngineWithLMHead")
+    assert json.loads(process)["engines"][-1] == asdict(engine)
     problems, methods = json.loads(last)
     assert problems == []
     assert set(methods) <= compat.TAKES.keys()

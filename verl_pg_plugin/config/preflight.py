@@ -135,20 +135,16 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
     if mode_of(config) is Mode.PADDED_GROUPS and OmegaConf.select(config, TORN):
         yield rules.not_padded(MODEL, f"{TORN}=True", rules.TORN_BY_TOKENS)
     if OmegaConf.select(config, fused := f"{MODEL}.use_fused_kernels"):
-        mode, sums = "forward_kl_topk", f"{ACTOR}.calculate_sum_pi_squared"
-        distills = OmegaConf.select(config, "distillation.enabled")
-        if distills and OmegaConf.select(config, "distillation.distillation_loss.loss_mode") == mode:
-            yield Issue(
-                f"{fused}=True", f"verl's fused kernels never have the logits that {mode} reads", f"{fused}=False"
-            )
-        if OmegaConf.select(config, sums):
+        loss_mode = OmegaConf.select(config, "distillation.distillation_loss.loss_mode")
+        if OmegaConf.select(config, "distillation.enabled") and loss_mode == "forward_kl_topk":
+            why = f"verl's fused kernels never have the logits that {loss_mode} reads"
+            yield Issue(f"{fused}=True", why, f"{fused}=False")
+        if OmegaConf.select(config, sums := f"{ACTOR}.calculate_sum_pi_squared"):
             why = "verl's fused kernels never have the probabilities that it sums"
             yield Issue(f"{sums}=True", why, f"{sums}=False")
     actor, ref = rules.engine_of(config, ACTOR), rules.engine_of(config, REF)
     if REF in rules.roles_of(config) and actor.on_veomni and ref.on_veomni and actor.sp_size != ref.sp_size:
-        why = (
-            f"VeOmni keeps that of a process's first engine, and {actor.sp_key}={actor.sp_size} is of the same process"
-        )
+        why = f"VeOmni keeps that of a process's first engine, and the actor's is {actor.sp_key}={actor.sp_size}"
         yield Issue(f"{ref.sp_key}={ref.sp_size}", why, f"{ref.sp_key}={actor.sp_size}")
 
 
