@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.whole_directory import whole_directory
 
-from verl_pg_plugin.demo.arithmetic import write_data
+from verl_pg_plugin.demo import write_data
 
 
 def make_arithmetic_data(output_dir: Path, *, test_size: int = 5, repeat: int = 32) -> tuple[Path, Path]:

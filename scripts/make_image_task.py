@@ -28,7 +28,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen2VLImageProcessorPil, Qwen3VLConfig
 
 from verl_pg_plugin.cpu.images import Qwen3VLProcessor
-from verl_pg_plugin.demo.checkpoint import END, character_tokenizer
+from verl_pg_plugin.demo import END, character_tokenizer
 
 CELLS, CELL = 3, 8
 """Cells on a side, and pixels on a side of each: what one token of the tiny model's vision encoder sees."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from data.whole_directory import whole_directory
 
-from verl_pg_plugin.demo.checkpoint import END, START, character_tokenizer, tiny_model, warm_up
+from verl_pg_plugin.demo import END, START, character_tokenizer, tiny_model, warm_up
 
 HEAD_DIM = 32
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, config_of
-from verl_pg_plugin.demo.checkpoint import END, PAD, START, UNKNOWN, with_chat_marks
+from verl_pg_plugin.demo import END, PAD, START, UNKNOWN, with_chat_marks
 
 MAX_POSITION_EMBEDDINGS = 1 << 17
 DATA_SOURCE = "random_words"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_pg_plugin.demo.arithmetic import compute_score
+from verl_pg_plugin.demo import compute_score
 
 __all__ = ["compute_score", "compute_score_of_tries"]
 

@@ -63,8 +63,7 @@ def test_both_modes_train_and_packed_mode_updates_in_less_than_half_of_the_time(
 
 
 def test_a_prompt_is_as_long_as_the_config_says_and_prompts_differ_from_their_first_words_on() -> None:
-    from verl_pg_plugin.demo.arithmetic import PROBLEMS, chat
-    from verl_pg_plugin.demo.checkpoint import character_tokenizer
+    from verl_pg_plugin.demo import PROBLEMS, character_tokenizer, chat
 
     prompts = {
         tuple(

@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from verl_pg_plugin.demo.arithmetic import write_data
-    from verl_pg_plugin.demo.checkpoint import character_tokenizer, tiny_model, warm_up
+    from verl_pg_plugin.demo import character_tokenizer, tiny_model, warm_up, write_data
 
     folder = args.folder.absolute()
     if folder.exists():
