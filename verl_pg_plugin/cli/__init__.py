@@ -13,19 +13,12 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's report.
+    """One line of the doctor's report: what was found."""
 
-    Attributes:
-        status: OK, WARN (a run starts all the same) or FAIL.
-        what: it is about.
-        text: what was found.
-        fix: of a warning or failure, the override or command that removes it.
-    """
-
-    status: str
-    what: str
+    status: str  # OK, WARN (a run starts all the same) or FAIL
+    what: str  # it is about
     text: str
-    fix: str = ""
+    fix: str = ""  # of a warning or failure, the override or command that removes it
 
 
 Section = tuple[str, list[Check]]

@@ -28,16 +28,11 @@ class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt, in the order of their placeholders; equal ones have equal digests.
-
-    Attributes:
-        pixel_values: (patches, numbers of a patch).
-        image_grid_thw: (images, 3).
-    """
+    """The images of one prompt, in the order of their placeholders; equal ones have equal digests."""
 
     digest: bytes
-    pixel_values: torch.Tensor = field(compare=False, repr=False)
-    image_grid_thw: torch.Tensor = field(compare=False, repr=False)
+    pixel_values: torch.Tensor = field(compare=False, repr=False)  # (patches, numbers of a patch)
+    image_grid_thw: torch.Tensor = field(compare=False, repr=False)  # (images, 3)
 
     @classmethod
     def process(cls, processor: Any, images: Sequence[Any]) -> PromptImages:

@@ -37,19 +37,12 @@ LEVEL = 1.01
 
 @dataclass(frozen=True)
 class Balance:
-    """A new order of B sequences whose equal consecutive pieces are the ranks.
+    """A new order of B sequences whose equal consecutive pieces are the ranks, and theirs the mini-batches."""
 
-    Attributes:
-        order: (B,) index of the sequence at each place; within a rank, equal consecutive pieces are mini-batches.
-        cost: (num_ranks, num_mini_batches) deduplicated cost, in units of the price.
-        num_cut_groups: groups that are in more than one bin.
-        num_tokens: that all ranks compute, if the prefix order is right about what is shared.
-    """
-
-    order: IntArray
-    cost: FloatArray
-    num_cut_groups: int
-    num_tokens: int
+    order: IntArray  # (B,) index of the sequence at each place
+    cost: FloatArray  # (num_ranks, num_mini_batches) deduplicated, in units of the price
+    num_cut_groups: int  # that are in more than one bin
+    num_tokens: int  # that all ranks compute, if the prefix order is right about what is shared
 
     @property
     def time(self) -> float:

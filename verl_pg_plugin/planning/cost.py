@@ -41,15 +41,11 @@ def visible_pairs(start: IntArray, tokens: IntArray, window: int | None = None) 
 
 @dataclass(frozen=True)
 class VisionFlops:
-    """Forward FLOPs of a vision encoder that looks at each image alone, in both directions.
+    """Forward FLOPs of a vision encoder that looks at each image alone, in both directions."""
 
-    Attributes:
-        per_patch: outside attention scores.
-        pairs: by window, in patches (None for the whole image), the FLOPs of one pair over the blocks that have it.
-    """
-
-    per_patch: float
+    per_patch: float  # outside attention scores
     pairs: tuple[tuple[int | None, float], ...]
+    """By window, in patches (None for the whole image), the FLOPs of one pair over the blocks that have it."""
 
     @classmethod
     def of(cls, module: Any) -> VisionFlops | None:
@@ -80,19 +76,12 @@ class VisionFlops:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Forward FLOPs of a decoder: two per weight and token, and those of its (query, key) pairs.
+    """Forward FLOPs of a decoder: two per weight and token, and those of its (query, key) pairs."""
 
-    Attributes:
-        per_token: outside attention scores and the LM or value head.
-        per_label: of the head on one token.
-        pairs: of pairs, one entry for each window that some layers have.
-        vision: of the patches of images; None where no images are read.
-    """
-
-    per_token: float
-    per_label: float
-    pairs: tuple[PairCost, ...]
-    vision: VisionFlops | None = None
+    per_token: float  # outside attention scores and the LM or value head
+    per_label: float  # of the head on one token
+    pairs: tuple[PairCost, ...]  # one entry for each window that some layers have
+    vision: VisionFlops | None = None  # None where no images are read
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelFlops:

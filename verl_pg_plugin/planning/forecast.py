@@ -56,33 +56,21 @@ def batch_of_lengths(prompts: Sequence[int], responses: Sequence[Sequence[int]])
 
 @dataclass(frozen=True)
 class Forecast:
-    """One budget.
-
-    Attributes:
-        micro_batches, logical_tokens, physical_tokens: of the update.
-        flop_ratio: FLOPs of every sequence alone over those of the packed tokens, were the batch one micro-batch.
-        old_log_prob, update: predicted speed-up; the reference policy's log-probs cost what the old ones do.
-        sharing_alone: both speed-ups with layers that are not compiled.
-        alone: price of the two phases by stock verl, in FLOPs.
-        level: of the micro-batch of the update that takes most.
-        kept_gib: what that one keeps on the device for its backward, with what it has cached.
-        activation_gib: the same, and the layer that runs backwards.
-        host_gib: most that a micro-batch keeps on the host.
-    """
+    """One budget."""
 
     budget: int
-    micro_batches: int
+    micro_batches: int  # of the update, as the next two
     logical_tokens: int
     physical_tokens: int
-    flop_ratio: float
-    old_log_prob: float
-    update: float
-    sharing_alone: tuple[float, float]
-    alone: tuple[float, float]
-    level: Level
-    kept_gib: float
-    activation_gib: float
-    host_gib: float
+    flop_ratio: float  # FLOPs of every sequence alone over those of the packed tokens, were the batch one micro-batch
+    old_log_prob: float  # predicted speed-up; the reference policy's log-probs cost what the old ones do
+    update: float  # predicted speed-up
+    sharing_alone: tuple[float, float]  # both speed-ups with layers that are not compiled
+    alone: tuple[float, float]  # price of the two phases by stock verl, in FLOPs
+    level: Level  # of the micro-batch of the update that takes most
+    kept_gib: float  # what that one keeps on the device for its backward, with what it has cached
+    activation_gib: float  # the same, and the layer that runs backwards
+    host_gib: float  # most that a micro-batch keeps on the host
 
     @property
     def dedup_ratio(self) -> float:

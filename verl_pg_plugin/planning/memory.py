@@ -22,33 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of a token in one of a model's layers, every layer counted as attention where nothing else is said.
+    """Bytes of a token in one of a model's layers, every layer counted as attention where nothing else is said."""
 
-    Attributes:
-        layers: of the model.
-        inputs: of a layer, which checkpointing keeps at the least.
-        attention: the attention kernel's output and log-sum-exp.
-        rest: all else that a layer's backward reads.
-        gradients: the most of them that stand beside all of that.
-        caching_layers: of the model, those whose keys and values are cached.
-        key_value: its keys and values.
-        sums: float32 sums of the gradients of both, where other micro-batches add to them.
-        state: what recurrent layers cache at a position where other micro-batches go on, over all of them.
-        state_sums: float32 sums of the gradients of that.
-        logits: of a token that runs the LM head, where all logits are held at once.
-    """
-
-    layers: int
-    inputs: int
-    attention: int
-    rest: int
-    gradients: int
-    caching_layers: int
-    key_value: int
-    sums: int
-    state: int
-    state_sums: int
-    logits: int
+    layers: int  # of the model
+    inputs: int  # of a layer, which checkpointing keeps at the least
+    attention: int  # the attention kernel's output and log-sum-exp
+    rest: int  # all else that a layer's backward reads
+    gradients: int  # the most of them that stand beside all of that
+    caching_layers: int  # of the model, those whose keys and values are cached
+    key_value: int  # its keys and values
+    sums: int  # float32 sums of the gradients of both, where other micro-batches add to them
+    state: int  # what recurrent layers cache at a position where other micro-batches go on, over all of them
+    state_sums: int  # float32 sums of the gradients of that
+    logits: int  # of a token that runs the LM head, where all logits are held at once
 
     @classmethod
     def of(cls, config: PretrainedConfig, itemsize: int = 2, compiled: bool = True) -> TokenBytes | None:
@@ -113,10 +99,7 @@ class TokenBytes:
         return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS))
 
     def beside(self, cached: int = 0, pending: int = 0, states: int = 0, pending_states: int = 0) -> int:
-        """Of a chunk of a split group: tokens that it reads, and those that it computes for later chunks.
-
-        Of ``states`` the same, those that recurrent layers hold behind some of these tokens.
-        """
+        """Of a chunk of a split group: tokens and states that it reads, and those that it computes for later chunks."""
         of_tokens = self.caching_layers * (cached * (self.key_value + self.sums) + pending * self.sums)
         return of_tokens + states * (self.state + self.state_sums) + pending_states * self.state_sums
 
@@ -152,17 +135,13 @@ class WeightBytes:
     """Bytes of a model's weights and what comes with them, on one of the GPUs that FSDP spreads it over.
 
     As verl's trainers set it: float32 weights, gradients and AdamW, bfloat16 activations.
-
-    Attributes:
-        gathered: the layers, embedding and LM head that are whole at the peak, and buffers of their gradients.
-        head: the gradient of the LM head and a chunk of logits.
     """
 
     weights: float
     gradients: float
     optimizer: float
-    gathered: float
-    head: float
+    gathered: float  # layers, embedding and LM head that are whole at the peak, and buffers of their gradients
+    head: float  # the gradient of the LM head and a chunk of logits
 
     @classmethod
     def of(cls, module: Any, num_gpus: int, chunk: int = 2048) -> WeightBytes:

@@ -38,32 +38,20 @@ SLACKS = (0.0, 0.1, 0.3)
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """What one micro-batch may hold; None for no limit.
+    """What one micro-batch may hold; None for no limit."""
 
-    Attributes:
-        max_tokens: packed tokens (``*_max_token_len_per_gpu`` with ``use_dynamic_bsz``).
-        max_sequences: sequences (``*_micro_batch_size_per_gpu`` without).
-    """
-
-    max_tokens: int | None = None
-    max_sequences: int | None = None
+    max_tokens: int | None = None  # packed ones: ``*_max_token_len_per_gpu`` with ``use_dynamic_bsz``
+    max_sequences: int | None = None  # ``*_micro_batch_size_per_gpu`` without
 
 
 @dataclass(frozen=True)
 class CacheWeights:
-    """What a token takes of the token budget, relative to one that is computed at the level of most.
+    """What a token takes of the token budget, relative to one that is computed at the level of most."""
 
-    Attributes:
-        cached: one that is read: its keys and values, and in training the sums of their gradients.
-        published: one that later chunks read, or its pending gradients.
-        recomputing: one at the smallest activation level, at which a chunk of a single sequence may run.
-        state: not a token, but what recurrent layers hold where a chunk goes on behind cached tokens.
-    """
-
-    cached: float = 0.0
-    published: float = 0.0
-    recomputing: float = 1.0
-    state: float = 0.0
+    cached: float = 0.0  # one that is read: its keys and values, and in training the sums of their gradients
+    published: float = 0.0  # one that later chunks read, or its pending gradients
+    recomputing: float = 1.0  # one at the smallest activation level, at which a chunk of a single sequence may run
+    state: float = 0.0  # not a token, but what recurrent layers hold where a chunk goes on behind cached tokens
 
     def read(self, num_tokens: int, num_states: int = 1) -> float:
         """What so many cached tokens take, with states behind some of them: where sequences part, and at their end."""
@@ -81,17 +69,11 @@ class CacheWeights:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward computes: a chunk of a split group and whole groups that fill its room, or whole groups.
+    """What one forward computes: a chunk of a split group and whole groups that fill its room, or whole groups."""
 
-    Attributes:
-        sequences: indices into the mini-batch: the chunk's in sorted order, then the others.
-        num_tokens: packed tokens that it computes, its prefill not counted.
-        chunk: place in the split group; None in an ordinary micro-batch.
-    """
-
-    sequences: list[int]
-    num_tokens: int
-    chunk: Chunk | None = None
+    sequences: list[int]  # indices into the mini-batch: the chunk's in sorted order, then the others
+    num_tokens: int  # packed ones that it computes, its prefill not counted
+    chunk: Chunk | None = None  # place in the split group; None in an ordinary micro-batch
 
 
 def cut_micro_batches(
