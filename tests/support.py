@@ -321,11 +321,13 @@ def run_reference(
     loss: Callable | None = None,
     adapter: str | None = None,
     cut: Sequence[Sequence[int]] | None = None,
+    of_logits: Callable | None = None,
     **model_options: Any,
 ) -> Result:
     """Every sequence alone, unpadded, through the stock transformers model; the loss over all of them at once.
 
     ``adapter`` is the path of a LoRA adapter; ``cut`` the sequences of each micro-batch, on which some losses depend.
+    ``of_logits`` is what verl calls with the logits of a student.
     """
     classes, images = transformers.AutoModelForCausalLM, batch.get("multi_modal_inputs")
     if is_critics(batch):
@@ -352,6 +354,10 @@ def run_reference(
         rows["log_probs"].append(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
         rows["entropy"].append(verl_F.entropy_from_logits(logits))
         rows["sum_pi_squared"].append(log_p.exp().square().sum(-1))
+        if of_logits:
+            found = of_logits(student_logits=logits[None], data=tu.index_select_tensor_dict(batch, [i]))
+            for name, values in found.items():
+                rows.setdefault(name, []).append(values.squeeze(0))
     if not tu.get_non_tensor_data(batch, "calculate_entropy", default=False):
         rows["entropy"] = []
     result = learned(model, {name: values for name, values in rows.items() if values}, batch, loss, cut)

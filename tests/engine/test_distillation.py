@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import DistillationConfig, DistillationLossConfig, FSDPActorConfig
 
 from tests.engine.carried_cases import NESTED
@@ -21,13 +18,12 @@ from tests.engine.test_exactness import CASES, MIXED, PADDED
 from tests.support import (
     FUSED_HEAD,
     VOCAB,
-    Result,
     assert_same,
     check_exact,
     clone,
     group,
-    learned,
     make_engine,
+    run_reference,
     splitting,
     update,
 )
@@ -69,19 +65,6 @@ def top_k_batch(samples: list[Sample], only: bool = True, **settings: Any) -> Te
     return with_teacher(make_batch(samples, **settings), K)
 
 
-def top_k_alone(path: str, batch: TensorDict, loss: Callable) -> Result:
-    """Every sequence alone through the stock model, and verl's loss on its logits and then on all of them at once."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    rows: dict[str, list[torch.Tensor]] = {}
-    for i, ids in enumerate(batch["input_ids"].unbind()):
-        logits = model(input_ids=ids[None], use_cache=False).logits / batch["temperature"]
-        found = loss(student_logits=logits, data=tu.index_select_tensor_dict(batch, [i]))
-        found["log_probs"] = logits.log_softmax(-1).gather(-1, ids.roll(-1)[None, :, None]).squeeze(-1)
-        for name, values in found.items():
-            rows.setdefault(name, []).append(values.squeeze(0))
-    return replace(learned(model, rows, batch, loss), outputs={})
-
-
 @pytest.mark.parametrize("task_rewards", [True, False], ids=["task rewards", "alone"])
 @pytest.mark.parametrize(("mode", "policy_gradient"), LOSSES)
 def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
@@ -114,7 +97,7 @@ WAYS: dict[str, tuple[list[Sample], dict, dict]] = {
 
 
 def check_top_k(engine: Any, path: str, batch: TensorDict, loss: Callable) -> None:
-    found, expected = update(engine, batch, loss), top_k_alone(path, batch, loss)
+    found, expected = update(engine, batch, loss), run_reference(path, batch, loss, of_logits=loss)
     assert_same(found, expected)
     if len(found.metrics["distillation/student_mass"]) == 1:  # else these are means of micro-batches
         for name in ("student_mass", "teacher_mass", "overlap_ratio", "overlap_token_advantage"):

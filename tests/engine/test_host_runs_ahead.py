@@ -69,11 +69,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return watching
 
 
-def of_ours(waits: Waits) -> set[str]:
-    """But for the kernel of CPUs, which no GPU runs, and for what reads the batch on the host."""
-    return {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
-
-
 @pytest.mark.parametrize("options", [{}, {"logits_chunk_size": 2}, None], ids=str)
 def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits: Waits, options: dict | None) -> None:
     """Without options, of split groups."""
@@ -82,7 +77,8 @@ def test_only_verls_loss_waits_in_a_micro_batch_and_in_a_chunk(qwen3: str, waits
         run_engine(make_engine(qwen3, splits=True), make_batch(samples, max_token_len_per_gpu=budget))
     else:
         run_engine(make_engine(qwen3, engine=options), make_batch(MIXED, max_token_len_per_gpu=64))
-    assert not of_ours(waits)
+    # But for the kernel of CPUs, which no GPU runs, and for what reads the batch on the host.
+    assert not {name for name in waits.files if name.startswith(OURS)} - {passes.__file__, batch.__file__}
     # What is known to wait is seen, in verl's files and in ours: its loss, and the kernel of CPUs.
     assert any("verl/workers/utils" in name for name in waits.files)
     assert passes.__file__ in waits.files

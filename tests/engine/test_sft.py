@@ -13,7 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
 
 from tests.engine.ranks import on_ranks
-from tests.support import VOCAB, Result, assert_same, make_engine, update
+from tests.support import VOCAB, Result, assert_same, jagged, make_engine, update
 from verl_pg_plugin.engine.batch import read_sequences
 
 LOSS = partial(sft_loss, config=None)
@@ -30,10 +30,8 @@ def rows() -> list[Row]:
         return rng.integers(VOCAB, size=length).tolist()
 
     system = text(30)
-    question = [*system, *text(9)]
-    answers = [text(n) for n in (5, 9, 7)]
-    found = [(question + answer, [0] * len(question) + [1] * len(answer)) for answer in answers]
-    context = [*system, *text(4)]
+    question, context = system + text(9), system + text(4)
+    found = [(question + text(n), [0] * len(question) + [1] * n) for n in (5, 9, 7)]
     for _ in range(3):
         answer = text(6)
         found.append((context + answer, [0] * len(context) + [1] * len(answer)))
@@ -45,13 +43,10 @@ def rows() -> list[Row]:
 
 
 def sft_batch(samples: list[Row], tokens: int = 1 << 30) -> TensorDict:
-    def jagged(sequences: list[Any]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor([torch.tensor(list(s)) for s in sequences], layout=torch.jagged)
-
     fields = {
-        "input_ids": jagged([ids for ids, _ in samples]),
-        "position_ids": jagged([range(len(ids)) for ids, _ in samples]),
-        "loss_mask": jagged([mask for _, mask in samples]),
+        "input_ids": jagged(torch.tensor(ids) for ids, _ in samples),
+        "position_ids": jagged(torch.arange(len(ids)) for ids, _ in samples),
+        "loss_mask": jagged(torch.tensor(mask) for _, mask in samples),
     }
     data = TensorDict(fields, batch_size=len(samples))
     tu.assign_non_tensor(

@@ -1,18 +1,18 @@
 """Two hundred updates of ragged random batches on two processes, every mode in turn, leave nothing behind."""
 
 import gc
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict
 
 from tests.engine.ranks import on_ranks
 from tests.engine.test_verify import random_samples
-from tests.support import actor_loss, make_engine, save_tiny_model
+from tests.support import actor_loss, clone, infer, make_engine, save_tiny_model
 from verl_pg_plugin.synthetic import make_batch
 
 WARM_UP = 30
@@ -41,36 +41,30 @@ def batch_of(update: int, rank: int, name: str) -> TensorDict:
     return make_batch(by_rank["Ulysses" not in name and rank], update, max_token_len_per_gpu=longest)
 
 
-def held() -> dict[str, float]:
-    """What this process holds, garbage collected."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "resident_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        "tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-    }
-
-
-def soak(rank: int, path: str, updates: int) -> list[dict[str, float]]:
-    """What is held after every update."""
+def soak(rank: int, path: str) -> list[dict[str, float]]:
+    """What this process holds after every update, garbage collected."""
     engines = {name: make_engine(path, **settings) for name, settings in MODES.items()}
-    held_after = []
-    for update in range(updates):
+    held_after, process = [], psutil.Process()
+    for update in range(200):
         name = list(MODES)[update % len(MODES)]
         batch = batch_of(update, rank, name)
-        with engines[name].eval_mode():
-            engines[name].infer_batch(batch.clone())
+        infer(engines[name], batch)
         with engines[name].train_mode():
-            engines[name].train_batch(batch.clone(), actor_loss())
-        held_after.append(held())
+            engines[name].train_batch(clone(batch), actor_loss())
+        gc.collect()
+        held = {
+            "resident_mib": process.memory_info().rss / 2**20,
+            "tensors": sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()),
+            "descriptors": process.num_fds(),
+        }
+        held_after.append(held)
     return held_after
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_nothing_grows_in_200_updates(tmp_path: Path) -> None:
-    for held_after in on_ranks(2, soak, save_tiny_model(tmp_path), 200):
+    for held_after in on_ranks(2, soak, save_tiny_model(tmp_path)):
         first, last = held_after[WARM_UP : WARM_UP + 24], held_after[-24:]
         for name, allowed in ALLOWED.items():
             early, late = (statistics.median(after[name] for after in some) for some in (first, last))

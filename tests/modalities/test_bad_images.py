@@ -22,7 +22,7 @@ from tests.modalities.tiny_vision import (
     save_vision_model,
     shot,
 )
-from tests.support import actor_loss, clone, infer, make_engine
+from tests.support import clone, infer, jagged, make_engine, update
 from verl_pg_plugin.engine.batch import read_sequences
 from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.modalities import Modality
@@ -56,10 +56,6 @@ def with_tokens(tokens: dict[int, int]) -> Callable[[TensorDict], None]:
     return apply
 
 
-def in_one_plane(batch: TensorDict) -> None:
-    batch["position_ids"] = make_batch(TWO_GROUPS)["position_ids"]
-
-
 BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
     "no_images_for_placeholders": (
         lambda batch: batch.pop("multi_modal_inputs"),
@@ -84,7 +80,7 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
         r"sequence 3: the processor returns image_bound, which.*use_prefix_grouper=False",
     ),
     "positions_in_one_plane": (
-        in_one_plane,
+        lambda batch: batch.set("position_ids", make_batch(TWO_GROUPS)["position_ids"]),
         r"needs position_ids of shape \(4, 216\).*has position_ids of shape \(216,",
     ),
     "no_positions": (
@@ -97,10 +93,10 @@ BAD: dict[str, tuple[Callable[[TensorDict], Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_error_names_the_cause(packed: Any, path: str, case: str) -> None:
     change, message = BAD[case]
-    batch = clone(image_batch(path, TWO_GROUPS))
+    batch = image_batch(path, TWO_GROUPS)
     change(batch)
-    with packed.train_mode(), pytest.raises(BatchError, match=message):
-        packed.forward_backward_batch(batch, actor_loss())
+    with pytest.raises(BatchError, match=message):
+        update(packed, batch)
 
 
 def test_a_response_that_is_cut_off_in_an_image_is_refused(packed: Any, path: str) -> None:
@@ -125,9 +121,8 @@ def test_positions_of_sequences_of_one_length_are_read(packed: Any, path: str) -
     """torch then stores their four dimensions as the ragged axis, as it comes out of verl's transfer queue."""
     samples = [TURNS[0], TURNS[2]]
     batch = image_batch(path, samples)
-    rows = batch["position_ids"].unbind()
-    other = clone(batch)
-    other["position_ids"] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    rows, other = batch["position_ids"].unbind(), clone(batch)
+    other["position_ids"] = jagged(rows)
     assert other["position_ids"].values().shape == (8, len(samples[0].tokens))
     assert torch.equal(log_probs(packed, other), log_probs(packed, batch))
 

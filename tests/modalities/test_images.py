@@ -10,12 +10,11 @@ from unittest.mock import patch
 import pytest
 import transformers
 
-from tests.engine.ranks import check_exact_on_ranks, on_ranks
+from tests.engine.ranks import check_exact_on_ranks
 from tests.modalities.tiny_vision import (
     CHAIN,
     FORKS,
     HYBRID_KINDS,
-    IMAGE,
     KINDS,
     MIXED,
     TEXT_ALONE,
@@ -27,7 +26,7 @@ from tests.modalities.tiny_vision import (
     save_vision_model,
 )
 from tests.precision import in_float64
-from tests.support import FUSED_HEAD, actor_loss, check_exact, clone, infer, make_engine, save_adapter, update
+from tests.support import FUSED_HEAD, actor_loss, check_exact, infer, make_engine, save_adapter
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.modalities import images
 
@@ -104,8 +103,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compiled_layers": {"engine": {"compile_layers": True}},
 }
 COMPILED = pytest.param("compiled_layers", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
-
-
 WITH_OPTIONS = pytest.mark.parametrize(
     "kind", [KINDS[1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[::2])], indirect=True
 )
@@ -136,37 +133,17 @@ def test_verify_mode_stops_a_run_that_takes_images_for_equal(path: str) -> None:
 
 
 ALSO_SLOW = pytest.param(KINDS[0], marks=pytest.mark.slow)
-ON_RANKS = pytest.mark.parametrize("kind", [KINDS[1], ALSO_SLOW], indirect=True)
-SPREAD = pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], ALSO_SLOW], indirect=True)
 
 
-@ON_RANKS
+@pytest.mark.parametrize("kind", [KINDS[1], ALSO_SLOW], indirect=True)
 def test_a_rank_without_images_waits_for_nobody(path: str) -> None:
-    """Six rows with images for rank 0, six without for rank 1."""
+    """Six rows with images for rank 0, six without for rank 1. Bad batches are in tests/engine/test_two_ranks.py."""
     for budget in (1 << 20, 50):
         make = partial(image_batch, path, [*TWO_GROUPS, *3 * TEXT_ALONE], max_token_len_per_gpu=budget)
         check_exact_on_ranks(path, make, [list(range(6)), list(range(6, 12))])
 
 
-def fail_on_rank_one(rank: int, path: str) -> str:
-    engine, good = make_engine(path), image_batch(path, TWO_GROUPS)
-    bad = clone(good)
-    bad["input_ids"].values()[-2] = IMAGE
-    with pytest.raises((ValueError, RuntimeError)) as raised:
-        update(engine, bad if rank == 1 else good)
-    update(engine, good)
-    return str(raised.value)
-
-
-@ON_RANKS
-def test_a_bad_image_on_one_rank_stops_both_and_the_next_batch_runs(path: str) -> None:
-    told, raised = on_ranks(2, fail_on_rank_one, path)
-    assert "sequence 5 has 25 placeholders 90, its 1 images need 24" in raised
-    assert told.startswith("rank 1: BatchError: ")
-    assert raised in told
-
-
-@SPREAD
+@pytest.mark.parametrize("kind", [KINDS[1], HYBRID_KINDS[0], ALSO_SLOW], indirect=True)
 def test_rows_of_images_are_spread_over_ranks(kind: str, path: str) -> None:
     spread = {"ulysses_sequence_parallel_size": 2}
     for samples, budget in ((MIXED, 1 << 20), (TEXT_ALONE, 1 << 20), (CHAIN, 31)):

@@ -84,14 +84,16 @@ class Engines:
         return self.references[key]
 
 
-def batch_of(case: Case, samples: Sequence[Sample] = SAMPLES, scale: int = 1) -> TensorDict:
+def batch_of(
+    case: Case, samples: Sequence[Sample] = SAMPLES, scale: int = 1, make: Callable[..., TensorDict] = make_batch
+) -> TensorDict:
     """The samples with the settings of a case; ``scale`` tells how much longer than ``SAMPLES`` they are."""
     settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
     settings["max_token_len_per_gpu"] *= scale
-    tensors = {name: value for name, value in settings.items() if isinstance(value, torch.Tensor)}
-    batch = make_batch(samples, **{name: value for name, value in settings.items() if name not in tensors})
-    for name, value in tensors.items():
-        batch[name] = value
+    batch = make(samples, **settings)
+    for name, value in settings.items():
+        if isinstance(value, torch.Tensor):
+            batch[name] = value
     return batch
 
 

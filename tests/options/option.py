@@ -84,12 +84,10 @@ class Option:
 
     def contradicts(self, other: "Option") -> bool:
         """Whether the two set one thing to different values."""
-        sections = ((self.engine, other.engine), (self.model, other.model), (self.batch, other.batch))
-        return any(
-            isinstance(mine[name], torch.Tensor) or isinstance(theirs[name], torch.Tensor) or mine[name] != theirs[name]
-            for mine, theirs in sections
-            for name in mine.keys() & theirs.keys()
-        )
+        for mine, theirs in ((self.engine, other.engine), (self.model, other.model), (self.batch, other.batch)):
+            if any(str(mine[name]) != str(theirs[name]) for name in mine.keys() & theirs.keys()):
+                return True
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +112,6 @@ class Case:
         """Not where temperatures of samples part the groups, which then fit."""
         parted = isinstance(self.settings("batch").get("temperature"), torch.Tensor)
         return any(option.splits for option in self.options) and not parted
-
-    @property
-    def compiles(self) -> bool:
-        return any(option.compiles for option in self.options)
 
     @property
     def is_refused(self) -> bool:

@@ -12,13 +12,14 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.actor import RolloutCorrectionConfig
 
-from tests.options.harness import Checkpoint, Engines, batch_of
+from tests.options.harness import Engines, batch_of
 from tests.options.table import DEFAULT, SAMPLES, case_of
 from tests.support import (
     Result,
     actor_loss,
     assert_same,
     clone,
+    jagged,
     make_engine,
     old_outputs,
     run_engine,
@@ -44,14 +45,14 @@ def seeded(loss: Callable) -> Callable:
     return call
 
 
-def assert_loss_is_that_of_the_rows_alone(engines: Engines, checkpoint: Checkpoint, loss: Callable) -> None:
+def assert_loss_is_that_of_the_rows_alone(engines: Engines, loss: Callable) -> None:
     batch = make_batch(SAMPLES, max_token_len_per_gpu=45)
     plan = engines.of(DEFAULT).plan(clone(batch), forward_only=False)
     cut = [planned.sequences for planned in plan.micro_batches]
     assert len({len(rows) for rows in cut}) > 1, "the micro-batches are unequal"
     result = run_engine(engines.of(DEFAULT), batch, seeded(loss))
     assert any(gradient.any() for gradient in result.gradients.values())
-    assert_same(result, run_reference(checkpoint.model, batch, seeded(loss), cut=cut))
+    assert_same(result, run_reference(engines.checkpoint.model, batch, seeded(loss), cut=cut))
 
 
 QUICK = {*zip(LOSS_MODES, AGGREGATIONS * 9, strict=False), *(("vanilla", aggregation) for aggregation in AGGREGATIONS)}
@@ -76,25 +77,25 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
-def test_policy_loss(engines: Engines, checkpoint: Checkpoint, mode: str, aggregation: str) -> None:
+def test_policy_loss(engines: Engines, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
     loss = actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss)
-    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, loss)
+    assert_loss_is_that_of_the_rows_alone(engines, loss)
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_else_a_loss_computes(engines: Engines, checkpoint: Checkpoint, other: str) -> None:
-    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, actor_loss(**OTHERS[other]))
+def test_what_else_a_loss_computes(engines: Engines, other: str) -> None:
+    assert_loss_is_that_of_the_rows_alone(engines, actor_loss(**OTHERS[other]))
 
 
-def test_a_loss_of_the_user_that_is_no_policy_loss_at_all(engines: Engines, checkpoint: Checkpoint) -> None:
+def test_a_loss_of_the_user_that_is_no_policy_loss_at_all(engines: Engines) -> None:
     def everything(model_output: dict, data: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
         lengths = data["responses"].offsets().diff().tolist()
         rows = zip(model_output["log_probs"].unbind(), model_output["entropy"].unbind(), lengths, strict=True)
         parts = [p[-n - 1 : -1].square().sum() + e[-n - 1 : -1].exp().sum() for p, e, n in rows]
         return 1e-3 * torch.stack(parts).sum(), {}
 
-    assert_loss_is_that_of_the_rows_alone(engines, checkpoint, everything)
+    assert_loss_is_that_of_the_rows_alone(engines, everything)
 
 
 LORA = case_of("LoRA")
@@ -112,18 +113,10 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     assert_same(*(Result({"log_probs": rows}, {}) for rows in (actual, expected)))
 
 
-def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(
-    engines: Engines, checkpoint: Checkpoint
-) -> None:
+def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(engines: Engines) -> None:
     batch = batch_of(DEFAULT)
-    engine = make_engine(checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
-    reference = log_probs_of(engine, batch)
-    for ref, old in zip(reference, log_probs_of(engines.of(DEFAULT), batch), strict=True):
-        assert torch.equal(ref, old)
+    engine = make_engine(engines.checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
+    assert all(map(torch.equal, log_probs_of(engine, batch), log_probs_of(engines.of(DEFAULT), batch)))
 
 
 def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines) -> None:
@@ -136,7 +129,7 @@ def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines)
     assert not any(metrics["actor/pg_clipfrac"].values)
 
 
-def test_kl_loss_against_another_model(engines: Engines, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_kl_loss_against_another_model(engines: Engines, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", seed=7)
     batch, expected = batch_of(DEFAULT), batch_of(DEFAULT)
     options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
@@ -146,11 +139,11 @@ def test_kl_loss_against_another_model(engines: Engines, checkpoint: Checkpoint,
     expected["ref_log_prob"] = jagged(of_other)
     loss = actor_loss(kl_loss_coef=1.0)
     found = run_engine(engines.of(DEFAULT), batch, loss)
-    assert_same(found, run_reference(checkpoint.model, expected, loss), tolerance=3e-5)
+    assert_same(found, run_reference(engines.checkpoint.model, expected, loss), tolerance=3e-5)
 
 
-def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines, checkpoint: Checkpoint) -> None:
-    batch, engine = batch_of(LORA), engines.of(LORA)
+def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines) -> None:
+    batch, engine, checkpoint = batch_of(LORA), engines.of(LORA), engines.checkpoint
     with engine.disable_adapter():
         without = log_probs_of(engine, batch)
     assert_close(without, alone(checkpoint.model, batch))

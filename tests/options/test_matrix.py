@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 
-from tests.config import config_support
-from tests.config.config_support import TINY, compose_config, save_checkpoint
+from tests.config.config_support import TINY, compose_config, runnable, save_checkpoint
 from tests.options.harness import Engines, assert_exact, batch_of, loss_of
 from tests.options.option import Case, Place, alone, covering, pairs, split
-from tests.options.table import BUDGET, DEFAULT, OPTIONS, SAMPLES, case_of
+from tests.options.table import DEFAULT, OPTIONS, case_of
 from tests.support import assert_same, check_exact, critic_batch, make_engine, run_engine
 from verl_pg_plugin.config.preflight import sharing_issues
 
@@ -61,11 +60,9 @@ def test_another_attention_implementation_is_replaced_too(engines: Engines) -> N
 
 @pytest.mark.parametrize("case", covering(pairs(OF_CRITICS)), ids=str)
 def test_options_that_are_not_about_the_head_keep_values_of_critics(case: Case, value_model: str) -> None:
-    settings = {"max_token_len_per_gpu": BUDGET, **case.settings("batch")}
     of_case = {section: case.settings(section) for section in ("engine", "model")}
     engine = make_engine(value_model, critic=True, splits=case.splits, **of_case)
-    batch = {name: value for name, value in settings.items() if not isinstance(value, torch.Tensor)}
-    check_exact(engine, value_model, critic_batch(SAMPLES, **batch))
+    check_exact(engine, value_model, batch_of(case, make=critic_batch))
 
 
 PAGE = (Path(__file__).parents[2] / "docs/support.md").read_text()
@@ -81,17 +78,15 @@ def test_every_option_has_a_row() -> None:
 
 
 @pytest.fixture(scope="module")
-def runnable(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides that leave nothing to object to."""
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_config = transformers.Qwen3Config(**{**TINY, "num_attention_heads": 4})
-    checkpoint = save_checkpoint(tmp_path_factory.mktemp("qwen3"), hf_config)
-    flags = f"critic.model.path={checkpoint}", "actor_rollout_ref.actor.use_prefix_grouper=True"
-    return [*config_support.runnable(checkpoint, checkpoint / "no.parquet"), *flags]
+    return save_checkpoint(tmp_path_factory.mktemp("qwen3"), hf_config)
 
 
 @pytest.mark.parametrize(("override", "status"), [row[1:] for row in ROWS if "=" in row[1]])
-def test_override_is_taken_or_refused_before_anything_starts(override: str, status: str, runnable: list[str]) -> None:
-    config = compose_config(*runnable, *split(override))
+def test_override_is_taken_or_refused_before_anything_starts(override: str, status: str, path: Path) -> None:
+    flags = f"critic.model.path={path}", "actor_rollout_ref.actor.use_prefix_grouper=True"
+    config = compose_config(*runnable(path, path / "no.parquet"), *flags, *split(override))
     found = [issue.why for issue in sharing_issues(config) if not issue.is_warning]
     found = [why for why in found if not re.search("needs a GPU|the package veomni", why)]  # the machine's fault
     assert bool(found) == (status == "Rejected"), found

@@ -1,6 +1,6 @@
 """Loaded by every process of a run (``VERL_USE_EXTERNAL_MODULES``): what the trainer sends to each update, in a file.
 
-``RECORD_DIR`` names the folder; a step's file is ``torch.save`` of keys, tags, rows and the metrics of the update.
+``RECORD_DIR`` names the folder; a step's file is ``torch.save`` of the rows and the metrics of the update.
 """
 
 import os
@@ -23,11 +23,13 @@ def _plant() -> None:
         fields = transfer_queue.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS)
         )
-        rows = {name: [row.clone() for row in fields[name].unbind()] for name in FIELDS}
-        record = {"keys": list(batch.keys), "tags": list(batch.tags), "rows": rows}
+        columns = [[row.clone() for row in fields[name].unbind()] for name in FIELDS]
+        rows = [
+            {"key": key, "filler": bool(tag.get("is_padding")), **dict(zip(FIELDS, row, strict=True))}
+            for key, tag, *row in zip(batch.keys, batch.tags, *columns, strict=True)
+        ]
         batch = update(self, batch, metrics)
-        folder = Path(os.environ["RECORD_DIR"])
-        torch.save(record | {"metrics": dict(metrics)}, folder / f"step-{self.global_steps}.pt")
+        torch.save((rows, dict(metrics)), Path(os.environ["RECORD_DIR"], f"step-{self.global_steps}.pt"))
         return batch
 
     PPOTrainer._update_actor = recording

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tests.trainer.conftest import Workers
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config, num_ranks_of, regroup
+from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config, regroup
 
 
 def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
@@ -42,9 +42,3 @@ def test_mini_batches_are_those_of_the_actor_where_it_trains(
     make_config: Callable[..., DictConfig], batch_size: int, expected: int
 ) -> None:
     assert mini_batches_of_config(SimpleNamespace(config=make_config()), batch_size) == expected
-
-
-def test_workers_that_nobody_asked_yet_are_asked_how_many_ranks_they_are() -> None:
-    workers = Workers()
-    assert num_ranks_of(workers) == num_ranks_of(workers) == 2
-    assert workers._dispatch_info == {"actor": [0, 0, 1, 1]}

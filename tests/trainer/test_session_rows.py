@@ -25,25 +25,35 @@ FILLER_ROWS = 127
 """Of verl's filler sequence: 127 tokens of prompt and one of response."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One sequence as it was sent to the update."""
 
-    session: str
-    place: int
+    key: str
     filler: bool
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-    mask: torch.Tensor
-    reward: float
+    prompts: torch.Tensor
+    responses: torch.Tensor
+    response_mask: torch.Tensor
+    rm_scores: torch.Tensor
     old_log_probs: torch.Tensor
     advantages: torch.Tensor
+
+    @property
+    def session(self) -> str:
+        return self.key.rpartition("_")[0]
+
+    @property
+    def place(self) -> int:
+        return int(self.key.rpartition("_")[2])
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [*self.prompts.tolist(), *self.responses.tolist()]
 
     @cached_property
     def paths(self) -> set[tuple[int, ...]]:
         """A token of the model for each: the tokens that it has seen and the one it predicts."""
-        tokens = (*self.prompt, *self.response)
-        return {tokens[:stop] for stop in range(2, len(tokens) + 1)}
+        return {tuple(self.tokens[:stop]) for stop in range(2, len(self.tokens) + 1)}
 
 
 @dataclass(frozen=True)
@@ -64,18 +74,17 @@ class Recorded:
 
     def log_probs(self, row: Row) -> torch.Tensor:
         """Of the response, by the row alone."""
-        tokens = torch.tensor([[*row.prompt, *row.response]])
-        logits = self.model(input_ids=tokens).logits[0, len(row.prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, tokens[0, len(row.prompt) :, None])[:, 0]
+        logits = self.model(input_ids=torch.tensor([row.tokens])).logits[0, len(row.prompts) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, row.responses[:, None])[:, 0]
 
     def mean_norm(self, advantages: list[torch.Tensor]) -> float:
         """Of the gradients of all mini-batches, every row computed alone."""
         norms, of_row = [], iter(advantages)
         for rows in self.mini_batches:
             self.model.zero_grad()
-            tokens = sum(int(row.mask.sum()) for row in rows)
+            tokens = sum(int(row.response_mask.sum()) for row in rows)
             for row in rows:
-                (-(next(of_row) * row.mask * self.log_probs(row)).sum() / tokens).backward()
+                (-(next(of_row) * row.response_mask * self.log_probs(row)).sum() / tokens).backward()
             norms.append(torch.nn.utils.get_total_norm([weight.grad for weight in self.model.parameters()]))
         return float(torch.stack(norms).mean())
 
@@ -95,26 +104,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
         RECORD_DIR=str(folder),
     )
-    record = torch.load(folder / "step-1.pt", weights_only=False)
-    rows = []
-    for number, (key, tag) in enumerate(zip(record["keys"], record["tags"], strict=True)):
-        fields = {name: values[number] for name, values in record["rows"].items()}
-        session, _, place = key.rpartition("_")
-        rows.append(
-            Row(
-                session=session,
-                place=int(place),
-                filler=bool(tag.get("is_padding")),
-                prompt=tuple(fields["prompts"].tolist()),
-                response=tuple(fields["responses"].tolist()),
-                mask=fields["response_mask"],
-                reward=float(fields["rm_scores"].sum()),
-                old_log_probs=fields["old_log_probs"],
-                advantages=fields["advantages"],
-            )
-        )
+    rows, metrics = torch.load(folder / "step-1.pt", weights_only=False)
     model = AutoModelForCausalLM.from_pretrained(folder / "model-qwen3", dtype=torch.float32)
-    return Recorded(rows, record["metrics"], model)
+    return Recorded([Row(**row) for row in rows], metrics, model)
 
 
 def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_prompt(recorded: Recorded) -> None:
@@ -126,17 +118,16 @@ def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_promp
     assert len({len(rows) for rows in sessions.values()}) > 1, "sessions of one length would show little"
     rewards: dict[str, list[float]] = defaultdict(list)
     for session, rows in sessions.items():
-        rewards[session.rpartition("_")[0]].append(rows[-1].reward)
+        rewards[session.rpartition("_")[0]].append(float(rows[-1].rm_scores.sum()))
         for before, after in itertools.pairwise(rows):
-            whole = before.prompt + before.response
-            assert after.prompt[: len(whole)] == whole
+            assert after.prompts.tolist()[: len(before.tokens)] == before.tokens
     assert all(len(group) == SESSIONS for group in rewards.values())
     assert len({round(reward, 3) for group in rewards.values() for reward in group}) > 1
     for row in recorded.real:
         group = torch.tensor(rewards[row.session.rpartition("_")[0]])
-        expected = (sessions[row.session][-1].reward - group.mean()) / (group.std() + 1e-6)
-        assert row.mask.bool().all()
-        torch.testing.assert_close(row.advantages, expected.expand(len(row.response)), rtol=1e-5, atol=1e-5)
+        expected = (sessions[row.session][-1].rm_scores.sum() - group.mean()) / (group.std() + 1e-6)
+        assert row.response_mask.bool().all()
+        torch.testing.assert_close(row.advantages, expected.expand(len(row.responses)), rtol=1e-5, atol=1e-5)
 
 
 def test_old_log_probs_are_those_of_every_row_alone(recorded: Recorded) -> None:
@@ -148,7 +139,7 @@ def test_old_log_probs_are_those_of_every_row_alone(recorded: Recorded) -> None:
 def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(recorded: Recorded) -> None:
     """At a ratio of 1, and where the reference policy is the policy, the gradient is that of advantage x log-prob."""
     expected = recorded.mean_norm([row.advantages for row in recorded.rows])
-    without_groups = recorded.mean_norm([torch.full_like(row.advantages, row.reward) for row in recorded.rows])
+    without_groups = recorded.mean_norm([torch.full_like(row.advantages, row.rm_scores.sum()) for row in recorded.rows])
     assert expected > 0
     assert without_groups != pytest.approx(expected, rel=1e-2), "rewards would train something else"
     assert recorded.metrics["actor/grad_norm"] == pytest.approx(expected, rel=1e-4)
@@ -160,7 +151,7 @@ def test_the_engine_computes_each_row_once_and_the_filler_rows_of_the_last_mini_
     fillers = [row for row in recorded.rows if row.filler]
     assert len(fillers) == -len(recorded.real) % ROWS_OF_A_MINI_BATCH
     assert len(recorded.mini_batches) > PROMPTS // PROMPTS_OF_A_MINI_BATCH, "a session is more than a row"
-    assert not any(row.mask.any() for row in fillers)
+    assert not any(row.response_mask.any() for row in fillers)
     assert {len(row.paths) for row in fillers} <= {FILLER_ROWS}
     computed = [len(set().union(*(row.paths for row in rows))) for rows in recorded.mini_batches]
     real = [len(set().union(*(row.paths for row in rows if not row.filler))) for rows in recorded.mini_batches]

@@ -3,8 +3,6 @@
 import logging
 import os
 import random
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import TestCase
 from unittest.mock import patch
@@ -13,12 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from make_tiny_checkpoint import make_tiny_checkpoint
 from transformers import AutoTokenizer
 from verl.trainer import sft_trainer
 from verl.workers.engine.fsdp import transformer_impl
 
 from tests.config.config_support import compose_config
 from tests.engine.ranks import on_ranks
+from verl_pg_plugin import register
 from verl_pg_plugin.trainer.sft_blocks import SFTBlocks
 
 SHARED = "engine._target_=verl_pg_plugin.config.PrefixGrouperEngineConfig +engine.use_prefix_grouper=True"
@@ -41,31 +41,24 @@ CASES = {
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A tiny checkpoint with a chat template, and conversations behind one system prompt, two to a question."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    from make_tiny_checkpoint import make_tiny_checkpoint
-
     folder = tmp_path_factory.mktemp("sft")
     checkpoint = make_tiny_checkpoint(folder / "model", warm_up_steps=0)
     system = {"role": "system", "content": "Answer with a number and nothing else, however long the question is."}
     draw = random.Random(0)
-    conversations = [
-        [
-            system,
-            {"role": "user", "content": f"{question}+{question}="},
-            {"role": "assistant", "content": str(draw.randrange(10**5))},
-        ]
-        for question in range(12)
-        for _ in range(2)
-    ]
+    conversations = []
+    for question in [*range(12)] * 2:
+        asked = {"role": "user", "content": f"{question}+{question}="}
+        conversations.append([system, asked, {"role": "assistant", "content": str(draw.randrange(10**5))}])
     draw.shuffle(conversations)
     pq.write_table(pa.table({"messages": conversations}), folder / "train.parquet")
     return str(checkpoint), str(folder / "train.parquet")
 
 
-def train(rank: int, checkpoint: str, file: str, folder: str) -> dict[str, list[dict[str, float]]]:
-    """Metrics of three steps of every case, of stock verl and with shared prefixes."""
-    from verl_pg_plugin import register
+Runs = dict[str, list[dict[str, float]]]
 
+
+def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
+    """Metrics of three steps of every case, of stock verl and with shared prefixes."""
     register()
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     # verl names the device of a checkpoint's weights with its number, and a CPU has none.
@@ -75,9 +68,7 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> dict[str, list[
         return train_cases(checkpoint, file, folder, log.records)
 
 
-def train_cases(
-    checkpoint: str, file: str, folder: str, records: list[logging.LogRecord]
-) -> dict[str, list[dict[str, float]]]:
+def train_cases(checkpoint: str, file: str, folder: str, records: list[logging.LogRecord]) -> Runs:
     logged: list[dict[str, float]] = []
 
     class Tracking:
@@ -110,12 +101,12 @@ def train_cases(
 
 
 @pytest.fixture(scope="module")
-def runs(prepared: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+def runs(prepared: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return on_ranks(2, train, *prepared, str(tmp_path_factory.mktemp("checkpoints")))[0]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradient_norms_are_those_of_stock(runs: dict[str, list[dict[str, float]]], case: str) -> None:
+def test_losses_and_gradient_norms_are_those_of_stock(runs: Runs, case: str) -> None:
     # On a CPU stock verl's loss under Ulysses is another one; its batches are the same without.
     stock, shared = runs[f"{'fsdp2' if case == 'ulysses' else case} stock"], runs[f"{case} shared"]
     assert len(stock) == len(shared) == 3
@@ -125,7 +116,7 @@ def test_losses_and_gradient_norms_are_those_of_stock(runs: dict[str, list[dict[
         assert all(isinstance(value, int | float) for value in got.values()), "what TensorBoard takes"
 
 
-def test_blocks_bring_answers_to_one_question_together(runs: dict[str, list[dict[str, float]]]) -> None:
+def test_blocks_bring_answers_to_one_question_together(runs: Runs) -> None:
     shuffled, blocks = runs["fsdp2 shared"], runs["blocks shared"]
     tokens = [sum(step["train/global_tokens"] for step in steps) for steps in (shuffled, blocks)]
     assert tokens[0] == tokens[1], "an epoch is every sample once"

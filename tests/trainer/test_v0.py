@@ -67,6 +67,12 @@ def ranks(batch: DataProto) -> list[list[str]]:
     return [part.tolist() for part in np.split(batch.non_tensor_batch["uid"], 2)]
 
 
+def assert_whole_groups(batch: DataProto, rows: int) -> None:
+    """In both mini-batches, of so many rows, of each rank."""
+    for rank in ranks(batch):
+        assert all(len(set(part)) == 1 for part in (rank[:rows], rank[rows:]))
+
+
 @pytest.fixture(autouse=True)
 def in_force() -> None:
     verl_pg_plugin._keep_groups()
@@ -95,8 +101,7 @@ def test_mini_batches_hold_whole_groups_and_no_rank_waits(trainer: Stock) -> Non
     assert metrics["prefix_grouper/balance/cut_groups"] == 0
     assert metrics["prefix_grouper/balance/slowest_over_mean"] == pytest.approx(1)
     assert metrics["tokens/balanced_max"] == 2 * (9 + 40) + 2 * (9 + 2)
-    for rank in ranks(batch):
-        assert all(len(set(part)) == 1 for part in (rank[:2], rank[2:]))
+    assert_whole_groups(batch, 2)
     assert [len(set(part)) for part in zip(*ranks(batch), strict=True)] == [2] * 4
 
 
@@ -161,8 +166,7 @@ def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_con
     assert metrics["own/balanced"] == 1
     assert metrics["prefix_grouper/balance/cut_groups"] == 2, "two groups of four rows in mini-batches of two a rank"
     assert sorted(balanced.batch["row"].tolist()) == list(range(8))
-    for rank in ranks(balanced):
-        assert all(len(set(part)) == 1 for part in (rank[:2], rank[2:]))
+    assert_whole_groups(balanced, 2)
 
 
 def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(
@@ -173,8 +177,7 @@ def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(
     metrics = trainer.fit(batch)
     assert trainer.actor_rollout_wg.updated == [batch]
     assert metrics["prefix_grouper/balance/cut_groups"] == 0
-    for rank in ranks(batch):
-        assert all(len(set(part)) == 1 for part in (rank[:6], rank[6:])), "six rows a group, two steps a rank"
+    assert_whole_groups(batch, 6)
 
 
 def test_an_update_that_calls_its_parents_is_counted_once(make_config: Callable[..., DictConfig]) -> None:
@@ -182,8 +185,8 @@ def test_an_update_that_calls_its_parents_is_counted_once(make_config: Callable[
         def _update_actor(self, batch: DataProto) -> DataProto:
             return super()._update_actor(batch)
 
-    trainer = keep_groups(CallsParent, num_mini_batches=lambda trainer, batch_size: 2)(make_config())
-    trainer.fit(make_batch("abcdabcd" * 3, [7] * 24))
+    trainer = keep_groups(CallsParent)(make_config())
+    trainer.fit(make_batch("aabb", [7] * 4))
     assert trainer.gained_tokens.tolist() == [4.0, 4.0]
 
 
@@ -202,8 +205,7 @@ def test_a_loop_that_never_balances_is_warned_about_once(
 
 
 def test_wrapping_twice_or_deriving_from_a_wrapped_class_wraps_once() -> None:
-    wrapped = keep_groups(OwnFitV0)
-    update = OwnFitV0._update_actor
+    wrapped, update = keep_groups(OwnFitV0), OwnFitV0._update_actor
     assert keep_groups(wrapped, num_mini_batches=max) is keep_groups(wrapped) is OwnFitV0
     assert wrapped._pg_num_mini_batches is max
     assert OwnFitV0._update_actor is update
