@@ -28,18 +28,15 @@ RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group
 WHOLE = make_batch(RAGGED[0])
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled(request: pytest.FixtureRequest) -> None:
-    if "compiled" not in request.fixturenames:
-        torch._dynamo.reset()
-        counters.clear()
+def forget_graphs() -> None:
+    torch._dynamo.reset()
+    counters.clear()
 
 
 @pytest.fixture(scope="module")
 def compiled(qwen3: str) -> Any:
     """An engine whose layers Inductor compiles once, for all tests of it, which come first."""
-    torch._dynamo.reset()
-    counters.clear()
+    forget_graphs()
     return make_engine(qwen3, splits=True, engine={"compile_layers": True})
 
 
@@ -87,6 +84,7 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
     """An engine whose layers go through another compiler than Inductor, which takes seconds."""
 
     def build(backend: Any) -> Any:
+        forget_graphs()
         monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend=backend))
         return make_engine(qwen3, engine={"compile_layers": True})
 
@@ -101,15 +99,11 @@ def fail_as_inductor_does(graph: Any, inputs: Any) -> Any:
     raise InductorError(OSError("the compiler ran out of disk"), None)
 
 
-def run(graph: Any, inputs: Any) -> Any:
-    return graph.forward
-
-
 def test_a_compiler_that_fails_is_named_with_the_way_around(compile_with) -> None:
     way_around = r"ran out of disk.*set \+\+prefix_grouper\.compile_layers=False"
     with pytest.raises(LayerCompilerError, match=way_around):
         update(compile_with(fail), WHOLE)
-    compile_with(aot_autograd(fw_compiler=run, bw_compiler=fail_as_inductor_does))
+    compile_with(aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fail_as_inductor_does))
     with pytest.raises(LayerCompilerError, match=way_around), compiling():
         compile_forward(lambda x: x.sin().cos())(torch.ones(3, requires_grad=True)).sum().backward()
 
@@ -179,11 +173,9 @@ def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> N
     assert settings() == torchs != ours
 
 
-def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone() -> None:
-    config = transformers.Qwen3Config(num_hidden_layers=3, hidden_size=16, intermediate_size=16, vocab_size=16)
-    layers = compile_layers(transformers.AutoModelForCausalLM.from_config(config))
-    assert len(layers) == 3
-    assert len({type(layer) for layer in layers}) == 1
+def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone(qwen3: str) -> None:
+    layers = compile_layers(transformers.AutoModelForCausalLM.from_pretrained(qwen3))
+    assert [type(layer) for layer in layers] == [type(layers[0])] * 2
 
 
 def test_a_model_that_names_no_layers_is_refused() -> None:
