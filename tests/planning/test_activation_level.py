@@ -83,6 +83,7 @@ def test_a_host_without_room_is_left_alone() -> None:
     held = SIZES["4b"].held(Level.ATTENTION)
     for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
         assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
+    assert replace(LEVELS, room=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "which offloaded weights fill"
 
 
 def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:

@@ -102,10 +102,7 @@ def _full(asked: list[str]) -> Iterator[Section]:
     taken: list[Check] = []
     of_overrides: list[Section] = []
     if loads and not process["plugin_error"]:
-        try:
-            register()  # as there; this process has imported the package before verl
-        except Exception as error:  # whatever an import raises
-            process["plugin_error"] = f"{type(error).__name__}: {error}"
+        register()  # as there; this process has imported the package before verl
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])

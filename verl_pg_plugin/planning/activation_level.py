@@ -106,7 +106,7 @@ class Levels:
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
         smallest = Level.INPUTS
         for level in self.ladder:
-            if self.host_bytes(level, tokens) > self.room.host:
+            if level.on_host and self.host_bytes(level, tokens) > self.room.host:  # the room may be less than nothing
                 continue
             if tokens * self.sizes.on_device(level) + beside <= device:
                 return level
