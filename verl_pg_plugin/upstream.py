@@ -4,7 +4,8 @@ Objects are changed where they are built: the head of one model and the config o
 entered into verl's registries where they belong (``cpu/__init__.py``).
 
 Each function says what it changes, why, in which versions, and when it can go. Where what it replaces is gone or takes
-other parameters it raises ``UpstreamChangedError``, instead of half applying.
+other parameters it raises ``UpstreamChangedError``, instead of half applying. A function is replaced once per process
+and for good, or within a block and put back at its end.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ def _found(owner: Any, name: str, wanted: str = "") -> Any:
     return getattr(owner, name)
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any], wanted: str = "") -> None:
-    """Put ``make(function)`` in the place of a function, once in a process."""
+def _wrap(owner: Any, name: str, run: Callable[..., Any], wanted: str = "") -> None:
+    """Let calls of a function be calls of ``run`` with the function in front, once in a process."""
     function = _found(owner, name, wanted)
-    if not hasattr(function, "wrapped_by_verl_pg_plugin"):
-        wrapper: Any = functools.wraps(function)(make(function))
-        wrapper.wrapped_by_verl_pg_plugin = True
-        setattr(owner, name, wrapper)
+    if hasattr(function, "wrapped_by_verl_pg_plugin"):
+        return
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return run(function, *args, **kwargs)
+
+    wrapper.wrapped_by_verl_pg_plugin = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
 
 
 @contextmanager
@@ -58,10 +64,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def call_before(entry_point: str, action: Callable[[Any], None]) -> None:
     """Show ``action`` the composed config of a run before one of verl's entry points goes on with it.
 
-    What: ``verl.utils.config.validate_config`` or ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first. Put
-    in once per process and left there. verl's own entry point imports the former by name after verl has loaded its
-    plugins, and has the latter as ``__main__.run_ppo``. Those of recipes, verl's one-step-off and fully async ones
-    among them, validate their config inside Ray or not at all, and import the latter when they run.
+    What: ``verl.utils.config.validate_config`` or ``verl.trainer.main_ppo.run_ppo`` calls ``action(config)`` first.
+    verl's own entry point imports the former by name after verl has loaded its plugins, and has the latter as
+    ``__main__.run_ppo``. Those of recipes, verl's one-step-off and fully async ones among them, validate their config
+    inside Ray or not at all, and import the latter when they run.
     Why: ``python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_prefix_grouper=True`` trains without sharing
     anything and says nothing: the flag is in verl's config and in no engine config, and verl has no hook for plugins
     between the composition of a config and the start of Ray.
@@ -69,15 +75,12 @@ def call_before(entry_point: str, action: Callable[[Any], None]) -> None:
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
     """
 
-    def make(function: Any) -> Any:
-        def act_then_run(config: Any, *args: Any, **kwargs: Any) -> Any:
-            action(config)
-            return function(config, *args, **kwargs)
-
-        return act_then_run
+    def act_then_run(function: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        action(config)
+        return function(config, *args, **kwargs)
 
     module, _, name = entry_point.rpartition(".")
-    _wrap(importlib.import_module(module), name, make)
+    _wrap(importlib.import_module(module), name, act_then_run)
 
 
 def regroup_after_balance(
@@ -89,8 +92,8 @@ def regroup_after_balance(
 
     What: ``_balance_batch`` of verl's V1 ``PPOTrainer``, its V0 ``RayPPOTrainer`` or a class with methods of its own
     calls ``regroup(trainer, batch, metrics, logging_prefix)`` at the end, ``_update_actor`` ``updated(trainer,
-    metrics)``. Put in once per process and left there. V0's own balance of groups, behind the attribute
-    ``use_prefix_grouper`` that nothing else reads, is left out.
+    metrics)``. V0's own balance of groups, behind the attribute ``use_prefix_grouper`` that nothing else reads, is left
+    out.
     Why: verl assigns single samples. V0's balance of groups refuses a number of them that the ranks do not divide,
     weighs a prompt once for each of its responses, and lets mini-batches fall where they may. Task runners name their
     trainer's class or look it up in a registry that others fill at any time.
@@ -98,63 +101,53 @@ def regroup_after_balance(
     Remove when: trainers take a balance, or the order of groups is verl's own.
     """
 
-    def balance_and_regroup(balance: Any) -> Any:
-        def balance_then_regroup(
-            self: Any, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", *args: Any, **kwargs: Any
-        ) -> Any:
-            self.use_prefix_grouper = False
-            replaced = balance(self, batch, metrics, logging_prefix, *args, **kwargs)
-            regroup(self, batch if replaced is None else replaced, metrics, logging_prefix)
-            return replaced
+    def balance_then_regroup(
+        own: Any, self: Any, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", *args: Any, **kwargs: Any
+    ) -> Any:
+        self.use_prefix_grouper = False
+        replaced = own(self, batch, metrics, logging_prefix, *args, **kwargs)
+        regroup(self, batch if replaced is None else replaced, metrics, logging_prefix)
+        return replaced
 
-        return balance_then_regroup
-
-    def update_and_show(update: Any) -> Any:
-        def update_then_show(self: Any, batch: Any, *metrics: Any, **kwargs: Any) -> Any:
-            within, self._pg_updates = getattr(self, "_pg_updates", False), True
-            try:
-                output = update(self, batch, *metrics, **kwargs)
-            finally:
-                self._pg_updates = within
-            if not within:  # a class that calls its parent's method has both replaced
-                returned = getattr(output, "meta_info", {}).get("metrics", {})  # by V0
-                updated(self, metrics[0] if metrics else kwargs.get("metrics", returned))
-            return output
-
-        return update_then_show
+    def update_then_show(update: Any, self: Any, batch: Any, *metrics: Any, **kwargs: Any) -> Any:
+        within, self._pg_updates = getattr(self, "_pg_updates", False), True
+        try:
+            output = update(self, batch, *metrics, **kwargs)
+        finally:
+            self._pg_updates = within
+        if not within:  # a class that calls its parent's method has both replaced
+            returned = getattr(output, "meta_info", {}).get("metrics", {})  # by V0
+            updated(self, metrics[0] if metrics else kwargs.get("metrics", returned))
+        return output
 
     _found(trainer_cls, "_update_actor", "batch")  # or neither is replaced
-    _wrap(trainer_cls, "_balance_batch", balance_and_regroup, "batch metrics")
-    _wrap(trainer_cls, "_update_actor", update_and_show, "batch")
+    _wrap(trainer_cls, "_balance_batch", balance_then_regroup, "batch metrics")
+    _wrap(trainer_cls, "_update_actor", update_then_show, "batch")
 
 
 def run_when_shared(modeling: Any, name: str, packed: Callable[..., Any], *parameters: str) -> None:
     """Let a function of a model's file, of these parameters, be ``packed`` for layers that are handed shared prefixes.
 
     What: the global ``name`` of ``modeling`` hands a call with a ``prefix_grouper`` on to ``packed``, and drops the
-    keyword where it is None. Put in once per process and left there.
+    keyword where it is None.
     Why: layers of Gated DeltaNet call two functions of their file by name, with the keywords of the model's forward;
     transformers has no registry for them.
     Versions: transformers 5.15 to 5.24; earlier ones keep the functions in each layer.
     Remove when: transformers has an interface for linear attention, as it has one for attention.
     """
 
-    def make(stock: Any) -> Any:
-        def stock_or_packed(*args: Any, prefix_grouper: Any = None, **kwargs: Any) -> Any:
-            if prefix_grouper is None:
-                return stock(*args, **kwargs)
-            return packed(*args, prefix_grouper=prefix_grouper, **kwargs)
+    def stock_or_packed(stock: Any, *args: Any, prefix_grouper: Any = None, **kwargs: Any) -> Any:
+        if prefix_grouper is None:
+            return stock(*args, **kwargs)
+        return packed(*args, prefix_grouper=prefix_grouper, **kwargs)
 
-        return stock_or_packed
-
-    _wrap(modeling, name, make, " ".join(parameters))
+    _wrap(modeling, name, stock_or_packed, " ".join(parameters))
 
 
 def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within the block, verl's FSDP engine of this process loads its value model with ``load``.
 
-    What: ``verl.utils.model.load_valuehead_model``, which ``FSDPEngine._build_module`` imports when it is called;
-    put back at the end of the block.
+    What: ``verl.utils.model.load_valuehead_model``, which ``FSDPEngine._build_module`` imports when it is called.
     Why: the function loads every value model with ``attn_implementation="flash_attention_2"``, whatever the model
     config says, and has no argument for it.
     Versions: verl 0.9.1.
@@ -171,8 +164,7 @@ def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[N
 def forwards_left_alone() -> AbstractContextManager[None]:
     """Within the block, verl's FSDP engine of this process builds its model without replacing forwards.
 
-    What: ``apply_monkey_patch`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put back at the
-    end of the block.
+    What: ``apply_monkey_patch`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing.
     Why: for Qwen3.5 it puts its own forwards into transformers' classes, for all models of the process. They take no
     ``logits_to_keep`` and drop the keywords that say which tokens are shared. What else the engine asks of it, Ulysses
     and fused kernels, packed mode does by other means.
@@ -187,8 +179,7 @@ def forwards_left_alone() -> AbstractContextManager[None]:
 def activation_offload_left_out() -> AbstractContextManager[None]:
     """Within the block, verl's FSDP engine of this process builds its model without verl's activation offload.
 
-    What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing; put
-    back at the end of the block.
+    What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing.
     Why: ``engine/activations.py`` takes what layers keep to the host. verl's handler wraps each layer into a reentrant
     checkpoint of its own, which recomputes attention, and fails behind an error or a forward without backward.
     Versions: verl 0.9.1.
