@@ -26,9 +26,9 @@ from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 from verl_pg_plugin.engine.inputs import ModelInputs
 from verl_pg_plugin.engine.prepare import prepare_config
+from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import TEXT, Modality
-from verl_pg_plugin.modalities.text import BatchError
 
 ROUTES = "routed_experts"
 """verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
