@@ -53,10 +53,13 @@ def check_tokens(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> None:
 def test_every_token_is_computed_by_one_chunk_of_its_split_group_and_sees_its_ancestors(
     data: st.DataObject, batch: Batch, forward_only: bool
 ) -> None:
-    for group in data.draw(plans(batch)):
+    at_least = data.draw(st.just(1) | st.integers(1, len(batch.sequences)))
+    for group in data.draw(plans(batch, at_least=at_least)):
         parts, rows = lay_out(batch, group, forward_only), group_keys(batch, group)
         owned = Counter(key for p in parts for key in p.own_keys if key in rows)
-        assert owned == Counter(rows) + Counter(key for key in filler_keys(batch, group) if key in rows)
+        once = Counter(rows) + Counter(key for key in filler_keys(batch, group) if key in rows)
+        # A chunk that only another rank's number asks for may compute again what it has no room to read.
+        assert owned == once or (at_least > 1 and owned >= once)
         for p in parts:
             assert p.layout.num_tokens == p.part.num_tokens
             assert p.layout.num_logical_tokens == sum(map(len, p.batch.sequences))
