@@ -9,7 +9,7 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from tests.config.config_support import save_tokenizer
 from tests.support import save_tiny_model
@@ -151,6 +151,9 @@ def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: P
     config = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path)
     assert "packed mode does not run it: the model's config says attention_dropout=0.1" in said(tmp_path)
+    config = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path)
+    assert "qwen3_moe has experts, and its config says neither num_experts_per_tok" in said(tmp_path)
 
 
 def test_the_fastest_budget_is_named_and_not_the_one_that_gains_most_over_stock(capsys, model: str) -> None:

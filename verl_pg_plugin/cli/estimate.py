@@ -115,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
     levels = Levels(asked, sizes, weights.room(2**30 * gib, 2**30 * args.host_gib))
 
     rows: list[dict[str, Any]] = []
+    settings = {"carry": not args.no_carry, "compile_layers": compiled, "kernel": args.kernel}
     usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
     for budget in sorted(args.budget or usual):
-        settings = {"carry": not args.no_carry, "compile_layers": compiled, "kernel": args.kernel}
         found = forecast(batch, flops, levels, budget, **settings)
         rows.append(figures(found, found.peak_gib(weights), gib, args))
         if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:
