@@ -196,6 +196,8 @@ def _exchange(
     for _ in range(16 * num_bins):
         dear, tried = int(load.argmax()), []
         for other in np.argpartition(load, few)[:few].tolist():
+            if other == dear:
+                continue  # all bins cost the same
             half = (load[dear] - load[other]) / 2
             for size in np.unique(sizes[members[dear]]):
                 mine, theirs = (held[sizes[held] == size] for held in (members[dear], members[other]))
