@@ -17,22 +17,20 @@ BUILT = """
 from verl.workers.engine import EngineRegistry
 print(EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__)
 """
-SELECT_THE_MODE = """
+SELECT_THE_MODE = f"""
 import verl
 from hydra.utils import instantiate
-from verl.workers.engine import EngineRegistry
-instantiate({"_target_": "verl_pg_plugin.config.PrefixGrouperEngineConfig", "use_prefix_grouper": True})
-print(EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__)
+instantiate({{"_target_": "verl_pg_plugin.config.PrefixGrouperEngineConfig", "use_prefix_grouper": True}})
+{BUILT}
 """
-IMPORT_VERL = """
+IMPORT_VERL = f"""
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
 import torch
 import verl
-from verl.workers.engine import EngineRegistry
-print(EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__)
+{BUILT}
 print(EngineRegistry._engines["language_model"]["fsdp"]["cuda"].__module__)
-print(torch.cuda.is_initialized(), sorted({"flash_attn", "vllm"} & set(sys.modules)))
+print(torch.cuda.is_initialized(), sorted({{"flash_attn", "vllm"}} & set(sys.modules)))
 """
 # Before the mode is asked for, verl's entry point knows the flag, and its trainers keep groups.
 FIRST_IMPORT = """

@@ -93,13 +93,13 @@ def test_each_image_goes_through_the_encoder_once(packed: Any, path: str) -> Non
 OPTIONS: dict[str, dict[str, Any]] = {
     "micro_batches_of_60_rows": {"batch": {"max_token_len_per_gpu": 60}},
     "micro_batches_of_3_sequences": {"batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 3}},
-    "head_in_chunks": {"engine": {"logits_chunk_size": 4}},
     "fused_head": {"model": FUSED_HEAD},
     "verified": {"engine": {"verify": "every_1"}, "batch": {"max_token_len_per_gpu": 60}},
     "padded_rows": {"engine": {"pad_to_length": True, "pad_to_length_bucket": 16}},
-    "attention_recomputed": {"engine": {"activations": "inputs"}},
     "nothing_checkpointed": {"model": {"enable_gradient_checkpointing": False}},
-    "parameters_offloaded": {"engine": {"param_offload": True, "optimizer_offload": True}},
+    "what_knows_no_images": {
+        "engine": {"logits_chunk_size": 4, "activations": "inputs", "param_offload": True, "optimizer_offload": True}
+    },
     "compiled_layers": {"engine": {"compile_layers": True}},
 }
 COMPILED = pytest.param("compiled_layers", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])

@@ -7,6 +7,7 @@ processes share two GPUs.
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -40,7 +41,11 @@ ON_ONE_GPU = [option for option in OPTIONS if option.num_ranks == 1]
 (FSDP1,) = case_of("FSDP1").options
 QUICK = [*alone(ON_ONE_GPU), *(pair for pair in pairs(ON_ONE_GPU) if FSDP1 in pair.options)]
 """Every option under FSDP2, and under FSDP1."""
-SLOW = [pair for pair in pairs(ON_ONE_GPU) if FSDP1 not in pair.options and not kernels_of_others(pair)]
+SLOW = [
+    pytest.param(pair, marks=pytest.mark.slow)
+    for pair in pairs(ON_ONE_GPU)
+    if FSDP1 not in pair.options and not kernels_of_others(pair)
+]
 UP_TO_TWO = [option for option in OPTIONS if option.num_ranks <= 2 and not option.compiles]
 ON_TWO_GPUS = [
     case
@@ -92,14 +97,8 @@ def engines(checkpoint: Checkpoint) -> Engines:
     return Engines(checkpoint, BF16)
 
 
-@pytest.mark.parametrize("case", [case for case in QUICK if not kernels_of_others(case)], ids=str)
-def test_option_is_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
-    assert_as_close_as_stock(case, engines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=str)
-def test_two_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
+@pytest.mark.parametrize("case", [*(case for case in QUICK if not kernels_of_others(case)), *SLOW], ids=str)
+def test_options_are_as_close_to_float32_as_stock_rmpad(case: Case, engines: Engines) -> None:
     assert_as_close_as_stock(case, engines)
 
 
@@ -142,8 +141,7 @@ def test_fp16_with_a_scaled_loss(checkpoint: Checkpoint) -> None:
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint, cases: list[Case]) -> list[str]:
-    engines = Engines(checkpoint, BF16)
-    return errors_of(rank, cases, lambda case: assert_as_close_as_stock(case, engines))
+    return errors_of(rank, cases, partial(assert_as_close_as_stock, engines=Engines(checkpoint, BF16)))
 
 
 def errors_of_shard(checkpoint: Checkpoint, cases: list[Case]) -> dict[str, str]:

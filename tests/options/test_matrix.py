@@ -22,10 +22,11 @@ ON_ONE_PROCESS = [option for option in OPTIONS if option.num_ranks == 1 and not 
 QUICK = [option for option in ON_ONE_PROCESS if not option.compiles]
 # verl gives peft the task of a causal LM, which it cannot put adapters for on a token classifier.
 OF_CRITICS = [option for option in QUICK if option.name != "LoRA" and option.meets - {Place.HEAD}]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in pairs(ON_ONE_PROCESS)]
 
 
-@pytest.mark.parametrize("case", alone(QUICK), ids=str)
-def test_option_keeps_the_numbers(case: Case, engines: Engines) -> None:
+@pytest.mark.parametrize("case", [*alone(QUICK), *covering(pairs(QUICK)), *SLOW], ids=str)
+def test_options_keep_the_numbers_alone_and_together(case: Case, engines: Engines) -> None:
     assert_exact(case, engines)
 
 
@@ -33,17 +34,6 @@ def test_compiled_entropy_keeps_the_numbers(engines: Engines, monkeypatch: pytes
     """Inductor takes half a minute, for the slow pairs; compiled layers have tests/engine/test_compiled_layers.py."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert_exact(case_of("compiled entropy"), Engines(engines.checkpoint))
-
-
-@pytest.mark.parametrize("case", covering(pairs(QUICK)), ids=str)
-def test_many_options_together_keep_the_numbers(case: Case, engines: Engines) -> None:
-    assert_exact(case, engines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", pairs(ON_ONE_PROCESS), ids=str)
-def test_two_options_keep_the_numbers(case: Case, engines: Engines) -> None:
-    assert_exact(case, engines)
 
 
 @pytest.mark.parametrize("case", pairs(ON_ONE_PROCESS, refused=True), ids=str)
