@@ -104,6 +104,15 @@ def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, t
     assert message in err
 
 
+def test_a_prompt_without_a_token_is_one_line(capsys, model: str, tmp_path: Path) -> None:
+    (tmp_path / "3.jsonl").write_text('{"input": "", "output": "c"}')
+    code, _, err = estimate(capsys, "--model", model, "--rollouts", tmp_path)
+    assert (code, err) == (
+        2,
+        "error: a batch needs sequences with at least one token of a prompt and one of a response\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -94,16 +94,15 @@ def run(args: argparse.Namespace) -> int:
     config = load(AutoConfig, args.model)
     if issues := architecture_issues(config, trust_remote_code=False):
         raise CommandError(f"--model {args.model}: packed mode does not run it: {issues[0].why}")
-    batch, lengths = read_batch(args)
-    longest = int(batch.lengths.max())
-    if args.budget and min(args.budget) < longest:
-        raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
-
     module = text_skeleton(config)
     try:
         flops = ModelFlops.of(module)
+        batch, lengths = read_batch(args)
     except ValueError as error:
-        raise CommandError(f"--model {args.model}: {error}") from error
+        raise CommandError(str(error)) from error
+    longest = int(batch.lengths.max())
+    if args.budget and min(args.budget) < longest:
+        raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
     compiled, why = compiled_by_auto(config.model_type, "cuda")
     weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib
     if not gib:
