@@ -33,12 +33,9 @@ from verl_pg_plugin.architectures import architecture_issues, rmpad_fault
 from verl_pg_plugin.issue import SHARING_OFF
 from verl_pg_plugin.mixers import MIXERS, count_layers, gated_delta
 from verl_pg_plugin.planning.memory import TokenBytes
-from verl_pg_plugin.synthetic import Sample, make_batch
+from verl_pg_plugin.synthetic import make_batch
 
-TREE = [
-    *group(7, [5, 2, 3], 1),
-    *(Sample([1, 2, 3, 4], [5, 6, *tail]) for tail in ([7, 8, 9, 1], [7, 8, 2], [3])),
-]
+TREE = [*group(7, [5, 2, 3], 1), *SAMPLES[-3:]]
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("mode", "aggregation"), ALL)
 def test_policy_loss(engines: Engines, mode: str, aggregation: str) -> None:
     policy_loss = PolicyLossConfig(loss_mode=mode, **REQUIRED_SETTINGS.get(mode, {}))
-    loss = actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss)
-    assert_loss_is_that_of_the_rows_alone(engines, loss)
+    assert_loss_is_that_of_the_rows_alone(engines, actor_loss(loss_agg_mode=aggregation, policy_loss=policy_loss))
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -110,7 +109,7 @@ def alone(path: str, batch: TensorDict, adapter: str | None = None) -> list[torc
 
 
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert_same(*(Result({"log_probs": rows}, {}) for rows in (actual, expected)))
+    assert_same(Result({"log_probs": actual}, {}), Result({"log_probs": expected}, {}))
 
 
 def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(engines: Engines) -> None:

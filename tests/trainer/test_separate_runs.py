@@ -26,28 +26,25 @@ RECIPE = (
 
 
 SEPARATE_ASYNC = (
+    *SERVERS_APART,
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=2",
     "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=1",
 )
 FULLY_ASYNC = (
+    *RECIPE,
     "data.gen_batch_size=1",
     "rollout.n=8",
     "rollout.total_rollout_steps=16",
     "async_training.trigger_parameter_sync_step=2",
 )
+ONE_STEP_MAIN = "verl.experimental.one_step_off_policy.main_ppo"
+FULLY_MAIN = "verl.experimental.fully_async_policy.fully_async_main"
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "separate_async": ((*SERVERS_APART, *SEPARATE_ASYNC), {}),
-    "one_step_off": (RECIPE, {"ENTRY_POINT": "verl.experimental.one_step_off_policy.main_ppo"}),
-    "fully_async": (
-        (*RECIPE, *FULLY_ASYNC),
-        {
-            "ENTRY_POINT": "verl.experimental.fully_async_policy.fully_async_main",
-            "TRAIN_BATCH_SIZE": "0",
-            "TOTAL_STEPS": "null",
-        },
-    ),
+    "separate_async": (SEPARATE_ASYNC, {}),
+    "one_step_off": (RECIPE, {"ENTRY_POINT": ONE_STEP_MAIN}),
+    "fully_async": (FULLY_ASYNC, {"ENTRY_POINT": FULLY_MAIN, "TRAIN_BATCH_SIZE": "0", "TOTAL_STEPS": "null"}),
 }
 
 
