@@ -46,9 +46,7 @@ CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in
     ],
     ids=["as in transformers 5.24", "as in transformers 5.15", "as in transformers 5.23"],
 )
-def test_a_change_of_the_kind_that_transformers_has_made_is_told(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, new: object, told: str
-) -> None:
+def test_a_change_of_the_kind_that_transformers_has_made_is_told(monkeypatch, owner, name, new, told) -> None:
     if new is None:
         monkeypatch.delattr(owner, name)
     else:

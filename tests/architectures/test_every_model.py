@@ -133,9 +133,7 @@ def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_pa
     "model_type",
     [name if name in ("olmo2", "qwen3") else pytest.param(name, marks=pytest.mark.slow) for name in TYPES],
 )
-def test_torch_before_2_13_trains_every_type_that_is_not_refused(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_before_2_13_trains_every_type_that_is_not_refused(model_type, tmp_path, monkeypatch) -> None:
     """A type that fails here and is not in the list of those handed float32 angles would fail in its first update."""
     if outcome_of(model_type).status != EXACT or not supports_checkpointing(model_type):
         pytest.skip("is refused, or has no gradient checkpointing")

@@ -1,6 +1,5 @@
 """docs/models.md is what the record says, the record what transformers does; faults of stock rmpad are told of."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from make_models_table import PAGE, REPOSITORY, page, read_record
+from make_models_table import PAGE, page, read_record
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -61,45 +60,32 @@ def test_types_that_do_not_tell_attention_where_sequences_begin_are_known(handed
     assert unmasked == MASKS_WITHOUT_POSITIONS & seen
 
 
-TOLD: list[tuple[str, str | None, str, str, str]] = [
-    *(
-        ("gpt_oss", implementation, device, "computes gpt_oss wrongly: its masks", "use_remove_padding=False")
-        for implementation, device in ((None, "cpu"), ("sdpa", "cuda"), ("eager", "cuda"))
-    ),
-    ("gpt_oss", None, "cuda", "", ""),
-    *(
-        (
-            model_type,
-            implementation,
-            "cuda",
-            f"computes {model_type} wrongly",
-            "attn_implementation=sdpa, or set actor_",
-        )
-        for model_type in ("persimmon", "fuyu")
-        for implementation in (None, "flash_attention_2")
-    ),
-    *((model_type, "sdpa", "cuda", "", "") for model_type in ("persimmon", "fuyu", "mistral")),
-    *((model_type, None, "cpu", "", "") for model_type in ("persimmon", "fuyu", "mistral")),
-    ("mistral", None, "cuda", "", ""),
-]
-"""A type, its attention, the device, and what is said: of masks that know no sequences, of flash-attn's positions."""
+MASKS = "its masks", "use_remove_padding=False"
+POSITIONS = "its attention", "attn_implementation=sdpa, or set actor_"
 
 
-@pytest.mark.parametrize(("model_type", "implementation", "device", "why", "fix"), TOLD)
-def test_rmpad_is_told_of_where_it_is_wrong(
-    model_type: str, implementation: str | None, device: str, why: str, fix: str
-) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "implementation", "device", "why", "fix"),
+    [
+        *(("gpt_oss", *runs, *MASKS) for runs in ((None, "cpu"), ("sdpa", "cuda"), ("eager", "cuda"))),
+        ("gpt_oss", None, "cuda", "", ""),
+        *((kind, None, "cuda", *POSITIONS) for kind in ("persimmon", "fuyu")),
+        *((kind, "flash_attention_2", "cuda", *POSITIONS) for kind in ("persimmon", "fuyu")),
+        *((kind, "sdpa", "cuda", "", "") for kind in ("persimmon", "fuyu", "mistral")),
+        *((kind, None, "cpu", "", "") for kind in ("persimmon", "fuyu", "mistral")),
+        ("mistral", None, "cuda", "", ""),
+    ],
+)
+def test_rmpad_is_told_of_where_it_is_wrong(model_type, implementation, device, why, fix) -> None:
     config = tiny_config(model_type)
     config.get_text_config()._attn_implementation = implementation
     fault = rmpad_fault(config, device)
     assert (fault is not None) == bool(why)
-    assert fault is None or (why in fault.why and fix in fault.fix)
+    assert fault is None or (f"computes {model_type} wrongly: {why}" in fault.why and fix in fault.fix)
 
 
 @pytest.mark.parametrize("obstacle", ["does not cap scores", ""])
-def test_capped_scores_on_a_flash_attn_built_without_are_told_of(
-    obstacle: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capped_scores_on_a_flash_attn_built_without_are_told_of(obstacle, monkeypatch) -> None:
     """Such a build multiplies scores by the cap in stock verl too."""
     monkeypatch.setattr(architectures, "kernel_obstacle", lambda name, device, needs=None: obstacle if needs else "")
     fault = rmpad_fault(tiny_config("gemma2"), "cuda")
@@ -112,20 +98,8 @@ def test_capped_scores_on_a_flash_attn_built_without_are_told_of(
 RENEW = "run python scripts/make_models_table.py"
 
 
-def supported_versions() -> list[str]:
-    project, usual = (REPOSITORY / "pyproject.toml").read_text(), (REPOSITORY / "constraints.txt").read_text()
-    return re.findall(r'"transformers[<>]=([\d.]+)', project) + re.findall(
-        r"^transformers==([\d.]+)", usual, re.MULTILINE
-    )
-
-
 def test_the_document_is_made_from_the_record() -> None:
     assert page(read_record()) == PAGE.read_text(), RENEW
-
-
-@pytest.mark.parametrize("version", supported_versions())
-def test_sixty_architectures_are_exact_on_the_lowest_the_usual_and_the_highest_transformers(version: str) -> None:
-    assert sum(outcome["status"] == "exact" for outcome in read_record()[version].values()) >= 60
 
 
 def test_every_type_of_the_installed_transformers_is_in_the_record_as_it_is() -> None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.layout.tries import batch_of
 from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, CachedTokens, Place, PrefixCache, StateExchange
-from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout
+from verl_pg_plugin.layout import Chunk, PackedLayout
 
 KEYS = Place(0, "k")
 
@@ -53,10 +54,8 @@ def test_tokens_that_were_taken_hold_no_memory(kept: list[int]) -> None:
 
 def chunk(num_responses: int, first_label: int = 2, **place: int) -> PackedLayout:
     """Responses of one token to the prompt 1 2 3, of which the first two are cached or published."""
-    tokens = np.array([token for i in range(num_responses) for token in (1, 2, 3, 10 + i)])
-    rows = tokens, np.arange(0, len(tokens) + 1, 4), np.full(num_responses, 3)
-    part = Chunk(num_sequences=num_responses, **place)
-    return build_packed_layout(*rows, chunk=part, first_label=first_label, forward_only=True)
+    batch = batch_of(*[((1, 2, 3), (10 + i,)) for i in range(num_responses)])
+    return batch.as_numbers.lay_out(Chunk(num_sequences=num_responses, **place), first_label)
 
 
 def cached(dtype: torch.dtype, pending: float = 0.0) -> CachedTokens:

@@ -111,9 +111,7 @@ def check(
     # flash-attn 4 compiles for a minute or more for every shape that it has not seen.
     [gpu_case(name, *shape, slow=name == "flash_attn_4" and shape != SHAPES[0]) for name in NAMES for shape in SHAPES],
 )
-def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(
-    name: str, head_dim: int, heads: tuple[int, int], window: int
-) -> None:
+def test_packed_bf16_is_as_exact_as_the_kernel_on_every_sequence_alone(name, head_dim, heads, window) -> None:
     check(name, BATCH, heads, head_dim, window)
 
 
@@ -154,9 +152,7 @@ def test_packed_capped_scores_are_as_exact_as_the_kernel_on_every_sequence_alone
         pytest.param(BATCH, (8, 8), {"value_dim": 96}, -1, id="values narrower than keys, as in latent attention"),
     ],
 )
-def test_what_kernels_do_not_compute_by_themselves_is_as_exact(
-    name: str, batch: Batch, heads: tuple[int, int], options: dict[str, Any], window: int
-) -> None:
+def test_what_kernels_do_not_compute_by_themselves_is_as_exact(name, batch, heads, options, window) -> None:
     layout, kernel = batch.layout(), select_kernel(name, "cuda")
     tensors = random_tensors(layout.num_tokens, *heads, 128, 0, torch.bfloat16, "cuda", **options)
     exact = dense_outcome(tensors.to(torch.float32), layout, batch.sequences, window)

@@ -54,9 +54,7 @@ NO_EFFECT |= {"dropout": 0.0, "is_causal": True, "output_attentions": False, "ou
     ],
     ids=["none", "scaling", "window", "no effect"],
 )
-def test_keywords_of_the_model_are_used_and_decoders_get_the_shape_that_they_reshape(
-    keywords: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_keywords_of_the_model_are_used_and_decoders_get_the_shape_that_they_reshape(keywords, options) -> None:
     asked = AttentionOptions(**{"softmax_scale": 8**-0.5, **options})
     out = call(**keywords)
     assert out.shape == (1, LAYOUT.num_tokens, 4, 8)
@@ -86,18 +84,14 @@ NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but 
         (Layer(), {"position_bias": torch.zeros(4), "dropout": 0.5}, "asks for attention dropout 0.5, position_bias, "),
     ],
 )
-def test_what_packed_attention_does_not_compute_is_refused_by_name(
-    module: nn.Module, kwargs: dict[str, Any], message: str
-) -> None:
+def test_what_packed_attention_does_not_compute_is_refused_by_name(module, kwargs, message) -> None:
     with pytest.raises(RuntimeError, match=message):
         call(module, **kwargs)
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 6, 4), (12, 3, 2), (12, 2, 3)])
-def test_heads_that_cannot_be_spread_are_named(
-    heads: int, kv_heads: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_cannot_be_spread_are_named(heads, kv_heads, ranks, monkeypatch) -> None:
     rows = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
     query, key = torch.zeros(1, heads, 2, 4), torch.zeros(1, kv_heads, 2, 4)

@@ -92,9 +92,7 @@ def test_an_unknown_kernel_is_refused_with_the_names_that_exist() -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError("no such file"), AttributeError("'cutlass' has no attribute 'ThrMma'")])
-def test_a_broken_install_is_an_error_and_no_fallback(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, error) -> None:
     """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
 
     def broken() -> Any:
@@ -121,6 +119,9 @@ def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], mi
     assert setting_obstacle("auto", "cpu", needs) == ""
 
 
+FORWARD, BACKWARD = passes.sdpa()
+
+
 def problem(lengths_q: list[int], lengths_k: list[int], **options: Any) -> Varlen:
     bounds = (torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (lengths_q, lengths_k))
     return Varlen(*bounds, max(lengths_q), max(lengths_k), 0.5, **options)
@@ -137,9 +138,7 @@ def outcome(pair: passes.Passes, tensors: list[torch.Tensor], p: Varlen) -> list
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_torchs_kernel_for_cpus_computes_what_is_written_out(
-    options: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_kernel_for_cpus_computes_what_is_written_out(options, dtype, monkeypatch) -> None:
     """Segments of a query alone, a square one, more keys than queries; where not causal also one of each alone."""
     lengths = ([5, 1, 3, 2, 0], [5, 4, 9, 0, 2]) if options == {"causal": False} else ([5, 1, 3], [5, 4, 9])
     p, generator = problem(*lengths, **options), torch.Generator().manual_seed(0)
@@ -153,50 +152,47 @@ def test_torchs_kernel_for_cpus_computes_what_is_written_out(
         torch.testing.assert_close(got, want, rtol=rtol, atol=rtol)
 
 
-def flash_attn_3_stand_in(calls: list[dict[str, Any]]) -> ModuleType:
-    """flash-attn 3 with the signatures of upstream's passes (commit 01afd16), computing with sdpa."""
-    forward, backward = passes.sdpa()
+def of_flash_attn_3(given: dict[str, Any], causal: bool) -> Varlen:
+    left, right = given["window_size_left"], given["window_size_right"]
+    assert right == (0 if left >= 0 else -1), "a causal window ends at the query"
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
+    return Varlen(*(given[name] for name in names), causal, left, given["softcap"])
 
-    def varlen(given: dict[str, Any], causal: bool) -> Varlen:
-        calls.append(given)
-        left, right = given["window_size_left"], given["window_size_right"]
-        assert right == (0 if left >= 0 else -1), "a causal window ends at the query"
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale")
-        return Varlen(*(given[name] for name in names), causal, left, given["softcap"])
 
-    def run_forward(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-        causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-    ):  # fmt: skip
-        return (*forward(q, k, v, varlen(dict(locals()), causal)), None, None)
+def flash_attn_3_forward(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+    causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+):  # fmt: skip
+    """With the signature of upstream's (commit 01afd16), computing with sdpa."""
+    return (*FORWARD(q, k, v, of_flash_attn_3(locals(), causal)), None, None)
 
-    def run_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
-        dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, sm_margin=0,
-    ):  # fmt: skip
-        backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, varlen(dict(locals()), is_causal))
 
+def flash_attn_3_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k,
+    dq, dk, dv, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic, sm_margin=0,
+):  # fmt: skip
+    assert deterministic
+    BACKWARD(dout, q, k, v, out, softmax_lse, dq, dk, dv, of_flash_attn_3(locals(), is_causal))
+
+
+def install_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: Any, backward: Any) -> None:
     module: Any = ModuleType("flash_attn_interface")
-    module._flash_attn_forward, module._flash_attn_backward = run_forward, run_backward
-    return module
+    module._flash_attn_forward, module._flash_attn_backward = forward, backward
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 3.0}], ids=str)
 def test_flash_attn_3_is_called_as_its_builds_define_it(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_3_stand_in(calls))
+    install_flash_attn_3(monkeypatch, flash_attn_3_forward, flash_attn_3_backward)
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     p = problem([5, 1, 3], [5, 4, 9], **options)
     tensors = [torch.randn(n, h, 8) for n, h in ((9, 4), (18, 2), (18, 2), (9, 4))]
     for got, want in zip(outcome(passes.flash_attn_3(), tensors, p), outcome(passes.sdpa(), tensors, p), strict=True):
         assert torch.equal(got, want)
-    assert calls[1]["deterministic"]
 
 
 def test_an_early_build_of_flash_attn_3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("flash_attn_interface")
-    module._flash_attn_forward = module._flash_attn_backward = lambda q, k, v, window_size=(-1, -1): None
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    install_flash_attn_3(monkeypatch, lambda q, k, v, window_size=(-1, -1): None, None)
     with pytest.raises(RuntimeError, match=r"flash_attn_3 .* cannot be imported \(an early build"):
         load_passes("flash_attn_3")
 
@@ -210,7 +206,7 @@ def test_softcap_on_torch_varlen_is_refused_and_not_ignored() -> None:
 
 def without_caps(*tensors: Any) -> Any:
     *tensors, p = tensors
-    return passes.sdpa()[len(tensors) > 3](*tensors, p._replace(softcap=0.0))
+    return (BACKWARD if len(tensors) > 3 else FORWARD)(*tensors, p._replace(softcap=0.0))
 
 
 def scores_times_cap(*tensors: Any) -> Any:
@@ -220,17 +216,14 @@ def scores_times_cap(*tensors: Any) -> Any:
 
 
 def no_numbers(*tensors: Any) -> Any:
-    out, lse = passes.sdpa()[0](*tensors)
+    out, lse = FORWARD(*tensors)
     return out * torch.nan, lse
 
 
 def in_bf16(*tensors: Any) -> Any:
     *tensors, p = tensors
-    out, lse = passes.sdpa()[0](*(x.bfloat16() for x in tensors), p)
+    out, lse = FORWARD(*(x.bfloat16() for x in tensors), p)
     return out.float(), lse
-
-
-FORWARD, BACKWARD = passes.sdpa()
 
 
 @pytest.mark.parametrize("head_dim", [8, 256])
@@ -245,9 +238,7 @@ FORWARD, BACKWARD = passes.sdpa()
         ((no_numbers, BACKWARD), False),
     ],
 )
-def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(
-    pair: passes.Passes, caps: bool, head_dim: int
-) -> None:
+def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(pair, caps, head_dim) -> None:
     with torch.inference_mode():
         fault = softcap_fault(pair, head_dim, "cpu")
     assert (fault == "") == caps

@@ -65,9 +65,7 @@ CHUNKED = {
 @pytest.mark.parametrize(("window", "sinks"), [(-1, False), (-1, True), (5, True)])
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 @pytest.mark.parametrize("batch", CHUNKED.values(), ids=CHUNKED)
-def test_chunks_of_a_split_group_give_what_the_whole_group_gives(
-    batch: Batch, most: int, window: int, sinks: bool, cuts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, window, sinks, cuts, monkeypatch) -> None:
     """In training order, with at most so many sequences each: pending gradients reach the chunk that owns the token."""
     cut(monkeypatch, cuts)
     whole = batch.layout()
@@ -138,9 +136,7 @@ def many_responses() -> Batch:
 
 
 @pytest.mark.parametrize("window", [-1, 72])
-def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window, monkeypatch) -> None:
     """A window of all keys but one hides none from a segment."""
     cut(monkeypatch, (4, 1e9))
     batch, recorded = many_responses(), Recorded()
@@ -184,9 +180,7 @@ def test_a_backward_gathers_no_key_of_a_prompt(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("cuts", [(4, 3), (4, 1e9), (0.5, 0.0)], ids=str)
-def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(
-    cuts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cuts, monkeypatch) -> None:
     """In bf16, where sums in float32 are rounded into memory of their own."""
     cut(monkeypatch, cuts)
     layout = many_responses().layout()

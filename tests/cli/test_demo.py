@@ -1,10 +1,9 @@
 """``demo`` makes data and a checkpoint that verl reads, tells steps as they come, and names what failed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from hydra import compose, initialize_config_module
 from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import CommandError, demo
 from verl_pg_plugin.config.preflight import preflight
+from verl_pg_plugin.demo import PROBLEMS, character_tokenizer, chat
 
 
 @pytest.fixture
@@ -35,9 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_both_trainings_read_what_was_made_and_their_medians_stand_side_by_side(
-    tmp_path: Path, runs: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_trainings_read_what_was_made_and_their_medians_stand_side_by_side(tmp_path, runs, capsys) -> None:
     assert main(["demo", "--folder", str(tmp_path / "new"), "--steps", "2"]) == 0
     table, progress = capsys.readouterr()
     assert "stock: step 2/2, 4.0 s, reward 0.500" in progress
@@ -54,32 +52,20 @@ def test_both_trainings_read_what_was_made_and_their_medians_stand_side_by_side(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_both_modes_train_and_packed_mode_updates_in_less_than_half_of_the_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_modes_train_and_packed_mode_updates_in_less_than_half_of_the_time(tmp_path, capsys) -> None:
     assert main(["demo", "--folder", str(tmp_path / "new"), "--steps", "2"]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("update_actor"))
     assert float(row.split()[-1].rstrip("x")) > 2
 
 
 def test_a_prompt_is_as_long_as_the_config_says_and_prompts_differ_from_their_first_words_on() -> None:
-    from verl_pg_plugin.demo import PROBLEMS, character_tokenizer, chat
-
-    prompts = {
-        tuple(
-            character_tokenizer().apply_chat_template(
-                chat(question, demo.SYSTEM_CHARACTERS), add_generation_prompt=True, return_dict=False
-            )
-        )
-        for question, _ in PROBLEMS[:3]
-    }
+    write = partial(character_tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
+    prompts = [write(chat(question, demo.SYSTEM_CHARACTERS)) for question, _ in PROBLEMS[:3]]
     assert {len(prompt) for prompt in prompts} == {512}
-    assert len({prompt[:30] for prompt in prompts}) == len(prompts) == 3
+    assert len({tuple(prompt[:30]) for prompt in prompts}) == 3
 
 
-def test_a_training_that_fails_ends_with_the_last_lines_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_fails_ends_with_the_last_lines_of_its_log(tmp_path, monkeypatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no room left; exit 3\n")
     python.chmod(0o755)

@@ -1,7 +1,5 @@
 """``python -m verl_pg_plugin doctor``: what it says of a machine and of overrides, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import resource
 import subprocess
@@ -30,13 +28,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what 
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
-PROCESS = {
-    "device": "cpu",
-    "platform": {"status": OK, "what": "platform", "text": "CPUPlatform"},
-    "plugin_error": "",
-    "engines": [],
-}
-
+PLATFORM = {"status": OK, "what": "platform", "text": "CPUPlatform"}
+PROCESS = {"device": "cpu", "platform": PLATFORM, "plugin_error": "", "engines": []}
 
 HOLDS_OUR_KEY = """
 from verl.workers.engine.base import BaseEngine, EngineRegistry
@@ -130,14 +123,11 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
 
 def test_warnings_leave_the_exit_code_0_no_line_is_wrapped_and_json_has_the_same_checks(capsys) -> None:
     warned, failed = Check(WARN, "a", "slow", "faster"), Check(FAIL, "b", "x" * 300, "y" * 300)
-    assert doctor.show([("Title", [warned])]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "prefix sharing: ready"
-    assert doctor.show([("Title", [warned, failed]), ("Empty", [])]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["  WARN  a  slow", "        fix: faster"]
-    assert lines[3].endswith("x" * 300)
-    assert lines[4] == "        fix: " + "y" * 300
-    assert lines[5:] == ["prefix sharing: not ready (1 problem)"]
+    assert doctor.show([("Title", [warned]), ("Empty", [])]) == 0
+    title, warning, fix, ready = capsys.readouterr().out.splitlines()
+    assert (title, warning, fix, ready) == ("Title", "  WARN  a  slow", "        fix: faster", "prefix sharing: ready")
+    assert doctor.show([("Title", [failed])]) == 1
+    assert capsys.readouterr().out.splitlines()[1:3] == [f"  FAIL  b  {failed.text}", f"        fix: {failed.fix}"]
     assert doctor.show([("Title", [warned, failed])], as_json=True) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["ready"], told["problems"]) == (False, 1)
@@ -317,9 +307,7 @@ def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: 
     ],
     ids=["split", "never", "too small", "two GPUs share a sequence", "fixed"],
 )
-def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(
-    packed: list[str], asked: list[str], state: str, said: str
-) -> None:
+def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(packed, asked, state, said) -> None:
     (line,) = (line for line in group_lines(compose_config([*packed, *asked])) if line.what == "update")
     assert line.status == state
     assert said in line.text

@@ -1,9 +1,9 @@
 """``python -m verl_pg_plugin estimate``: what would be gained on lengths, a data set, or rollouts that verl wrote."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pyarrow as pa
@@ -15,6 +15,8 @@ from tests.config.config_support import save_tokenizer
 from tests.support import save_tiny_model
 from verl_pg_plugin.__main__ import main
 
+Estimate = Callable[..., tuple[str, Any]]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -23,20 +25,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(path)
 
 
-def estimate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main(["estimate", *map(str, arguments)])
-    output = capsys.readouterr()
-    return code, output.out, output.err
+@pytest.fixture
+def estimate(capsys, tmp_path: Path, model: str) -> Estimate:
+    """What the command writes, or the one line of its error, and its figures."""
+
+    def run(arguments: str, model: object = model) -> tuple[str, Any]:
+        figures = tmp_path / "figures.json"
+        code = main(["estimate", "--model", str(model), "--json", str(figures), *arguments.split()])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "") or (code, err) == (0, "")
+        assert not err or (err.startswith("error: ") and err.count("\n") == 1)
+        return out or err, json.loads(figures.read_text()) if figures.exists() else None
+
+    return run
 
 
-def test_lengths_give_a_table_and_json(capsys, model: str, tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    code, out, err = estimate(
-        capsys, "--model", model, "--prompt", 64, "--response", 16, "--n", 8, "--groups", 2,
-        "--budget", 100, 400, "--gen-seconds", 1, "--json", figures,
-    )  # fmt: skip
-    assert (code, err) == (0, "")
-    tight, wide = json.loads(figures.read_text())
+def test_lengths_give_a_table_and_json(estimate: Estimate) -> None:
+    out, (tight, wide) = estimate("--prompt 64 --response 16 --n 8 --groups 2 --budget 100 400 --gen-seconds 1")
     assert (tight["budget"], wide["budget"]) == (100, 400)
     assert tight["logical_tokens"] == 2 * 8 * 80
     assert wide["physical_tokens"] == 2 * (63 + 8 * 16)
@@ -49,29 +54,24 @@ def test_lengths_give_a_table_and_json(capsys, model: str, tmp_path: Path) -> No
     assert lengths.startswith("2 groups of 8 responses of 16 tokens to a prompt of 64")
 
 
-def test_verls_budget_is_a_line_of_the_table_where_it_holds_a_sequence(capsys, model: str) -> None:
-    lines = estimate(capsys, "--model", model, "--prompt", 64, "--response", 16)[1].splitlines()
-    assert [line.split("  ")[0] for line in lines if "yes" in line] == ["1024", "16384 (verl)"]
+def test_verls_budget_is_a_line_of_the_table_where_it_holds_a_sequence(estimate: Estimate) -> None:
+    out, _ = estimate("--prompt 64 --response 16")
+    assert [line.split("  ")[0] for line in out.splitlines() if "yes" in line] == ["1024", "16384 (verl)"]
 
 
-def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(capsys, model: str, tmp_path: Path) -> None:
+def test_a_data_set_goes_through_the_chat_template_and_shares_its_preamble(estimate: Estimate, tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": content}] for content in ("b c", "b d", "c")]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "data.parquet")
-    figures = tmp_path / "figures.json"
-    data = ("--data", tmp_path / "data.parquet", "--response", 4, "--n", 2, "--budget", 100)
-    code, out, _ = estimate(capsys, "--model", model, *data, "--json", figures)
-    assert code == 0
+    data = f"--data {tmp_path}/data.parquet --response 4 --n 2 --budget 100"
+    out, (found,) = estimate(data)
     assert "3 prompts of 4 to 5 tokens" in out
-    (found,) = json.loads(figures.read_text())
     assert found["logical_tokens"] == 2 * (9 + 9 + 8)
     # "a a a" begins all prompts and "b" two; a row is shared where the next token is equal as well.
     assert found["physical_tokens"] == (2 + 1 + 1 + 1 + 1) + 6 * 4
-    code, _, err = estimate(capsys, "--model", model, *data, "--prompt-key", "messages")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "cannot read the column messages: No match" in err
+    assert "cannot read the column messages: No match" in estimate(f"{data} --prompt-key messages")[0]
 
 
-def test_rollouts_of_verl_are_read_by_their_prompts(capsys, model: str, tmp_path: Path) -> None:
+def test_rollouts_of_verl_are_read_by_their_prompts(estimate: Estimate, tmp_path: Path) -> None:
     lines = [
         {"input": "a b", "output": "c\u2028d", "uid": "x_0_0", "score": 1.0},  # which ends no line
         {"input": "a b", "output": "d", "uid": "x_1_0", "score": 0.0},
@@ -80,93 +80,64 @@ def test_rollouts_of_verl_are_read_by_their_prompts(capsys, model: str, tmp_path
     (tmp_path / "9.jsonl").write_text("not read")
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     (tmp_path / "10.jsonl").write_text(text + "\n", encoding="utf-8")
-    figures = tmp_path / "figures.json"
-    code, out, _ = estimate(capsys, "--model", model, "--rollouts", tmp_path, "--budget", 100, "--json", figures)
-    assert code == 0
+    out, (found,) = estimate(f"--rollouts {tmp_path} --budget 100")
     assert "2 of 2 groups of 10.jsonl, as text without special tokens" in out
-    assert json.loads(figures.read_text())[0]["logical_tokens"] == (2 + 2) + (2 + 1) + (1 + 3)
+    assert found["logical_tokens"] == (2 + 2) + (2 + 1) + (1 + 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("arguments", "dump", "message"),
     [
-        ("", "is empty"),
-        ("[]\n", "line 1, has no"),
-        ('{"uid": "x', "line 1, has no"),
-        ("\n{}\n", "line 2, has no input"),
+        ("", "", "give lengths by one of --prompt, --data and --rollouts"),
+        ("--prompt 4 --rollouts .", "", "give lengths by one of"),
+        ("--prompt 4", "", "--response is missing"),
+        ("--prompt 64 --response 8 --budget 16", "", "--budget 16 does not hold the longest sequence of 72 tokens"),
+        ("--data no_such.parquet --response 8", "", "--data no_such.parquet: no such file"),
+        ("--prompt 4 --response 4 --json /no/such/x", "", "--json /no/such/x: there is no folder /no/such"),
+        ("--rollouts no_such_folder", "", "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
+        ("--rollouts {folder}", "", "3.jsonl is empty"),
+        ("--rollouts {folder}", "[]\n", "3.jsonl, line 1, has no"),
+        ("--rollouts {folder}", '{"uid": "x', "3.jsonl, line 1, has no"),
+        ("--rollouts {folder}", "\n{}\n", "3.jsonl, line 2, has no input"),
+        ("--rollouts {folder}", '{"input": "", "output": "c"}', "at least one token of a prompt and one of a response"),
     ],
 )
-def test_a_dump_that_is_not_whole_is_named(capsys, model: str, tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "3.jsonl").write_text(text)
-    code, _, err = estimate(capsys, "--model", model, "--rollouts", tmp_path)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "3.jsonl" in err
-    assert message in err
+def test_what_is_missing_is_named(estimate: Estimate, tmp_path: Path, arguments: str, dump: str, message: str) -> None:
+    (tmp_path / "3.jsonl").write_text(dump)
+    told, _ = estimate(arguments.format(folder=tmp_path))
+    assert told.startswith("error: ")
+    assert message in told
 
 
-def test_a_prompt_without_a_token_is_one_line(capsys, model: str, tmp_path: Path) -> None:
-    (tmp_path / "3.jsonl").write_text('{"input": "", "output": "c"}')
-    code, _, err = estimate(capsys, "--model", model, "--rollouts", tmp_path)
-    assert (code, err) == (
-        2,
-        "error: a batch needs sequences with at least one token of a prompt and one of a response\n",
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give lengths by one of --prompt, --data and --rollouts"),
-        (("--prompt", 4, "--rollouts", "."), "give lengths by one of"),
-        (("--prompt", 4), "--response is missing"),
-        (
-            ("--prompt", 64, "--response", 8, "--budget", 16),
-            "--budget 16 does not hold the longest sequence of 72 tokens",
-        ),
-        (("--data", "no_such.parquet", "--response", 8), "--data no_such.parquet: no such file"),
-        (("--prompt", 4, "--response", 4, "--json", "/no/such/x"), "--json /no/such/x: there is no folder /no/such"),
-        (("--rollouts", "no_such_folder"), "has no .jsonl file; train with trainer.rollout_data_dir=<folder>"),
-    ],
-)
-def test_what_is_missing_is_one_line(capsys, model: str, arguments: tuple[object, ...], message: str) -> None:
-    code, out, err = estimate(capsys, "--model", model, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_no_budget_is_recommended_that_does_not_fit_the_memory(capsys, model: str) -> None:
-    lengths = ("--model", model, "--prompt", 64, "--response", 16, "--n", 8, "--budget", 100, 400)
-    out = estimate(capsys, *lengths, "--gpu-gib", 1e-3)[1]
+def test_no_budget_is_recommended_that_does_not_fit_the_memory(estimate: Estimate) -> None:
+    lengths = "--prompt 64 --response 16 --n 8 --budget 100 400"
+    out, _ = estimate(f"{lengths} --gpu-gib 1e-3")
     assert "no budget fits into this memory" in out
     assert "ppo_max_token_len_per_gpu=" not in out
-    out = estimate(capsys, *lengths, "--gpu-gib", 80, "--gpus", 2)[1]
+    out, _ = estimate(f"{lengths} --gpu-gib 80 --gpus 2")
     assert "assumed: 2 GPUs of 80 GiB" in out
     assert "ppo_max_token_len_per_gpu=400" in out
 
 
-def test_models_that_are_not_there_or_do_not_share_are_named(capsys, tmp_path: Path, monkeypatch) -> None:
-    def said(name: object) -> str:
-        code, out, err = estimate(capsys, "--model", name, "--prompt", 64, "--response", 8)
-        assert (code, err == "") in ((0, True), (2, False))
-        return out or err
-
-    assert "--model /nope: no such folder; pass the folder of a checkpoint" in said("/nope")
+def test_models_that_are_not_there_or_do_not_share_are_named(estimate: Estimate, tmp_path: Path, monkeypatch) -> None:
+    lengths = "--prompt 64 --response 8"
+    assert "--model /nope: no such folder; pass the folder of a checkpoint" in estimate(lengths, model="/nope")[0]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    told = said("nobody/nothing")
+    told, _ = estimate(lengths, model="nobody/nothing")
     assert told.startswith("error: --model nobody/nothing cannot be read by AutoConfig: Cannot reach")
     assert "hf download nobody/nothing --include" in told
     config = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(tmp_path)
-    assert "packed mode does not run it: the model's config says attention_dropout=0.1" in said(tmp_path)
+    told, _ = estimate(lengths, model=tmp_path)
+    assert "packed mode does not run it: the model's config says attention_dropout=0.1" in told
     config = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0, architectures=["Qwen3MoeForCausalLM"])
     config.save_pretrained(tmp_path)
-    assert "qwen3_moe has experts, and its config says neither num_experts_per_tok" in said(tmp_path)
+    told, _ = estimate(lengths, model=tmp_path)
+    assert "qwen3_moe has experts, and its config says neither num_experts_per_tok" in told
 
 
-def test_the_fastest_budget_is_named_and_not_the_one_that_gains_most_over_stock(capsys, model: str) -> None:
-    out = estimate(capsys, "--model", model, "--prompt", 64, "--response", 4, "--n", 2, "--budget", 300, 1300)[1]
+def test_the_fastest_budget_is_named_and_not_the_one_that_gains_most_over_stock(estimate: Estimate) -> None:
+    out, _ = estimate("--prompt 64 --response 4 --n 2 --budget 300 1300")
     rows = [line.split() for line in out.splitlines() if line.startswith(("300", "1300"))]
     gains = {row[0]: float(row[7][:-1]) for row in rows}
     assert gains["300"] > gains["1300"]

@@ -17,18 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
+from tests.support import TINY
 from verl_pg_plugin.config import Mode
 
-TINY = {
-    "vocab_size": 16,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 FLAGS = {
     Mode.PADDED: (False, False),
     Mode.RMPAD: (False, True),

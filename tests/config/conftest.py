@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
 from verl_pg_plugin.config import Mode, compile, machine, preflight, rules
+from verl_pg_plugin.config.keys import USE_PREFIX_GROUPER, USE_REMOVE_PADDING
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +60,7 @@ def make_config(_composed: DictConfig) -> Callable[..., DictConfig]:
 
     def make(mode: Mode = Mode.PACKED, settings: dict[str, Any] | None = None) -> DictConfig:
         config = copy.deepcopy(_composed)
-        use_prefix_grouper, use_remove_padding = FLAGS[mode]
-        flags = {
-            "actor_rollout_ref.actor.use_prefix_grouper": use_prefix_grouper,
-            "actor_rollout_ref.model.use_remove_padding": use_remove_padding,
-        }
+        flags = dict(zip((USE_PREFIX_GROUPER, USE_REMOVE_PADDING), FLAGS[mode], strict=True))
         for key, value in {**flags, **(settings or {})}.items():
             OmegaConf.update(config, key, value, force_add=True)
         return config

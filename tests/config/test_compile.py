@@ -14,20 +14,12 @@ from verl_pg_plugin.config.mode import Engine
 from verl_pg_plugin.config.rules import compiler
 
 
-def engine(**changed: Any) -> Engine:
-    """A packed Qwen3 on a GPU; ``config__X`` and ``model__X`` change a field of one of its configs."""
-    configs: dict[str, dict[str, Any]] = {
-        "config": {"strategy": "fsdp2", "use_prefix_grouper": True, "prefix_grouper": {"compile_layers": "auto"}},
-        "model": {"use_remove_padding": True},
-        "hf": {"model_type": "qwen3", "auto_map": None},
-    }
-    device = changed.pop("device", "cuda")
-    for name, value in changed.items():
-        part, _, field = name.partition("__")
-        configs[part][field] = value
-    return Engine(
-        "actor_rollout_ref.actor", configs["config"], configs["model"], device, SimpleNamespace(**configs["hf"])
-    )
+def engine(device: str = "cuda", config: Any = None, model: Any = None, **hf_config: Any) -> Engine:
+    """A packed Qwen3 on a GPU, but for what is given."""
+    flags = {"strategy": "fsdp2", "use_prefix_grouper": True, "prefix_grouper": {"compile_layers": "auto"}}
+    checkpoint = SimpleNamespace(**({"model_type": "qwen3", "auto_map": None} | hf_config))
+    model = {"use_remove_padding": True} | (model or {})
+    return Engine("actor_rollout_ref.actor", flags | (config or {}), model, device, checkpoint)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +30,7 @@ def compiler_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_auto_compiles_a_type_that_nothing_is_known_against(strategy: str) -> None:
-    assert layer_compilation(engine(config__strategy=strategy, config__wrap_policy={"min_num_params": 0})) == (
+    assert layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}})) == (
         True,
         "prefix_grouper.compile_layers=auto: nothing is known against it for qwen3 on cuda",
     )
@@ -46,28 +38,27 @@ def test_auto_compiles_a_type_that_nothing_is_known_against(strategy: str) -> No
 
 
 OWN = {"AutoModelForCausalLM": "modeling.Own"}
+FSDP1 = {"strategy": "fsdp"}
 LEFT_ALONE: list[tuple[dict[str, Any], str, bool]] = [
     # what is changed, part of the reason, whether True would compile
-    ({"model__use_remove_padding": False}, "padded groups", False),
-    ({"config__strategy": "fsdp", "model__lora_rank": 8}, "each adapter of LoRA a unit", False),
-    ({"hf__model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
-    ({"config__strategy": "fsdp", "config__use_orig_params": True, "model__lora_rank": 8}, "with LoRA", True),
-    ({"config__strategy": "fsdp", "config__wrap_policy": {"min_num_params": 1000}}, "a wrap_policy", True),
-    ({"config__strategy": "veomni"}, "VeOmni's models have not run on a GPU", True),
-    ({"config__strategy": "veomni", "config__router_replay": {"mode": "R3"}}, "router replay tells each", False),
+    ({"model": {"use_remove_padding": False}}, "padded groups", False),
+    ({"config": FSDP1, "model": {"lora_rank": 8}}, "each adapter of LoRA a unit", False),
+    ({"model_type": "apertus"}, "are 1e-4 off in a log-prob", False),
+    ({"config": FSDP1 | {"use_orig_params": True}, "model": {"lora_rank": 8}}, "with LoRA", True),
+    ({"config": FSDP1 | {"wrap_policy": {"min_num_params": 1000}}}, "a wrap_policy", True),
+    ({"config": {"strategy": "veomni"}}, "VeOmni's models have not run on a GPU", True),
+    ({"config": {"strategy": "veomni", "router_replay": {"mode": "R3"}}}, "router replay tells each", False),
     ({"device": "cpu"}, "this device is cpu", True),
-    ({"hf__auto_map": OWN, "model__trust_remote_code": True}, "a model class of its own", True),
-    ({"model__use_liger": True}, "Liger", True),
-    ({"model__tiled_mlp": {"enabled": True}}, "tiled MLP", True),
-    ({"hf__model_type": "granitemoe"}, "granitemoe have experts of their own", True),
-    ({"hf__model_type": "starcoder2"}, "1.19 times as far from float32", True),
+    ({"auto_map": OWN, "model": {"trust_remote_code": True}}, "a model class of its own", True),
+    ({"model": {"use_liger": True}}, "Liger", True),
+    ({"model": {"tiled_mlp": {"enabled": True}}}, "tiled MLP", True),
+    ({"model_type": "granitemoe"}, "granitemoe have experts of their own", True),
+    ({"model_type": "starcoder2"}, "1.19 times as far from float32", True),
 ]
 
 
 @pytest.mark.parametrize(("changed", "why", "true_compiles"), LEFT_ALONE)
-def test_auto_leaves_alone_what_speaks_against_it_and_says_why(
-    changed: dict[str, Any], why: str, true_compiles: bool
-) -> None:
+def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, true_compiles) -> None:
     compiles, reason = layer_compilation(engine(**changed))
     assert not compiles
     assert why in reason
@@ -76,7 +67,7 @@ def test_auto_leaves_alone_what_speaks_against_it_and_says_why(
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
-    on_a_cpu = engine(config__prefix_grouper={"compile_layers": asked}, device="cpu")
+    on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": asked}})
     assert layer_compilation(on_a_cpu) == (asked, f"prefix_grouper.compile_layers={asked}")
 
 
@@ -98,7 +89,7 @@ def test_machine_whose_torch_compiles_nothing_or_hides_failures_is_told(setting,
 @pytest.mark.parametrize("asked", ["auto", True])
 def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_them(asked, monkeypatch) -> None:
     """A flag that torch does not read would leave layers uncompiled without a word."""
-    fsdp1 = engine(config__strategy="fsdp", config__prefix_grouper={"compile_layers": asked}, device="cpu")
+    fsdp1 = engine("cpu", FSDP1 | {"prefix_grouper": {"compile_layers": asked}})
     assert compiler_obstacle("cpu", flat_parameters=True) == ""
     assert [*compiler(fsdp1)] == []
     monkeypatch.setattr(upstream, "WHOLE", "_no_such_flag")

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 from config_support import FLAGS, compose_config, compose_stock
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from test_rules import engine_configs
 from verl.trainer import main_ppo as verls_main_ppo
 from verl.trainer.main_ppo import TaskRunnerV1
@@ -58,8 +58,7 @@ def test_errors_are_listed_on_stderr_and_end_the_process_with_code_2(
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("mode", [Mode.RMPAD, Mode.PACKED])
-@pytest.mark.parametrize("use_v1", [True, False])
+@pytest.mark.parametrize(("mode", "use_v1"), [(Mode.RMPAD, True), (Mode.PACKED, False)])
 def test_a_run_that_can_start_gets_verls_own_task_runner(mode, use_v1, runnable_overrides, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(verls_main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
@@ -97,16 +96,10 @@ def test_without_a_line_of_trainers_every_module_imports_and_no_name_is_missed()
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp")
 
 
-@pytest.fixture
-def stock_config(runnable_overrides: list[str]):
-    def composed(*overrides: str) -> DictConfig:
-        return compose_stock(*runnable_overrides, *overrides)
-
-    return composed
-
-
-def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(stock_config) -> None:
-    config = stock_config(FLAG, "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.carry=never")
+def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role(runnable_overrides) -> None:
+    config = compose_stock(
+        *runnable_overrides, FLAG, "+prefix_grouper.logits_chunk_size=64", "+critic.fsdp.prefix_grouper.carry=never"
+    )
     assert mode_of(config) is mode_by_flags(True, config.critic.model.use_remove_padding) is Mode.PACKED
     engage(config)
     for engine in ENGINES:
@@ -123,23 +116,25 @@ def test_one_flag_brings_the_engines_and_the_options_and_keeps_those_of_one_role
 
 
 @pytest.mark.parametrize("flags", [(), ("actor_rollout_ref.model.use_remove_padding=False",)], ids=["rmpad", "padded"])
-def test_a_run_that_does_not_ask_is_left_alone(stock_config, flags: tuple[str, ...]) -> None:
-    config = stock_config(*flags)
+def test_a_run_that_does_not_ask_is_left_alone(runnable_overrides, flags: tuple[str, ...]) -> None:
+    config = compose_stock(*runnable_overrides, *flags)
     before = OmegaConf.to_yaml(config)
     engage(config)
     assert OmegaConf.to_yaml(config) == before
 
 
-def test_a_word_that_is_no_boolean_and_another_engine_are_refused(stock_config) -> None:
+def test_a_word_that_is_no_boolean_and_another_engine_are_refused(runnable_overrides) -> None:
     for override in (f"{ACTOR}.use_prefix_grouper=no", f"{ACTOR}.strategy=megatron"):
         with pytest.raises(ConfigError, match=override):
-            engage(stock_config(FLAG, override))
+            engage(compose_stock(*runnable_overrides, FLAG, override))
 
 
-def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(stock_config, monkeypatch) -> None:
+def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(
+    runnable_overrides, monkeypatch
+) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
-        engage_or_exit(stock_config(FLAG))
+        engage_or_exit(compose_stock(*runnable_overrides, FLAG))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

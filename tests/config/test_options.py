@@ -10,11 +10,7 @@ from verl_pg_plugin.config import PrefixGrouperOptions
 from verl_pg_plugin.config.options import OPTION_NAMES, option_issues
 
 WRONG = [
-    (
-        "attention_kernel",
-        "flash",
-        "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_var",
-    ),
+    ("attention_kernel", "flash", "is unknown; the values are auto, flash_attn_4, flash_attn_3, flash_attn_2, torch_"),
     ("attention_kernel", None, "is unknown"),
     ("activations", "mlp", "is unknown; the values are auto, all, attention, attention_on_host, inputs, inputs_on_h"),
     ("activations", True, "is unknown"),

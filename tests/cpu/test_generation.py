@@ -1,12 +1,12 @@
 """Sampling: filters keep what vLLM's keep, log-probs are those of a forward pass of each sequence alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
+from make_tiny_checkpoint import ARCHITECTURES, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate, sample
@@ -15,30 +15,22 @@ EOS = 3
 PROMPTS = [(10, 11, 12, 13, 14), (20, 21), (10, 11, 12, 13, 14), (7,)]
 
 
-def requests(**params: object) -> list[Request]:
+def requests(**params: Any) -> list[Request]:
     params = {"max_tokens": 12, **params}
-    return [
-        Request(prompt, SamplingParams(seed=index, **params))  # type: ignore[arg-type]
-        for index, prompt in enumerate(PROMPTS)
-    ]
+    return [Request(prompt, SamplingParams(seed=index, **params)) for index, prompt in enumerate(PROMPTS)]
 
 
-def run(model: PreTrainedModel, batch: list[Request], eos: int = EOS, **options: object) -> list[Completion]:
-    return generate(model, batch, eos_token_ids={eos}, **options)  # type: ignore[arg-type]
+def run(model: PreTrainedModel, batch: list[Request], eos: int = EOS, **options: Any) -> list[Completion]:
+    return generate(model, batch, eos_token_ids={eos}, **options)
 
 
 @torch.no_grad()
-def reference_log_probs(
-    model: PreTrainedModel, prompt: tuple[int, ...], response: list[int], temperature: float = 1.0
-) -> list[float]:
-    """The sequence alone, unpadded, without a cache."""
-    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
-
-
 def assert_log_probs(model: PreTrainedModel, batch: list[Request], temperature: float = 1.0) -> None:
+    """Those of each sequence alone, unpadded, without a cache."""
     for request, completion in zip(batch, run(model, batch), strict=True):
-        expected = reference_log_probs(model, request.prompt_ids, completion.token_ids, temperature)
+        prompt, response = request.prompt_ids, completion.token_ids
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
         assert completion.log_probs == pytest.approx(expected, abs=1e-5)
 
 
@@ -47,8 +39,6 @@ def test_log_probs_are_those_of_a_forward_pass_of_each_sequence_alone(model: Pre
 
 
 def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenizerBase) -> None:
-    from make_tiny_checkpoint import ARCHITECTURES, tiny_model
-
     torch.manual_seed(0)
     model = tiny_model(tokenizer, "qwen3_5_text", **ARCHITECTURES["qwen3_5_text"]).eval()
     assert_log_probs(model, requests(ignore_eos=True, max_tokens=4))
@@ -90,17 +80,6 @@ def test_an_abort_returns_the_tokens_so_far(model: PreTrainedModel) -> None:
 PROBS_V = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
 
 
-def draw(params: SamplingParams, draws: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
-    generators = [torch.Generator().manual_seed(0)] * draws
-    return sample(PROBS_V.log().expand(draws, -1), [params] * draws, generators)
-
-
-def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
-    weight_V = PROBS_V ** (1 / temperature)
-    keep_V = torch.zeros_like(weight_V).index_fill_(0, torch.tensor(kept), 1.0)
-    return weight_V * keep_V / (weight_V * keep_V).sum()
-
-
 @pytest.mark.parametrize(
     ("params", "kept", "temperature"),
     [
@@ -114,12 +93,12 @@ def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
         ({"temperature": 0}, [1], 1.0),
     ],
 )
-def test_tokens_follow_the_filtered_distribution_and_log_probs_name_it(
-    params: dict, kept: list[int], temperature: float
-) -> None:
-    expected_V = expected(kept, temperature)
-    token_B, log_prob_B = draw(SamplingParams(max_tokens=1, seed=0, **params))
-    frequency_V = torch.bincount(token_B, minlength=5) / len(token_B)
+def test_tokens_follow_the_filtered_distribution_and_log_probs_name_it(params, kept, temperature) -> None:
+    weight_V = torch.zeros(5).index_copy_(0, torch.tensor(kept), PROBS_V[kept] ** (1 / temperature))
+    expected_V, draws, asked = weight_V / weight_V.sum(), 4000, SamplingParams(max_tokens=1, seed=0, **params)
+    generators = [torch.Generator().manual_seed(0)] * draws
+    token_B, log_prob_B = sample(PROBS_V.log().expand(draws, -1), [asked] * draws, generators)
+    frequency_V = torch.bincount(token_B, minlength=5) / draws
     assert frequency_V.numpy() == pytest.approx(expected_V.numpy(), abs=0.03)
     if params.get("temperature") != 0:  # a greedy token reports the unfiltered distribution, as vLLM does
         assert log_prob_B.exp().numpy() == pytest.approx(expected_V[token_B].numpy(), abs=1e-6)

@@ -1,6 +1,4 @@
-"""The rollout as verl uses it: seeds, abort and resume, weights, teachers, and what it refuses with the override."""
-
-from __future__ import annotations
+"""The rollout as verl uses it: seeds, abort and resume, weights, teachers, images, platform, and what it refuses."""
 
 import asyncio
 import random
@@ -10,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from make_image_task import draw_squares, make_tiny_vision_checkpoint
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from verl.utils import hf_processor
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+from tests.fresh import run_fresh
 from tests.support import save_tiny_model
 from verl_pg_plugin.cpu.rollout import HFReplica, HFServer, ServerAdapter
 
@@ -21,15 +23,8 @@ PROMPT = [10, 11, 12, 13]
 
 
 def rollout_config(**fields: Any) -> RolloutConfig:
-    defaults = {
-        "name": "hf",
-        "dtype": "float32",
-        "load_format": "auto",
-        "prompt_length": 32,
-        "response_length": 16,
-        "tensor_model_parallel_size": 1,
-    }
-    return RolloutConfig(**{**defaults, **fields})
+    defaults = {"name": "hf", "dtype": "float32", "load_format": "auto", "tensor_model_parallel_size": 1}
+    return RolloutConfig(**{**defaults, "prompt_length": 32, "response_length": 16, **fields})
 
 
 def make_server(checkpoint: Path, **config: Any) -> HFServer:
@@ -128,9 +123,7 @@ def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTr
     assert output.log_probs == pytest.approx(expected, abs=1e-5)
 
 
-def test_weights_come_in_buckets_and_others_than_the_models_are_refused(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_come_in_buckets_and_others_than_the_models_are_refused(checkpoint, monkeypatch) -> None:
     server = make_server(checkpoint, load_format="dummy")
     with pytest.raises(RuntimeError, match=r"lora_A.*lora\.merge=True"):
         asyncio.run(server.update_weights({"layers.0.lora_A": torch.zeros(1)}))
@@ -157,7 +150,7 @@ def test_weights_come_in_buckets_and_others_than_the_models_are_refused(
         asyncio.run(adapter.update_weights([], peft_config={"r": 8}))
 
 
-def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: Any) -> None:
     """transformers keeps the experts of a layer in one tensor, and verl sends each expert's matrices by themselves."""
     save_tiny_model(tmp_path, "qwen3_moe", num_experts=8, moe_intermediate_size=16)
     tokenizer.save_pretrained(tmp_path)
@@ -220,3 +213,66 @@ def test_what_would_be_ignored_or_mean_something_else_is_refused(checkpoint: Pat
         HFReplica(0, rollout_config(tensor_model_parallel_size=2), None, gpus_per_node=2)
     with pytest.raises(ValueError, match="vllm or sglang for reward models"):
         HFReplica(0, rollout_config(), None, gpus_per_node=1, is_reward_model=True)
+
+
+def encode(processor: Any, image: Image.Image | None) -> dict[str, torch.Tensor]:
+    shown = "<|vision_start|><|image_pad|><|vision_end|>" if image else ""
+    text = f"<|im_start|>user\n{shown}How many?<|im_end|>\n<|im_start|>assistant\n"
+    return dict(processor(text=[text], images=image and [image], return_tensors="pt"))
+
+
+def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path) -> None:
+    """Prompts of different images, of equal ones and of none, in one batch."""
+    vision_checkpoint = make_tiny_vision_checkpoint(tmp_path / "model", warm_up_steps=0)
+    processor = hf_processor(str(vision_checkpoint))
+    images = [*(draw_squares(count, random.Random(count)) for count in (2, 4, 2)), None]
+    prompts = [encode(processor, image) for image in images]
+
+    async def scenario() -> list[Any]:
+        server = make_server(vision_checkpoint, prompt_length=64, response_length=6)
+        params = {"seed": 3, "ignore_eos": True}
+        asked = (
+            server.generate(prompt["input_ids"][0].tolist(), params, "r", image_data=image and [image])
+            for prompt, image in zip(prompts, images, strict=True)
+        )
+        return await asyncio.gather(*asked)
+
+    outputs = asyncio.run(scenario())
+    model = AutoModelForImageTextToText.from_pretrained(vision_checkpoint, dtype=torch.float32)
+    placeholders = [model.config.image_token_id, model.config.video_token_id]
+    for inputs, output in zip(prompts, outputs, strict=True):
+        length, answer = inputs["input_ids"].shape[1], torch.tensor([output.token_ids])
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], dim=1)
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, answer.shape[1]))
+        inputs.pop("attention_mask")
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, length - 1 : -1]
+        assert not set(output.token_ids) & set(placeholders)
+        logits[:, placeholders] = -torch.inf
+        want = logits.log_softmax(-1).gather(-1, answer[0, :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.log_probs), want, rtol=1e-5, atol=1e-5)
+    assert outputs[0].log_probs == outputs[2].log_probs
+    assert outputs[0].log_probs != outputs[1].log_probs
+
+
+SELECTED = """
+import sys, verl
+from verl.utils.device import get_device_name, get_device_id, get_torch_device
+from verl.utils.distributed import initialize_global_process_group_ray as init
+sys.stdout.write(f'{get_device_name()} {get_device_id()} {get_torch_device().__name__} {init.__defaults__}')
+"""
+LEFT_ALONE = """
+import os, sys
+os.environ.pop("VERL_PLATFORM", None)
+import verl
+from verl.plugin.platform.platform_manager import PlatformRegistry, _detect_platform_name
+from verl.utils.distributed import initialize_global_process_group_ray as init
+registered = 'cpu' in PlatformRegistry.registered_names()
+sys.stdout.write(f'{registered} {_detect_platform_name() == "cpu"} {init.__defaults__}')
+"""
+
+
+def test_the_platform_is_selected_on_request_and_auto_detection_and_process_groups_are_left_alone_else() -> None:
+    selected, left_alone = run_fresh([(SELECTED, {"VERL_PLATFORM": "cpu"}), (LEFT_ALONE, {})])
+    assert selected.stdout.splitlines()[-1] == "cpu cpu verl_pg_plugin.cpu.device (None, 'cpu:gloo')", selected.stderr
+    assert left_alone.stdout.splitlines()[-1] == "True False (None, None)", left_alone.stderr

@@ -1,4 +1,4 @@
-"""Layouts over random trees: a token is computed once, reads its ancestors and gets every pending gradient."""
+"""The order, and layouts over random trees: a token is computed once, reads its ancestors and gets every gradient."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +22,81 @@ from tests.layout.tries import (
     response_places,
     tries,
 )
-from verl_pg_plugin.layout import Chunk, PackedLayout, build_packed_layout
+from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, Sequences, build_packed_layout, build_prefix_order
+
+
+@given(batches(with_classes=True))
+def test_neighbours_share_what_the_whole_tree_shares(batch: Batch) -> None:
+    """If a sequence shared more with one further up, tokens would be computed twice."""
+    order = batch.order()
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for sequence, num_tokens, num_shared in zip(order.sequences, order.num_tokens, order.num_shared, strict=True):
+        rows = batch.take([int(sequence)]).rows()
+        assert (num_tokens, num_shared) == (len(rows), len(rows & seen))
+        seen |= rows
+    assert int(order.num_new.sum()) == len(seen)
+    assert sorted(order.sequences.tolist()) == list(range(len(batch.sequences)))
+    keys = [(batch.class_of(s), batch.sequences[s]) for s in order.sequences.tolist()]
+    assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+def test_tokens_of_several_bytes_are_sorted_as_numbers(dtype: type) -> None:
+    """Ranks of another byte order would cut the same batch otherwise."""
+    tokens = np.array([256, 1, 0, 1, 1, 0, 65536, 1, 0, 255, 1, 0], dtype=dtype)
+    assert build_prefix_order(tokens, np.arange(0, 13, 3)).sequences.tolist() == [1, 3, 0, 2]
+
+
+def test_a_sequence_of_one_token_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="sequence 1 has fewer than two tokens"):
+        build_prefix_order(np.array([1, 2, 3]), np.array([0, 2, 3]))
+
+
+PART = st.one_of(st.integers(0, 2), st.integers(10, 11))
+"""A token of text, or an image of three tokens."""
+SEQUENCES = st.lists(
+    st.tuples(st.lists(PART, min_size=1, max_size=6), st.integers(0, 2)).map(lambda parts: [*parts[0], parts[1]]),
+    min_size=1,
+    max_size=8,
+)
+
+
+def laid_out(sequences: list[list[int]]) -> tuple[IntArray, IntArray, IntArray]:
+    """Keys, offsets and how far inside an image each stands."""
+    keys = [[key for part in parts for key in [part] * (3 if part >= 10 else 1)] for parts in sequences]
+    inside = [[k for part in parts for k in range(3 if part >= 10 else 1)] for parts in sequences]
+    return np.concatenate(keys), np.cumsum([0, *map(len, keys)]), np.concatenate(inside)
+
+
+@given(SEQUENCES)
+def test_no_fork_lies_inside_an_image_and_nothing_else_is_shared_less(sequences: list[list[int]]) -> None:
+    keys, offsets, inside = laid_out(sequences)
+    broken, whole = build_prefix_order(keys, offsets), build_prefix_order(keys, offsets, None, inside)
+    assert (inside[offsets[whole.sequences] + whole.num_shared] == 0).all()
+    lost = broken.num_shared - whole.num_shared
+    assert (lost == inside[offsets[broken.sequences] + broken.num_shared]).all()
+
+
+@given(SEQUENCES.filter(lambda sequences: all(len(parts) > 2 for parts in sequences)))
+def test_images_of_a_layout_are_whole_and_tokens_know_where_they_come_from(sequences: list[list[int]]) -> None:
+    keys, offsets, inside = laid_out(sequences)
+    layout = build_packed_layout(keys, offsets, np.ones(len(sequences), dtype=np.int64), None, inside)
+    assert (keys[layout.token_index] == layout.input_ids).all()
+    assert (keys[layout.token_index + 1] == layout.labels).all()
+    steps = inside[layout.token_index]
+    starts = np.flatnonzero((steps == 0) & (layout.input_ids >= 10))
+    assert len(starts) * 3 == (layout.input_ids >= 10).sum()
+    for start in starts.tolist():
+        assert steps[start : start + 3].tolist() == [0, 1, 2]
+        assert (np.diff(layout.token_index[start : start + 3]) == 1).all()
+
+
+def test_an_idle_prefill_computes_all_of_an_image_that_comes_first() -> None:
+    for parts, expected in (([10, 1, 2], [10, 10, 10]), ([1, 10, 2], [1])):
+        keys, offsets, inside = laid_out([parts])
+        sequences = Sequences(keys, offsets, prompt_lengths=np.ones(1, dtype=np.int64), inside=inside)
+        assert sequences.lay_out_idle_prefill().input_ids.tolist() == expected
+
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
 
@@ -95,9 +169,7 @@ def check_attends(p: LaidOut) -> None:
 
 def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_reads() -> None:
     batch = batch_of(*[(range(20), (1, 2, 3))] * 2, (range(20), (4, 5)))
-    part = Chunk(num_sequences=2, num_cached=22, num_kept=19)
-    mine, options = batch.take([1, 2]), {"first_label": 19, "forward_only": True}
-    layout = build_packed_layout(mine.tokens, mine.offsets, np.full(2, 20), chunk=part, **options)
+    layout = batch.take([1, 2]).as_numbers.lay_out(Chunk(num_sequences=2, num_cached=22, num_kept=19), first_label=19)
     assert layout.kv_index.tolist() == [*range(19), 22, 23]
     assert layout.num_gathered_kv == 21
 
@@ -128,9 +200,7 @@ def response_rows(layout: PackedLayout) -> list[tuple[int, int]]:
 
 
 @given(st.data(), ANY_BATCH)
-def test_without_gradient_a_chunk_finds_in_the_cache_what_earlier_chunks_left(
-    data: st.DataObject, batch: Batch
-) -> None:
+def test_without_gradient_a_chunk_finds_in_the_cache_what_earlier_chunks_left(data, batch) -> None:
     for group in data.draw(plans(batch)):
         cache: list[tuple[tuple[int, Key], bool]] = []
         for p in lay_out(batch, group, forward_only=True):
@@ -190,9 +260,7 @@ def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_compu
 
 
 @given(st.data(), tries(), st.booleans())
-def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(
-    data: st.DataObject, batch: Batch, forward_only: bool
-) -> None:
+def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(data, batch, forward_only) -> None:
     """In the order in which the engine runs chunks: in reverse with a gradient."""
     for group in data.draw(plans(batch)):
         layouts = [p.layout for p in lay_out(batch, group, forward_only)]
@@ -231,20 +299,15 @@ GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])
 FIRST = Chunk(num_sequences=4, num_read_next=19)
 
 
-def lay_group_out(part: Chunk, first_label: int = 19) -> PackedLayout:
-    options = {"chunk": part, "first_label": first_label, "forward_only": True}
-    return build_packed_layout(GROUP.tokens, GROUP.offsets, np.full(4, 20), **options)
-
-
 @pytest.mark.parametrize("wrong", [{"num_read_next": 25}, {"num_cached": 10}, {"num_cached": 40, "num_read_next": 0}])
 def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
-    assert lay_group_out(FIRST).num_tokens == 31
+    assert GROUP.as_numbers.lay_out(FIRST, first_label=19).num_tokens == 31
     with pytest.raises(ValueError, match="is no chunk"):
-        lay_group_out(replace(FIRST, **wrong))
+        GROUP.as_numbers.lay_out(replace(FIRST, **wrong), first_label=19)
 
 
 def test_a_token_that_is_prompt_here_and_label_elsewhere_publishes_its_head_output() -> None:
-    layout = lay_group_out(FIRST, first_label=17)
+    layout = GROUP.as_numbers.lay_out(FIRST, first_label=17)
     assert {17, 18} <= set(layout.publish.tolist()) & set(layout.head_index.tolist())
 
 
@@ -281,12 +344,25 @@ def test_the_order_of_the_batch_changes_nothing_but_where_results_go(batch: Batc
     [
         (range(6), [2, 0], "sequence 1 has an empty prompt"),
         (range(6), [2, 3], "sequence 1 has an empty response"),
-        *[
-            ([1, 2, 3, 4, 5, token], [1, 1], r"token ids must lie in \[0, 2\*\*32\), got")
-            for token in (-100, -1, 2**32)
-        ],
+        *[([1, 2, 3, 4, 5, token], [1, 1], r"ids must lie in \[0, 2\*\*32\), got") for token in (-100, -1, 2**32)],
     ],
 )
 def test_sequences_that_are_none_are_refused(tokens: list[int], prompt_lengths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_packed_layout(np.array(tokens), np.array([0, 3, 6]), np.array(prompt_lengths))
+
+
+def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token_begins_another() -> None:
+    """Lines of upstream's groups: a prompt once, then every response with the prompt's last token in front."""
+    samples = ((1, 2, 3), (7, 8)), ((4, 5), (6,)), ((1, 2, 3), (9,)), ((1, 4, 3), (7,))
+    layout = batch_of(*samples).padded_layout()
+    assert layout.group_info == [[2, 2, 1], [1, 1], [2, 1]]
+    assert layout.input_ids.tolist() == [[1, 2, 3, 7, 3], [4, 5, 0, 0, 0], [1, 4, 3, 0, 0]]
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0], [0, 1, 2, 0, 0]]
+    assert layout.labels.tolist() == [[2, 3, 7, 8, 9], [5, 6, 0, 0, 0], [4, 3, 7, 0, 0]]
+    assert layout.head_index.tolist() == [2, 3, 4, 6, 12]
+    assert layout.head_sequence.tolist() == [0, 0, 2, 1, 3]
+    assert layout.response_index.tolist() == [2, 3, 10, 6, 14]
+    assert layout.response_head.tolist() == [0, 1, 2, 3, 4]
+    assert (layout.num_tokens, layout.num_logical_tokens) == (15, 16)
+    assert [x.tolist() for x in layout.segments] == [[0, 2, 2, 0, 1, 0, 2], [2, 2, 1, 1, 1, 2, 1]], "they see prefixes"

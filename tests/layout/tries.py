@@ -13,7 +13,14 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from verl_pg_plugin.layout import PackedLayout, PrefixOrder, Sequences, build_prefix_order
+from verl_pg_plugin.layout import (
+    PackedLayout,
+    PaddedLayout,
+    PrefixOrder,
+    Sequences,
+    build_padded_layout,
+    build_prefix_order,
+)
 from verl_pg_plugin.planning import micro_batches
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, MicroBatchLimits, cut_micro_batches
 
@@ -48,6 +55,9 @@ class Batch:
     def layout(self) -> PackedLayout:
         return self.as_numbers.lay_out()
 
+    def padded_layout(self) -> PaddedLayout:
+        return build_padded_layout(self.tokens, self.offsets, self.as_numbers.prompt_lengths)
+
     def order(self) -> PrefixOrder:
         return self.as_numbers.order()
 
@@ -76,17 +86,13 @@ def response_places(batch: Batch) -> dict[int, tuple[int, Key]]:
     }
 
 
-def batch_of(*pairs: tuple[Sequence[int], Sequence[int]], classes: Sequence[int] | None = None) -> Batch:
+def batch_of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Batch:
     """A batch of (prompt, response) pairs."""
-    return Batch(
-        tuple((*prompt, *response) for prompt, response in pairs),
-        tuple(len(prompt) for prompt, _ in pairs),
-        None if classes is None else tuple(classes),
-    )
+    return Batch(tuple((*prompt, *response) for prompt, response in pairs), tuple(len(prompt) for prompt, _ in pairs))
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_sequences: int = 8, max_tail: int = 6, with_classes: bool = False) -> Batch:
+def batches(draw: st.DrawFn, max_sequences: int = 8, with_classes: bool = False) -> Batch:
     """Tries: a sequence starts afresh or branches off an earlier one; few token ids make it share deeply.
 
     Identical sequences, strict prefixes of others, single-token prompts and single-token responses all occur.
@@ -96,7 +102,7 @@ def batches(draw: st.DrawFn, max_sequences: int = 8, max_tail: int = 6, with_cla
     for _ in range(draw(st.integers(1, max_sequences))):
         parent = draw(st.sampled_from([(), *sequences]))
         stem = parent[: draw(st.integers(0, len(parent)))]
-        tail = draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=max_tail))
+        tail = draw(st.lists(token, min_size=max(0, 2 - len(stem)), max_size=6))
         sequences.append((*stem, *tail))
     prompt_lengths = tuple(draw(st.integers(1, len(sequence) - 1)) for sequence in sequences)
     classes = None
@@ -119,7 +125,7 @@ def sequence_rows(layout: PackedLayout, tokens: Sequence[int]) -> list[int]:
 
 
 @st.composite
-def tries(draw: st.DrawFn, max_sequences: int = 14) -> Batch:
+def tries(draw: st.DrawFn) -> Batch:
     """Groups with a tree of one to four levels each, and prompts that end at any depth."""
     pairs: list[tuple[Sequence[int], Sequence[int]]] = []
     for root in range(draw(st.integers(1, 3))):
@@ -129,7 +135,7 @@ def tries(draw: st.DrawFn, max_sequences: int = 14) -> Batch:
                 (*stem, *(100 * level + child for _ in range(draw(st.integers(0, 4)))))
                 for stem in stems
                 for child in range(draw(st.integers(1, 3)))
-            ][: max(max_sequences // (root + 1), 1)]
+            ][: 14 // (root + 1)]
         for stem in stems:
             tail = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
             whole = (*stem, *tail)

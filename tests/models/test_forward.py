@@ -1,4 +1,4 @@
-"""The shipped model files, alone and under verl's engine, against one sequence at a time through transformers."""
+"""The shipped model files: alone, under verl's engine and on ranks, held against one sequence at a time."""
 
 import shutil
 from pathlib import Path
@@ -6,25 +6,35 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from prefix_grouper import PrefixGrouper
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from verl.utils import ulysses
 
+from tests.engine.ranks import on_ranks
 from tests.models.models import (
+    LAYOUT,
     SAMPLES,
     WAYS,
     assemble,
+    grouped,
     load,
     packed,
     pad,
     padded,
     random_ids,
     reference,
+    result,
     save_qwen3,
+    unpack,
 )
-from tests.support import assert_same, check_exact, group, make_engine, save_tiny_model
-from verl_pg_plugin.attention.interface import ATTENTION_NAME
+from tests.support import Result, assert_same, check_exact, group, make_engine, save_tiny_model
+from verl_pg_plugin.attention.context import PackedAttention
+from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
+from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.synthetic import Sample, make_batch
 
 TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
@@ -37,9 +47,7 @@ def test_a_padded_batch_gives_what_each_sequence_gives_alone(checkpoint: str, si
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_packing_gives_what_each_sequence_gives_alone(
-    checkpoint: str, way: str, checkpointing: bool
-) -> None:
+def test_every_way_of_packing_gives_what_each_sequence_gives_alone(checkpoint, way, checkpointing) -> None:
     model = load(checkpoint).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -152,16 +160,16 @@ def test_sources_that_do_not_fit_are_rejected_before_anything_is_written(tmp_pat
     qwen = save_tiny_model(tmp_path / "qwen", "qwen3")
     other = save_tiny_model(tmp_path / "other", "llama", vocab_size=50)
     output = tmp_path / "split"
-    with pytest.raises(ValueError, match="not a Llama checkpoint: model_type is 'qwen3'"):
-        assemble(llama, 1, qwen, 1, output)
-    with pytest.raises(ValueError, match="has 2 layers, cannot take 3"):
-        assemble(llama, 3, llama, 1, output)
-    with pytest.raises(ValueError, match="vocab_size is 97 and 50"):
-        assemble(llama, 1, other, 1, output)
-    empty = Path(save_tiny_model(tmp_path / "empty", "llama"))
-    (empty / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no \.safetensors"):
-        assemble(empty, 1, llama, 1, output)
+    empty = save_tiny_model(tmp_path / "empty", "llama")
+    Path(empty, "model.safetensors").unlink()
+    for sources, message in (
+        ((llama, 1, qwen, 1), "not a Llama checkpoint: model_type is 'qwen3'"),
+        ((llama, 3, llama, 1), "has 2 layers, cannot take 3"),
+        ((llama, 1, other, 1), "vocab_size is 97 and 50"),
+        ((empty, 1, llama, 1), r"no \.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            assemble(*sources, output)
     assert not output.exists()
     assemble(llama, 1, llama, 1, output)
     with pytest.raises(FileExistsError):
@@ -198,3 +206,105 @@ def test_the_engine_is_exact_in_every_mode_and_gradients_reach_all_weights(check
     layers = [m for m in engine.module.modules() if isinstance(m, (LlamaDecoderLayer, Qwen3DecoderLayer))]
     assert len(layers) == engine.module.config.num_hidden_layers
     assert all(isinstance(layer, FSDPModule) for layer in layers), "a layer is gathered by itself"
+
+
+IDS = random_ids(2, 6)
+ONES = torch.ones(2, 6, dtype=torch.long)
+GROUPER = PrefixGrouper([[2, 2, 1], [3, 2]], device="cpu")  # (2 groups, 5 tokens)
+GROUPED = {"input_ids": IDS[:, :5], "prefix_grouper": GROUPER}
+ROWS = torch.from_numpy(LAYOUT.input_ids).unsqueeze(0)
+PREPARED = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]] * 2)}, "holes"),
+        ({"attention_mask": torch.zeros(2, 6)}, "masks every token"),
+        ({"attention_mask": torch.ones(2, 7)}, r"attention_mask \(2, 7\) and input_ids \(2, 6\) differ"),
+        ({"attention_mask": ONES, "position_ids": torch.arange(5).expand(2, 5)}, r"position_ids \(2, 5\)"),
+        ({"attention_mask": ONES, "position_ids": torch.arange(6).expand(3, 2, 6)}, r"position_ids \(3, 2, 6\)"),
+        ({"attention_mask": ONES, "output_hidden_states": True}, "output_hidden_states would be in packed order"),
+        ({"prefix_grouper": GROUPER}, r"2 groups of up to 5 tokens, but input_ids is \(2, 6\)"),
+        (GROUPED, "needs position_ids"),
+        (GROUPED | {"attention_mask": torch.ones(2, 4)}, "group sizes do not match the batch"),
+        (GROUPED | {"attention_mask": 1 - torch.eye(2, 5).int()}, "group sizes do not match the batch"),
+        ({"prefix_grouper": LAYOUT}, rf"lays out {LAYOUT.num_tokens} tokens, but input_ids is \(2, 6\)"),
+        ({"input_ids": ROWS, "position_ids": ROWS[:, 1:], "prefix_grouper": LAYOUT}, "but position_ids is"),
+        ({"input_ids": ROWS, "attention_mask": ROWS, "prefix_grouper": LAYOUT}, "says which tokens exist"),
+        ({"input_ids": ROWS, "prefix_grouper": PREPARED}, "prepared tokens need position_ids"),
+        ({"input_ids": ROWS, "prefix_grouper": LAYOUT, "use_cache": True}, "use_cache=True with a prefix_grouper"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "prefix_grouper": LAYOUT}, "needs input_ids"),
+        ({"prefix_grouper": [[2, 2, 1]]}, "prefix_grouper must be a PrefixGrouper, PackedLayout"),
+    ],
+)
+def test_contradicting_inputs_are_rejected(checkpoint: str, inputs: dict[str, Any], message: str) -> None:
+    model = load(checkpoint)
+    with pytest.raises((ValueError, TypeError), match=message):
+        model(**{"input_ids": IDS, **inputs})
+
+
+def test_attention_dropout_is_rejected_while_training(checkpoint: str) -> None:
+    model = load(checkpoint).train()
+    for layer in (m for m in model.modules() if hasattr(m, "attention_dropout")):
+        layer.attention_dropout = 0.1
+    with pytest.raises(RuntimeError, match=r"attention dropout 0\.1"):
+        model(IDS, attention_mask=ONES)
+    with pytest.raises(RuntimeError, match=r"attention dropout 0\.1"):
+        model(**GROUPED, position_ids=torch.arange(5).expand(2, 5))
+
+
+def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> None:
+    model = load(qwen3, attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="no kernel for attn_implementation='flex_attention'"):
+        model(IDS, attention_mask=ONES)
+
+
+def average(gathered: Result) -> Result:
+    """Gradients as FSDP averages them over the ranks."""
+    for gradient in gathered.gradients.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gathered
+
+
+def labels_only(model: Any) -> Result:
+    tokens, head_index = (torch.from_numpy(array) for array in (LAYOUT.input_ids, LAYOUT.head_index))
+    logits = model(tokens.unsqueeze(0), prefix_grouper=LAYOUT, logits_to_keep=head_index).logits
+    every_token = logits.new_zeros(1, LAYOUT.num_tokens, logits.shape[-1]).index_copy(1, head_index, logits)
+    return result(model, unpack(every_token))
+
+
+def sliced_by_the_caller(model: Any) -> Result:
+    """As verl's engine does it: the caller slices the inputs and gathers the outputs."""
+    tokens, position_ids, num_padding = ulysses.ulysses_pad_and_slice_inputs(
+        torch.from_numpy(LAYOUT.input_ids).unsqueeze(0),
+        torch.from_numpy(LAYOUT.position_ids).unsqueeze(0),
+        dist.get_world_size(),
+    )
+    context = PackedAttention(LAYOUT, select_kernel("sdpa", "cpu"), group=dist.group.WORLD)
+    logits = model(tokens, position_ids=position_ids, prefix_grouper=context).logits
+    logits = ulysses.gather_outputs_and_unpad(logits, gather_dim=1, unpad_dim=1, padding_size=num_padding)
+    assert context.calls[ATTENTION] == model.config.num_hidden_layers
+    return result(model, unpack(logits))
+
+
+def run_rank(rank: int, exact: list[str]) -> None:
+    ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    try:
+        for path in exact:
+            for run in (padded, packed, labels_only, sliced_by_the_caller):
+                assert_same(average(run(load(path).train())), reference(path))
+            model = load(path).train()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            assert_same(average(packed(model)), reference(path))
+        with pytest.raises(ValueError, match="cannot be spread over a Ulysses group"):
+            grouped(load(exact[0]))
+    finally:
+        ulysses.set_ulysses_sequence_parallel_group(None)
+
+
+def test_every_rank_gets_what_one_process_computes(qwen3: str, split_llama: str, tmp_path: Path) -> None:
+    assert LAYOUT.num_tokens % 2, "the last rank has padding"
+    repeated = save_qwen3(tmp_path / "repeated", num_key_value_heads=1)  # one key/value head, on both ranks
+    on_ranks(2, run_rank, [qwen3, split_llama, repeated])

@@ -155,18 +155,10 @@ def test_one_row_written_out_by_hand_with_the_dtypes_that_callers_were_told() ->
         ({}, 3, 3, 20, "needs 21 tokens"),
     ],
 )
-def test_samples_that_cannot_be_packed_are_refused(
-    change: dict[str, Any], num_samples: int, pack_num: int, seq_length: int, message: str
-) -> None:
+def test_samples_that_cannot_be_packed_are_refused(change, num_samples, pack_num, seq_length, message) -> None:
     samples = [SAMPLE | change] * num_samples
     with pytest.raises(ValueError, match=message):
         pack_grouped_data(samples, pack_num, seq_length=seq_length, pad_token_id=EOS)
-
-
-def test_no_samples_give_no_packs_and_one_that_fits_no_row_is_named() -> None:
-    assert create_pack_group([], 2, 10) == []
-    with pytest.raises(ValueError, match="sample 0 has 6 tokens"):
-        create_pack_group([SAMPLE], 2, 7)
 
 
 @given(st.lists(st.integers(-5, 5), max_size=8), st.integers(0, 6), st.integers(-9, 9))

@@ -21,9 +21,7 @@ def random_case(bs: int, seq: int, num_segments: int, seed: int = 0) -> tuple[to
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 70), st.integers(1, 40), st.sampled_from(ID_DTYPES), st.integers(0, 2**31))
-def test_equals_the_loop_for_any_shape_of_tensors_and_arrays(
-    bs: int, seq: int, num_segments: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_equals_the_loop_for_any_shape_of_tensors_and_arrays(bs, seq, num_segments, dtype, seed) -> None:
     values, ids = random_case(bs, seq, num_segments, seed)
     # One order of additions on both sides, so not even the last bit may differ.
     expected, ids = segment_sum_by_row(values, ids, num_segments), ids.to(dtype)

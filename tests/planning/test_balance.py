@@ -1,6 +1,7 @@
-"""Ranks and mini-batches: equal in number, nearly equal in cost, and no group torn apart that fits."""
+"""Ranks and mini-batches: equal in number, nearly equal in cost, no group torn that fits, and nobody waits for long."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tests.layout.tries  # noqa: F401  (loads the hypothesis profile without a deadline)
+from tests.layout.tries import Batch, batches
 from verl_pg_plugin.layout import PrefixOrder, build_prefix_order
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning import balance
 from verl_pg_plugin.planning.balance import Balance, balance_groups, cost_together, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.planning.order import align
 
 # Half the layers of a 7B model with a window, half without; the head.
 FLOPS = ModelFlops(1.4e10, 1.2e9, (PairCost(2.6e5), PairCost(2.6e5, window=4096)))
@@ -175,16 +177,134 @@ def price(start: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> np.ndarr
     return 3.0 * tokens + 0.01 * ((start + tokens) ** 2 - start**2) + 50.0 * labels
 
 
-def order_of(sequences: list[list[int]]) -> PrefixOrder:
-    return build_prefix_order(np.concatenate(sequences), np.append(0, np.cumsum([len(s) for s in sequences])))
-
-
-@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=8), min_size=2, max_size=8), st.data())
-def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(sequences: list, data: st.DataObject) -> None:
-    order, ones = order_of(sequences), np.ones(len(sequences), dtype=np.int64)
-    chosen = sorted(data.draw(st.sets(st.integers(0, len(sequences) - 1), min_size=1)))
-    alone = order_of([sequences[order.sequences[place]] for place in chosen])
+@given(batches(), st.data())
+def test_any_sequences_in_one_place_cost_what_a_layout_of_them_costs(batch: Batch, data: st.DataObject) -> None:
+    order, ones = batch.order(), np.ones(len(batch.sequences), dtype=np.int64)
+    chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(ones) - 1), min_size=1))))
+    alone = batch.take(order.sequences[chosen]).order()
     labels = np.minimum(1, alone.num_new)
-    cost, tokens = cost_together(order, ones, price, np.array(chosen))
+    cost, tokens = cost_together(order, ones, price, chosen)
     assert cost == pytest.approx(price(alone.num_shared, alone.num_new, labels).sum())
     assert tokens == alone.num_new.sum()
+
+
+# Sessions, places and lengths tell a driver what they share, without a token -----------------------------------------
+
+
+class Rollouts:
+    """Rows of sessions with the tokens that the driver does not see."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.columns: list[tuple[int, int, int, int, int]] = []
+        self.tokens: list[np.ndarray] = []
+
+    def draw(self, length: int) -> np.ndarray:
+        return self.rng.integers(1_000_000, size=length)
+
+    def session(self, group: int, session: int, prompt: np.ndarray, turns: Sequence[tuple[int, int]]) -> None:
+        """One row per turn, of (reply, tool output) tokens."""
+        context = prompt
+        for place, (reply, tool) in enumerate(turns):
+            self.row(group, session, place, context, self.draw(reply))
+            context = np.concatenate([self.tokens[-1], self.draw(tool)])
+
+    def row(self, group: int, session: int, place: int, prompt: np.ndarray, response: np.ndarray) -> None:
+        self.columns.append((group, session, place, len(prompt), len(response)))
+        self.tokens.append(np.concatenate([prompt, response]))
+
+    def estimated(self) -> PrefixOrder:
+        return order_by_sessions(*np.array(self.columns).T)
+
+    def real(self) -> PrefixOrder:
+        offsets = np.append(0, np.cumsum([len(tokens) for tokens in self.tokens]))
+        return build_prefix_order(np.concatenate(self.tokens), offsets, classes=np.array(self.columns)[:, 0])
+
+    def price(self, order: PrefixOrder) -> float:
+        responses = np.array(self.columns)[:, 4]
+        return cost_together(order, responses, FLOPS.segments, np.arange(len(self.tokens)))[0]
+
+
+def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_share() -> None:
+    rollouts = Rollouts()
+    for group in (3, 1):
+        prompt = rollouts.draw(300)
+        for session in range(4):
+            rollouts.session(group, session, prompt, [(20, 50)] * (1 + session))
+    estimated, real = rollouts.estimated(), rollouts.real()
+    assert estimated.num_new.sum() == real.num_new.sum()
+    assert rollouts.price(estimated) == pytest.approx(rollouts.price(real), rel=1e-3)
+    groups = np.array(rollouts.columns)[estimated.sequences, 0]
+    assert groups.tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
+
+
+def test_an_edited_context_shares_what_the_sessions_share() -> None:
+    rollouts = Rollouts()
+    prompt = rollouts.draw(300)
+    rollouts.session(0, 0, prompt, [(20, 500), (20, 500)])
+    rollouts.row(0, 0, 2, np.concatenate([prompt, rollouts.draw(100)]), rollouts.draw(20))
+    rollouts.row(0, 0, 3, np.concatenate([rollouts.tokens[-1], rollouts.draw(500)]), rollouts.draw(20))
+    estimated = rollouts.estimated()
+    assert estimated.num_new.sum() == rollouts.real().num_new.sum()
+    assert estimated.num_shared.tolist() == [0, 319, 299, 419]
+
+
+def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
+    """verl fills mini-batches with copies of one sequence of 127 + 1 tokens, each a session of its own."""
+    filler = order_by_sessions(
+        np.zeros(50, dtype=np.int64), np.arange(50), np.zeros(50, dtype=np.int64), np.full(50, 127), np.ones(50, int)
+    )
+    assert filler.num_new.sum() == 127 + 49
+
+
+# Ranks that wait for each other at every micro-batch ----------------------------------------------------------------
+
+
+def chain(*costs: float) -> np.ndarray:
+    return np.array([[cost, 0.0] for cost in costs])
+
+
+def time_of(ranks: list, orders: list) -> float:
+    lines = [np.concatenate([chains[i] for i in order]) for chains, order in zip(ranks, orders, strict=True)]
+    return float(np.stack(lines).max(axis=0).sum())
+
+
+def by_mean(ranks: list) -> list:
+    return [sorted(range(len(chains)), key=lambda i, chains=chains: -chains[i].sum(1).mean()) for chains in ranks]
+
+
+def test_chains_of_unequal_parts_meet_where_they_are_dear() -> None:
+    """By their means alone, the dear part of one chain meets the cheap part of the other."""
+    ranks = [[chain(10, 2), chain(5)], [chain(8), chain(9, 1)]]
+    assert time_of(ranks, by_mean(ranks)) == 10 + 9 + 5
+    assert time_of(ranks, align(ranks)) == 10 + 2 + 8
+
+
+def test_a_phase_ends_before_the_next_begins() -> None:
+    """Exports are waited for as well: two at once take no longer than one."""
+    exporting, plain = np.array([[5.0, 0.0], [5.0, 4.0]]), chain(5)
+    ranks = [[exporting, plain, plain], [plain, exporting, plain]]
+    assert time_of(ranks, [[0, 1, 2], [0, 1, 2]]) == 20 + 8
+    assert time_of(ranks, align(ranks)) == 20 + 4
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(0, 20), min_size=2, max_size=2), min_size=6, max_size=6), min_size=1, max_size=4
+    ),
+    st.lists(st.sets(st.integers(1, 5)), min_size=4, max_size=4),
+)
+def test_chains_stay_whole_and_nobody_waits_longer_than_by_cost_alone(parts: list, cuts: list) -> None:
+    ranks = [np.split(np.array(rank, dtype=float), sorted(cut)) for rank, cut in zip(parts, cuts, strict=False)]
+    orders = align(ranks)
+    assert [sorted(order) for order in orders] == [list(range(len(chains))) for chains in ranks]
+    assert time_of(ranks, orders) <= time_of(ranks, by_mean(ranks)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chains"), [(1024, 10), (8, 200)])
+def test_the_time_does_not_grow_with_ranks_and_chains(num_ranks: int, num_chains: int) -> None:
+    rng = np.random.default_rng(0)
+    ranks = [[chain(*rng.random(3)) for _ in range(num_chains)] for _ in range(num_ranks)]
+    start = time.process_time()
+    align(ranks)
+    assert time.process_time() - start < 2

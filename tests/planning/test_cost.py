@@ -14,7 +14,6 @@ from tests.architectures.tiny_configs import tiny_config
 from tests.layout.tries import Batch, batch_of, batches
 from tests.mixers import hybrids
 from tests.modalities.tiny_vision import config_of as vision_config
-from verl_pg_plugin.layout import build_padded_layout
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops, visible_pairs
 
@@ -116,9 +115,7 @@ def keys_seen(position: int, window: int | None) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1), windows)
-def test_a_segment_pays_for_the_keys_in_the_window_of_each_query(
-    segments: list[tuple[int, int]], window: int | None
-) -> None:
+def test_a_segment_pays_for_the_keys_in_the_window_of_each_query(segments, window) -> None:
     counted = [sum(keys_seen(p, window) for p in range(a, a + n)) for a, n in segments]
     assert visible_pairs(*np.array(segments).T, window).tolist() == counted
 
@@ -134,9 +131,9 @@ def test_packed_tokens_pay_once_each_for_what_they_see(batch: Batch, window: int
 @pytest.mark.parametrize("window", [None, 2])
 def test_padded_groups_pay_for_their_rows_and_not_for_padding(window: int | None) -> None:
     batch = batch_of(((1, 2, 3), (4,)), ((1, 2, 3), (5, 6)), ((7,), (8,)))
-    padded = build_padded_layout(batch.tokens, batch.offsets, np.array(batch.prompt_lengths))
-    padded_pairs, pairs = (visible_pairs(*layout.segments, window).sum() for layout in (padded, batch.layout()))
-    assert padded_pairs == pairs
+    layouts = batch.layout(), batch.padded_layout()
+    packed, padded = (visible_pairs(*layout.segments, window).sum() for layout in layouts)
+    assert packed == padded
 
 
 GRIDS = ((1, 8, 12), (1, 4, 8))

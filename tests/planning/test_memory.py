@@ -1,37 +1,188 @@
-"""What cached tokens take of a budget follows from the sizes of the model."""
+"""Bytes of an update, and the level a micro-batch takes: what fits in stock verl fits, and the fastest is taken."""
 
+import random
 from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import pytest
 import transformers
 
 from tests.architectures.tiny_configs import tiny_config
 from tests.planning.configs import CONFIGS
-from verl_pg_plugin.planning.activation_level import Level, Levels
-from verl_pg_plugin.planning.memory import TokenBytes, cache_weights
+from verl_pg_plugin.architectures import text_skeleton
+from verl_pg_plugin.layout import build_prefix_order
+from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, OVER_STOCK, Level, Levels, Room
+from verl_pg_plugin.planning.forecast import batch_of_lengths
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
+from verl_pg_plugin.planning.micro_batches import MicroBatchLimits, cut_micro_batches, tokens_of_stock
 
-SIZES = TokenBytes.of(CONFIGS["8b"])
+GIB = 2**30
+SIZES = {name: TokenBytes.of(config) for name, config in CONFIGS.items()}
+ROOM = Room(device=40 * GIB, host=100 * GIB)
+LEVELS = Levels(sizes=SIZES["4b"], room=ROOM)
+
+
+@cache
+def weights_of(name: str, num_gpus: int) -> WeightBytes:
+    return WeightBytes.of(text_skeleton(CONFIGS[name]), num_gpus)
+
+
+def device_bytes(name: str, gpus: int, level: Level, tokens: int, labels: int, pending: int) -> float:
+    """Of an update at its peak; few labels run the LM head at once."""
+    sizes, weights, config = SIZES[name], weights_of(name, gpus), CONFIGS[name]
+    kept = tokens * sizes.waiting(level) + sizes.beside(0, pending)
+    head = weights.head if labels > 4096 else 2 * config.vocab_size * (config.hidden_size + labels)
+    return weights.fixed + kept + max(head, tokens * sizes.working(level))
+
+
+def test_what_fits_in_stock_verl_fits_here() -> None:
+    """Random models, cards, ranks and batches; the largest micro-batch at the level that is chosen."""
+    draw, fitting, worst, taken = random.Random(0), 0, [0.0, 0.0], set()
+    for _ in range(20_000):
+        name, gpus = draw.choice(list(SIZES)), draw.choice((1, 2, 4, 8, 16, 32))
+        sizes, weights, fused = SIZES[name], weights_of(name, gpus), draw.random() < 0.3
+        card, host = draw.choice((38, 78, 138)) * GIB, draw.choice((0, 20 * GIB, 200 * GIB))
+        prompt, response = draw.choice((512, 2048, 8192, 16384, 32768, 65536)), draw.choice((256, 1024, 4096))
+        n = draw.choice((1, 2, 4, 8, 16, 32))
+        budget = max(prompt + response, draw.choice((8192, 16384, 32768, 65536)))
+        stock = tokens_of_stock(np.full(2 * n, prompt + response), MicroBatchLimits(budget))
+        if weights.fixed + stock * sizes.stock(fused) > card:
+            continue
+        fitting += 1
+        levels = Levels(sizes=sizes, room=weights.room(card, host), fused_kernels=fused).within_stock(stock)
+        group = whole = prompt - 1 + n * response
+        pending = 0
+        if group > budget and not levels.keeps_whole(group, prompt - 1, prompt + response - 1):
+            pending = prompt - 1
+            takes = cache_weights(levels, forward_only=False)
+            group = int(budget - takes.published * pending)
+            group = -(-whole // -(-whole // max(group, 1)))  # chunks become of one size
+            if group < (alone := prompt - 1 + response):  # a chunk of one sequence, which publishes if that fits
+                pending *= takes.recomputing * alone + takes.published * pending <= budget
+                group = alone
+        level = levels.choose(group, 0, 0, pending)
+        taken.add(level)
+        if level.on_host:
+            assert group * sizes.held(level) <= host
+        used = device_bytes(name, gpus, level, group, min(group, n * response), pending) / card
+        worst[host > 0] = max(worst[host > 0], used)
+    assert fitting > 10_000
+    assert worst[True] <= 1, "a run that fits in stock verl does not fit here"
+    assert worst[False] <= 1.03, "without memory of the host the sizes alone decide, which err by as much"
+    assert taken == {Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS, Level.INPUTS_ON_HOST}
+
+
+def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does() -> None:
+    sizes, levels = SIZES["4b"], replace(LEVELS, room=replace(ROOM, host=1e15))
+    most = [int(ROOM.device // sizes.on_device(level)) for level in levels.ladder]
+    assert [levels.choose(tokens) for tokens in most] == list(levels.ladder)
+    assert [levels.choose(tokens + 1) for tokens in most] == [*levels.ladder[1:], Level.INPUTS_ON_HOST]
+    assert levels.choose(most[0], 0, 1000) is levels.choose(most[0], 0, 0, 1000) is Level.ATTENTION_ON_HOST
+    assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
+
+
+def test_a_host_without_room_is_left_alone() -> None:
+    held = SIZES["4b"].held(Level.ATTENTION)
+    for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
+        assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
+    assert replace(LEVELS, room=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "which offloaded weights fill"
+
+
+def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
+    assert all(replace(LEVELS, asked=level).choose(10**9) is level for level in Level)
+    assert replace(LEVELS, host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+    assert Levels().choose(10**9) is Level.ATTENTION, "on a CPU nothing waits on the host by itself"
+    assert Levels(host_alone=True).choose(10) is Level.ATTENTION_ON_HOST
+
+
+def test_no_more_is_taken_than_stock_verl_would_and_a_tenth() -> None:
+    most = OVER_STOCK * 10_000 * SIZES["4b"].stock() / SIZES["4b"].on_device(Level.ATTENTION)
+    for tokens, level in ((int(most), Level.ATTENTION), (int(most) + 1, Level.ATTENTION_ON_HOST)):
+        assert LEVELS.within_stock(10_000).choose(tokens) is level
+        assert LEVELS.within_stock(10**9).choose(tokens) is Level.ATTENTION
+    fused = replace(LEVELS, fused_kernels=True).within_stock(10_000)
+    assert fused.stock < LEVELS.within_stock(10_000).stock
+
+
+def test_ranks_that_share_tokens_share_their_bytes() -> None:
+    both = replace(LEVELS, ranks=2)
+    most = int(ROOM.device // SIZES["4b"].on_device(Level.ATTENTION))
+    assert (LEVELS.choose(2 * most), both.choose(2 * most)) == (Level.ATTENTION_ON_HOST, Level.ATTENTION)
+    assert both.within_stock(1000).stock == LEVELS.within_stock(500).stock
+
+
+def test_room_is_what_weights_and_a_reserve_leave() -> None:
+    weights = weights_of("4b", 8)
+    room = weights.room(80 * GIB, 7.0)
+    reserve = DEVICE_RESERVE * 80 * GIB
+    assert room == Room(80 * GIB - reserve - weights.fixed - weights.head, 7.0, reserve + weights.head)
+    assert weights_of("8b", 1).room(80 * GIB, 0).device < 0
+
+
+def micro_batches(prompt: int, response: int, n: int, budget: int, levels: Levels, others: int = 0) -> int:
+    """Of a group, and of others of one short sequence each."""
+    batch = batch_of_lengths([prompt, *[8] * others], [[response] * n, *[[8]] * others])
+    limits = MicroBatchLimits(budget)
+    levels = levels.within_stock(tokens_of_stock(batch.lengths, limits))
+    return sum(map(len, cut_micro_batches(build_prefix_order(batch.tokens, batch.offsets), limits, levels=levels)))
+
+
+NO_HOST = replace(LEVELS, room=replace(ROOM, host=0.0))
+LONG, WIDE = (32768, 1024, 16), (8192, 1024, 64)
+STAYS = (32768, 1024, 27)  # of 60,415 tokens, where 1.57 budgets take what stock verl does
+LITTLE = 40_000.0 * SIZES["4b"].on_device(Level.INPUTS)
+
+
+def test_a_group_above_the_budget_stays_whole_where_a_host_level_holds_it() -> None:
+    assert micro_batches(*LONG, 40960, LEVELS) == 1
+    assert micro_batches(*LONG, 40960, LEVELS, others=4) == 2, "it takes one micro-batch, and not those of its tokens"
+    assert micro_batches(*LONG, 40960, NO_HOST) == 1, "inputs take less than stock"
+    assert micro_batches(*LONG, 40960, replace(LEVELS, asked=Level.ATTENTION)) > 1
+    assert micro_batches(*LONG, 40960, Levels()) > 1, "without figures of memory the budget holds"
+
+
+def test_a_group_that_exceeds_stock_memory_is_split_but_where_its_split_would_take_more() -> None:
+    """The chunk that computes the prompt holds the sums of its gradients."""
+    assert micro_batches(*WIDE, 18432, LEVELS) > 1
+    tight = replace(LEVELS, room=replace(ROOM, device=30_000 * SIZES["4b"].on_device(Level.INPUTS_ON_HOST)))
+    assert micro_batches(8192, 1024, 32, 18432, tight) > 1
+    assert micro_batches(*STAYS, 33792, NO_HOST) == 1
+    assert micro_batches(*STAYS, 33792, replace(NO_HOST, room=Room(LITTLE, host=0))) > 1, "each chunk by itself fits"
+    assert micro_batches(*STAYS, 33792, replace(NO_HOST, room=Room(LITTLE / 2, host=0))) == 1, "nothing fits"
+    assert micro_batches(1024, 1024, 16, 4096, NO_HOST) > 1
+
+
+def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> None:
+    lengths = batch_of_lengths([50], [[50] * 8]).lengths
+    assert tokens_of_stock(lengths, MicroBatchLimits(300)) == 267
+    assert tokens_of_stock(lengths, MicroBatchLimits(100)) == 100
+    assert tokens_of_stock(lengths, MicroBatchLimits(max_sequences=3)) == 300
+
+
+# Bytes, and what cached tokens take of a budget --------------------------------------------------------------------
 
 
 def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
-    assert SIZES.held(Level.ATTENTION) == SIZES.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
-    assert (SIZES.beside(1, 0), SIZES.beside(0, 1)) == ((144 + 288) * 1024, 288 * 1024)
-    weights = cache_weights(Levels(sizes=SIZES), forward_only=False)
+    sizes = SIZES["8b"]
+    assert sizes.held(Level.ATTENTION) == sizes.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
+    assert (sizes.beside(1, 0), sizes.beside(0, 1)) == ((144 + 288) * 1024, 288 * 1024)
+    weights = cache_weights(Levels(sizes=sizes), forward_only=False)
     assert weights.cached == pytest.approx(0.745, abs=0.002)
     assert weights.published == pytest.approx(0.497, abs=0.002)
     assert weights.recomputing == pytest.approx(8 / 16.125), "the layer's input alone"
-    asked = cache_weights(Levels(Level.ATTENTION, SIZES), forward_only=False)
+    asked = cache_weights(Levels(Level.ATTENTION, sizes), forward_only=False)
     assert asked == replace(weights, recomputing=1.0), "no other level is taken than the one that is asked for"
 
 
 def test_log_probs_cache_no_sums() -> None:
-    weights = cache_weights(Levels(sizes=SIZES), forward_only=True)
+    weights = cache_weights(Levels(sizes=SIZES["8b"]), forward_only=True)
     assert weights.cached == weights.published == pytest.approx(144 / 580.5, abs=0.001)
 
 
 def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_cheaper() -> None:
     levels = (Level.ATTENTION_ON_HOST, Level.INPUTS, Level.ATTENTION, Level.ALL)
-    cached = [cache_weights(Levels(level, SIZES), forward_only=False).cached for level in levels]
+    cached = [cache_weights(Levels(level, SIZES["8b"]), forward_only=False).cached for level in levels]
     assert cached[:2] == [pytest.approx(1.5)] * 2
     assert cached == sorted(cached, reverse=True)
 
@@ -42,7 +193,7 @@ def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_c
     [("4b", (3_900, 627, 171, 328, 154, 514)), ("8b", (4_950, 773, 211, 473, 195, 640))],
 )
 def test_levels_take_what_was_measured(name: str, kilobytes: tuple[int, ...]) -> None:
-    sizes = TokenBytes.of(CONFIGS[name])
+    sizes = SIZES[name]
     found = [*(sizes.on_device(level) for level in Level), sizes.stock()]
     expected = [
         pytest.approx(1000 * kilobytes[0], rel=0.05),

@@ -61,9 +61,7 @@ def cost(plan: Plan, order: PrefixOrder, forward_only: bool) -> float:
 
 
 @given(st.data(), ANY_BATCH)
-def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_into_memory(
-    data: st.DataObject, batch: Batch
-) -> None:
+def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_into_memory(data, batch) -> None:
     """A single sequence alone, or where it keeps no attention, may take more."""
     limits, weight = data.draw(limits_for(batch)), st.sampled_from([0.0, 0.5, 1.5])
     weights = CacheWeights(data.draw(weight), data.draw(weight), data.draw(st.sampled_from([0.0, 0.5, 1.0])))
@@ -271,10 +269,6 @@ def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
     plan = cut_micro_batches(batch.order(), MicroBatchLimits(120), FREE, micro_batch_cost=4.0)
     assert [len(group) for group in plan] == [2]
     assert sum(len(part.sequences) - num_of_group(part) for part in plan[0]) == 3
-
-
-def test_the_first_label_is_that_of_the_shortest_prompt_of_the_split_group() -> None:
-    assert first_label(Cut(110).plan()[0], np.array([100] * 7 + [40])) == 39
 
 
 def behind(preamble: tuple[int, ...]) -> Batch:

@@ -1,23 +1,30 @@
-"""Cases of the benchmarks are what their names say, and what they count and compare is right."""
+"""Benchmarks: cases are what their names say, figures are of the right steps, and trainings end."""
 
 import argparse
 import csv
 import importlib
+import json
+import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import learning_curves
+import psutil
 import pytest
 from bench_attention import main as bench_attention
 from bench_longest_prompt import bisect
 from benchmarks.actor_cases import AnyCase, Work, batch_of_phase, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath
 from benchmarks.kernel_time import ATTENTION, COLLECTIVES, IDLE, MATMUL, seconds_by_class
-from benchmarks.shapes import config_of
+from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
+from benchmarks.step_runs import ScriptRun, run_to_end
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from verl_pg_plugin.architectures import skeleton
+from verl_pg_plugin.cli.demo import read_steps
 from verl_pg_plugin.mixers import PairCost
 from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -80,13 +87,6 @@ def test_a_path_is_read_as_it_is_written_and_names_its_strategy() -> None:
             EnginePath.parse(text)
 
 
-def test_the_bound_of_the_moe_shape_counts_the_three_billion_weights_that_a_token_visits() -> None:
-    module = skeleton(config_of("qwen3-30b-a3b"))
-    assert sum(weight.numel() for weight in module.parameters()) == pytest.approx(30.5e9, rel=0.01)
-    flops = ModelFlops.of(module)
-    assert (flops.per_token + flops.per_label) / 2 == pytest.approx(3.04e9, rel=0.02), "and no lookup table"
-
-
 @pytest.mark.parametrize("longest", [0, 16384, 20000, 65536, 90000, 163840, 10**6])
 def test_the_longest_prompt_that_fits_is_found_to_within_the_tokens_asked(longest: int) -> None:
     rows = list(bisect(lambda p: SimpleNamespace(prompt=p, fits=p <= longest), 16384, 163840, within=4096))
@@ -114,9 +114,7 @@ def test_seconds_of_a_profile_are_counted_by_class_and_idle_is_when_no_stream_ra
     assert seconds_by_class(events) == pytest.approx(expected)
 
 
-def test_attention_is_timed_alone_and_packed_and_both_are_compared_with_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_timed_alone_and_packed_and_both_are_compared_with_float32(tmp_path, monkeypatch) -> None:
     shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--dtype", "float32"]
     cases, table = ["--cases", "48,16,4,2", "tree:9,3,2,3"], tmp_path / "attention.csv"
     paths = ["--paths", "packed:sdpa", "alone:sdpa", "--repeats", "1", "--csv", str(table)]
@@ -128,3 +126,95 @@ def test_attention_is_timed_alone_and_packed_and_both_are_compared_with_float32(
     assert all(float(row["error"]) < 1e-5 for row in rows.values())
     shared = 47 * 48 // 2 + 4 * (16 * 47 + 16 * 17 // 2)
     assert float(rows["48,16,4,2", "packed:sdpa"]["bound"]) == pytest.approx(4 * (63 * 64 // 2) / shared)
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_step.py"
+ABOUT = (
+    *("model", "outcome", "num_gpus", "max_token_len", "rollout", "cuda_graphs", "gpu_memory_utilization"),
+    *("overrides", "device", "driver", "versions", "commit"),
+)
+
+
+def step(seconds: float, peak: float = 10.0) -> dict[str, float]:
+    """Metrics of a step in which every phase took ``seconds``."""
+    timing = {f"timing_s/{phase}": seconds for phase in PHASES}
+    figures = {"perf/throughput": 1000 / seconds, "actor/perf/max_memory_allocated_gb": peak, "perf/mfu/actor": 0.4}
+    means = {"prompt_length/mean": 64.0, "response_length/mean": 8.0, "critic/score/mean": 0.5}
+    return {**timing, **figures, **means}
+
+
+def rows(mode: str, *seconds: float, case: str = "64,8,4,4", peak: float = 10.0) -> list[StepRow]:
+    about: dict[str, Any] = {"case": case, "mode": mode, **dict.fromkeys(ABOUT)}
+    return rows_of_run([step(value, peak) for value in seconds], about)
+
+
+def test_the_first_step_never_reaches_the_figures() -> None:
+    measured = rows("packed", 100.0, 2.0, 6.0, 3.0)
+    assert [row.phase for row in measured] == list(PHASES)
+    assert {(row.seconds_median, row.seconds_min, row.seconds_max) for row in measured} == {(3.0, 2.0, 6.0)}
+    assert {row.steps_measured for row in measured} == {3}
+    assert measured[0].tokens_per_s_per_gpu == pytest.approx(1000 / 3)
+
+
+def test_speed_up_is_rmpads_time_over_the_modes_time_within_one_case() -> None:
+    other_case = rows("packed", 9.0, 9.0, case="128,8,4,4")
+    result = with_ratios([*rows("packed", 9.0, 2.0, peak=5.0), *rows("rmpad", 9.0, 5.0), *other_case])
+    speedups = {(row.case, row.mode): row.speedup for row in result if row.phase == "update_actor"}
+    assert speedups == {("64,8,4,4", "packed"): 2.5, ("64,8,4,4", "rmpad"): 1.0, ("128,8,4,4", "packed"): None}
+    assert {row.memory_ratio for row in result if row.mode == "packed" and row.case == "64,8,4,4"} == {0.5}
+
+
+def test_metrics_of_a_killed_run_are_read_up_to_the_line_it_was_writing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": index, "data": step(float(index))}) for index in (1, 2)]
+    validation = json.dumps({"step": 0, "data": {"val-core/x": 1.0}})
+    path.write_text("\n".join([validation, *lines, lines[0][:20]]))
+    assert [data["timing_s/step"] for data in read_steps(path)] == [1.0, 2.0]
+    assert read_steps(tmp_path / "none.jsonl") == []
+
+
+def test_modes_whose_learning_is_compared_get_one_seed_one_optimizer_step_and_the_same_budget(tmp_path: Path) -> None:
+    args = Namespace(output_dir=tmp_path, lr=3e-4, steps=60, overrides=["a.b=1"])
+    run = learning_curves.run_of("packed", 7, args, "gpu")
+    ours, theirs = run.environment, learning_curves.run_of("rmpad", 7, args, "gpu").environment
+    own = {"WORK_DIR", "VERL_FILE_LOGGER_PATH", "USE_PREFIX_GROUPER"}
+    assert {key for key in ours if ours[key] != theirs[key]} <= own
+    assert ours["TRAIN_BATCH_SIZE"] == ours["PPO_MINI_BATCH_SIZE"]
+    assert {"data.seed=7", "actor_rollout_ref.rollout.seed=7", "a.b=1"} <= set(run.command)
+
+
+def command_run(folder: Path, *command: str) -> ScriptRun:
+    return ScriptRun(list(command), {}, folder / "metrics.jsonl", folder / "run.log")
+
+
+def test_a_run_that_outlives_its_time_is_ended_with_every_process_it_started(tmp_path: Path) -> None:
+    """The grandchild leaves the process group, as Ray's daemons do."""
+    script = "setsid sleep 300 & echo $! > child; echo started; wait"
+    run = command_run(tmp_path, "bash", "-c", f"cd {tmp_path}; {script}")
+    assert run_to_end(run, timeout_s=2) == "timed out after 2 s"
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
+    assert run.log.read_text() == "started\n"
+    assert run_to_end(command_run(tmp_path, "bash", "-c", "exit 3"), timeout_s=30) == "exit code 3"
+    assert run_to_end(command_run(tmp_path, "true"), timeout_s=30) == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_both_modes_are_timed_on_the_cpu_and_a_mode_that_fails_keeps_the_others_figures(tmp_path: Path) -> None:
+    """End to end: generated checkpoint and prompts, verl's trainer, Ray; the third mode is refused by the plugin."""
+    results = tmp_path / "results"
+    command = [sys.executable, str(SCRIPT), "--cases", "64,8,4,2", "--steps", "2"]
+    command += ["--modes", "rmpad", "packed", "packed:attention_kernel=none_such", "--max-token-len", "1024"]
+    command += ["--work-dir", str(tmp_path / "work"), "--output-dir", str(results)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    failure = "FAILED 64,8,4,2 packed:attention_kernel=none_such: exit code 2, 0 of 2 steps"
+    assert failure in " ".join(done.stdout.split())
+    with (results / "bench_step.csv").open() as file:
+        measured = list(csv.DictReader(file))
+    assert {(row["mode"], row["outcome"]) for row in measured} == {("rmpad", "ok"), ("packed", "ok")}
+    for row in measured:
+        assert (float(row["prompt_tokens"]), float(row["response_tokens"])) == (64.0, 8.0)
+        assert float(row["seconds_median"]) > 0
+    (dedup,) = {float(row["dedup_ratio"]) for row in measured if row["mode"] == "packed"}
+    assert dedup == pytest.approx(4 * (64 + 8) / (64 + 4 * 8), rel=0.05), "one prompt, four responses"

@@ -1,7 +1,5 @@
 """The files that examples/run_qwen3_pg.sh makes are what verl and transformers can read."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -10,23 +8,15 @@ from pathlib import Path
 
 import datasets
 import pytest
-from transformers import PreTrainedTokenizerBase
+from data.arithmetic_reward import compute_score
+from data.whole_directory import whole_directory
+from make_tiny_checkpoint import TOOL_CALL_MARKS, answer_by_tool, character_tokenizer
+from verl.experimental.agent_loop.tool_parser import ToolParser
 
 from tests.cpu.conftest import SCRIPTS
 
 
-def test_the_tokenizer_gives_characters_back_and_ends_turns_with_its_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = "Sum: 3+4=7,\n(ok?)"
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-
-
-def test_rows_are_in_verls_rl_format_and_answers_are_right(
-    data: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_rows_are_in_verls_rl_format_and_answers_are_right(data, tokenizer) -> None:
     train, test = (datasets.Dataset.from_parquet(str(path)) for path in data)
     for row in [*train, *test]:
         a, b = row["prompt"][-1]["content"].rstrip("=").split("+")
@@ -50,15 +40,10 @@ TURNS = [("12", "12", 1.0), ("12", "", 0.0), ("8", "12", 1.0), ("12", "34", 0.2)
     + [(f"<tool_call>7</tool_call>\ntool\n{result}\nassistant\n{last}", score) for result, last, score in TURNS],
 )
 def test_the_reward_is_graded_and_only_the_exact_answer_scores_one(response: str, score: float) -> None:
-    from data.arithmetic_reward import compute_score
-
     assert compute_score("arithmetic", response, "12", extra_info={}) == pytest.approx(score)
 
 
 def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_special_marks_in_the_text() -> None:
-    from make_tiny_checkpoint import TOOL_CALL_MARKS, answer_by_tool, character_tokenizer
-    from verl.experimental.agent_loop.tool_parser import ToolParser
-
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(TOOL_CALL_MARKS)
     call, result, answer = answer_by_tool("3+4=", "7")
@@ -71,8 +56,6 @@ def test_the_tool_checkpoint_writes_calls_that_verls_parser_reads_and_keeps_spec
 
 
 def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
-    from data.whole_directory import whole_directory
-
     def fail_half_way() -> None:
         with whole_directory(tmp_path / "new") as scratch:
             (scratch / "half").write_text("")
@@ -81,26 +64,6 @@ def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         fail_half_way()
     assert list(tmp_path.iterdir()) == []
-
-
-def run_summary(folder: Path, metrics: str, loggers: str = "[console, file]") -> subprocess.CompletedProcess[str]:
-    roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
-    (folder / "config.yaml").write_text(f"{roles}\ntrainer: {{logger: {loggers}}}\n")
-    command = [sys.executable, SCRIPTS / "run_summary.py", metrics, "--config", folder / "config.yaml"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent)
-
-
-def test_the_summary_of_a_real_packed_run_has_every_figure(tmp_path: Path) -> None:
-    done = run_summary(tmp_path, "packed_run.jsonl")
-    assert done.returncode == 0, done.stderr
-    *words, line = done.stdout.splitlines()
-    assert words[1].startswith("shared prefixes: 52,839 tokens a mini-batch never computed (98%)")
-    assert "update_actor 8.22" in words[2]
-    summary = json.loads(line.removeprefix("run summary: "))
-    expected = {"steps": 4, "mode": "packed", "attention_backend": "sdpa", "dedup_ratio": 49.0523, "rows_saved": 52839}
-    assert expected.items() <= summary.items()
-    assert (summary["reward_first"], summary["reward_last"]) == (0.2588, 0.2785)
-    assert summary["time_old_log_prob"] > 0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +78,10 @@ def test_the_summary_of_a_real_packed_run_has_every_figure(tmp_path: Path) -> No
 def test_a_run_without_metrics_says_so_in_one_line_and_fails_only_where_it_should_have_some(
     tmp_path: Path, loggers: str, code: int, stream: str, said: str
 ) -> None:
-    done = run_summary(tmp_path, "none.jsonl", loggers)
+    roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
+    (tmp_path / "config.yaml").write_text(f"{roles}\ntrainer: {{logger: {loggers}}}\n")
+    command = [sys.executable, SCRIPTS / "run_summary.py", "none.jsonl", "--config", tmp_path / "config.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     (line,) = getattr(done, stream).splitlines()
     assert said in line

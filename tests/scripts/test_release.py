@@ -1,7 +1,5 @@
 """A release can be cut: one version, links that work on PyPI, workflows that name what is there."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib.metadata import version
