@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EXIT_USER_ERROR = 2
-"""Exit code of a process that started nothing because of its settings."""
 SHARING_OFF = "set actor_rollout_ref.actor.use_prefix_grouper=False"
 
 

@@ -19,8 +19,6 @@ from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL, USE_PREFIX_GROUPER
 from verl_pg_plugin.config.mode import mode_of
 from verl_pg_plugin.issue import Issue
 
-UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError)
-"""What transformers raises for a config.json that it cannot read, or overrides that do not fit it."""
 HERE = ("/", ".", "~")
 """How a path of this machine begins, whether there is something or not, and no hub id."""
 
@@ -45,7 +43,7 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
     try:
         hf_config = _read(config, section, folder)
-    except UNREADABLE as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of overrides that do not fit it too
         if not shares or trusted or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers
         why = f"transformers cannot read its config.json: {str(error).strip().partition(chr(10))[0]}"

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_pg_plugin.config.keys import ACTOR, CRITIC, FSDP_STRATEGIES, REF, USE_PREFIX_GROUPER, VEOMNI
 from verl_pg_plugin.config.preflight import check, sharing_issues
-from verl_pg_plugin.issue import EXIT_USER_ERROR, ConfigError
+from verl_pg_plugin.issue import ConfigError
 
 ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{CRITIC}.fsdp", f"{ACTOR}.{VEOMNI}", f"{REF}.{VEOMNI}")
 STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.config.VeOmniEngineConfig")
@@ -65,7 +65,7 @@ def exit_on_errors(check_or_engage: Callable[[DictConfig], None], config: DictCo
         check_or_engage(config)
     except (ConfigError, OmegaConfBaseException) as error:
         sys.stderr.write(f"{error}\n")
-        raise SystemExit(EXIT_USER_ERROR) from None
+        raise SystemExit(2) from None
 
 
 def _asks(config: DictConfig) -> bool:

@@ -128,11 +128,6 @@ class Engine:
         """A value of the section ``prefix_grouper``."""
         return _read(self.config, f"{OPTIONS}.{name}")
 
-    @property
-    def trains(self) -> bool:
-        """Whether the run updates its model."""
-        return self.role != REF
-
 
 def _read(section: Any, path: str) -> Any:
     for name in path.split("."):

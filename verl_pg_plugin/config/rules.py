@@ -96,7 +96,7 @@ def roles_of(config: DictConfig) -> list[str]:
 
 
 def multi_token_prediction(engine: Engine) -> Iterator[Issue]:
-    if engine.of_model("mtp.enable") and engine.trains:  # verl switches it off for the reference policy
+    if engine.of_model("mtp.enable") and engine.role != REF:  # verl switches it off for the reference policy
         why = "multi-token prediction heads read several tokens ahead, across the fork of a group"
         yield Issue(engine.model_setting("mtp.enable"), why, f"{engine.model_section}.mtp.enable=False")
 
@@ -170,7 +170,7 @@ def gradient_checkpointing(engine: Engine) -> Iterator[Issue]:
             yield Issue(f"{offload}=True", why, f"{key}=True, or {offload}=False", is_warning=True)
     elif known and not MODEL_FOR_CAUSAL_LM_MAPPING[type(engine.hf_config)].supports_gradient_checkpointing:
         yield Issue(f"{key}=True", f"transformers has no gradient checkpointing for {kind}", f"{key}=False")
-    elif engine.trains and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
+    elif engine.role != REF and casts and kind in FLOAT32_ANGLE_TYPES and not fsdp2_recomputes_as_it_ran():
         why = (
             f"FSDP2 of torch {torch.__version__} recomputes layers of {kind} with rotary angles of another dtype than "
             "their forward had, so that the first update fails, in stock verl too"
