@@ -35,10 +35,7 @@ VERSION2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 class Activations:
-    """Stands in for the checkpoint around each decoder layer of a transformers model.
-
-    ``copier`` is None on a CPU, where all memory is the host's.
-    """
+    """Stands in for the checkpoint around each decoder layer; no ``copier`` on a CPU, where memory is the host's."""
 
     def __init__(self, layers: Iterable[nn.Module], copier: PinnedCopier | None) -> None:
         self.level, self._copier = Level.ATTENTION, copier
@@ -169,13 +166,10 @@ def _parts(x: Tensor, host: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
-    """What this rank's device has for the activations of an update that is about to run; negative if less than none.
+    """Bytes for the activations of an update that is about to run; the device's are negative if it has less than none.
 
-    Args:
-        module: the sharded model; gradients that it does not have yet are counted.
-        beside: bytes that the update takes beside tokens, gathered weights among them.
-        head: bytes of the LM head, part of which runs while layers hold less than at the peak.
-        host: bytes of the host for this rank.
+    Gradients that ``module`` does not have yet are counted, and what the update takes ``beside`` tokens, as gathered
+    weights. Part of the LM head's bytes is needed while layers hold less than at the peak.
     """
     free, total = torch.cuda.mem_get_info()
     allocated, limit = torch.cuda.memory_allocated(), torch.cuda.get_per_process_memory_fraction() * total
@@ -187,10 +181,7 @@ def room_of_rank(module: Any, beside: float, head: float, host: float) -> Room:
 
 
 def host_bytes(root: Path = Path("/")) -> float:
-    """Memory that a rank may pin: what the machine or its container has, shared over the ranks of the node.
-
-    ``root`` is where ``proc`` and ``sys`` are mounted.
-    """
+    """Memory that a rank may pin: what the machine or its container has, shared over the ranks of the node."""
     lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     machine = {fields[0]: 1024 * int(fields[1]) for fields in lines if len(fields) == 3}
     free = machine["MemAvailable:"] - HOST_RESERVE * machine["MemTotal:"]

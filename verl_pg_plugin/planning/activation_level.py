@@ -96,8 +96,7 @@ class Levels:
     def choose(self, tokens: int, labels: int = 0, *cache_use: int) -> Level:
         """The fastest level that fits; where none does the smallest, since the micro-batch must run.
 
-        ``tokens`` are computed on all ranks that share them, and ``labels`` of them run the LM head; for ``cache_use``
-        of a chunk of a split group see ``TokenBytes.beside``.
+        All ranks that share them compute ``tokens``, and ``labels`` of the head; ``cache_use`` is as in ``TokenBytes``.
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
@@ -120,10 +119,8 @@ class Levels:
     def keeps_whole(self, tokens: float, shared: float, longest: float) -> bool:
         """Whether a group above the budget stays whole: within stock verl's memory, or where its split would take more.
 
-        Of splits, one reads the tokens that all share from the chunk that computes them, which holds sums beside them.
-        The other computes them in each chunk; it is left where it fits and the whole group does not.
-        ``tokens`` are the group's, ``shared`` those that all its sequences begin with, ``longest`` its longest
-        sequence's.
+        Of splits, one reads the ``shared`` tokens from the chunk that computes them, which holds sums beside them. The
+        other computes them in each chunk; it is left where the ``longest`` sequence fits and the group does not.
         """
         if self.sizes is None or self.room is None:
             return False
