@@ -36,7 +36,7 @@ WORKING: dict[str, str] = {
     "a_small_float_for_a_budget_and_numbers_for_booleans": f"{ACTOR}.ppo_max_token_len_per_gpu=1200.0 "
     f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
     "what_users_bring": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib {ROLLOUT}.name=mine "
-    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine trainer.use_v1=False "
+    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine "
     "trainer.v1.trainer_mode=mine trainer.logger=[console,clearml] reward.custom_reward_function.path=pkg://my.rewards "
     "data.custom_cls.path={data} data.custom_cls.name=Rows data.train_files=nowhere",
     "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
@@ -106,7 +106,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ("trainer.nnodes=two", "verl's own validation refuses it: TypeError", ""),
     ("trainer.n_gpus_per_node=2", "2 worker processes are asked for", "num_gpus=2"),
     (f"{ROLLOUT}.name=vllm", "vllm is not installed", "pip install 'verl[vllm]'"),
-    ("trainer.v1.trainer_mode=mine", "there are colocate_async, ", "=sync, or VERL_USE_"),
     (
         f"{MODEL}.override_config.num_experts_per_tok=0 {MODEL}.path={{models}}/qwen3_moe",
         "qwen3_moe has experts, and its config says neither",
@@ -154,7 +153,8 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
-    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager"))
+    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager trainer.v1.trainer_mode=mine"))
+    assert "no trainer is registered under that name; there are colocate_async, " in caplog.text
     assert "attention over shared prefixes replaces sdpa and flash_attention_2" in caplog.text
     assert "nothing is offloaded" in caplog.text
 

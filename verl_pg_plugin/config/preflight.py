@@ -264,7 +264,8 @@ def _unknown_trainer(config: DictConfig) -> Iterator[Issue]:
 
     if mode not in TRAINER_REGISTRY:
         why = f"no trainer is registered under that name; there are {', '.join(sorted(TRAINER_REGISTRY))}"
-        yield Issue(f"{key}={mode}", why, f"{key}=sync, or VERL_USE_EXTERNAL_MODULES=<its module> in the environment")
+        fix = f"{key}=sync, or VERL_USE_EXTERNAL_MODULES=<its module> in the environment"
+        yield Issue(f"{key}={mode}", why, fix, is_warning=True)  # a run's own entry point may register it in Ray
 
 
 def _verls_objection(config: DictConfig) -> Iterator[Issue]:
