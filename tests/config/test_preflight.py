@@ -21,35 +21,44 @@ SEPARATE = (
     "trainer.n_gpus_per_node=4 "
 )
 
-# Each row is several settings that work by themselves; an error names the one that it is about.
 WORKING: dict[str, str] = {
-    "several_files_on_two_nodes": "data.train_files=[{data},{data}] data.val_files=[{data},{data}] trainer.nnodes=2 "
-    f"trainer.n_gpus_per_node=16 {ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4",
-    "ranks_that_share_tokens": f"{ACTOR}.ulysses_sequence_parallel_size=2 {REF}.ulysses_sequence_parallel_size=2 "
-    f"{ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2 {ACTOR}.fsdp_config.offload_policy=True "
-    "prefix_grouper.compile_layers=True",
+    "hsdp": f"{ACTOR}.fsdp_config.fsdp_size=4 {REF}.fsdp_config.fsdp_size=4",
+    "several_files": "data.train_files=[{data},{data}] data.val_files=[{data},{data}]",
     "the_ignored_ulysses_of_the_critic": f"{CRITIC} {ROLLOUT}.n=1 "
     "critic.ulysses_sequence_parallel_size=2 critic.use_dynamic_bsz=True",
+    "sp2": f"{ACTOR}.ulysses_sequence_parallel_size=2 {REF}.ulysses_sequence_parallel_size=2",
+    "fsdp2_offload": f"{ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2 {ACTOR}.fsdp_config.offload_policy=True",
+    "two_nodes": "trainer.nnodes=2 trainer.n_gpus_per_node=16",
     "separate_async": SEPARATE,
-    "colocate_async": "trainer.v1.trainer_mode=colocate_async",
-    "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
-    "a_small_float_for_a_budget_and_numbers_for_booleans": f"{ACTOR}.ppo_max_token_len_per_gpu=1200.0 "
-    f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
-    "what_users_bring": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib {ROLLOUT}.name=mine "
-    f"{ACTOR}.policy_loss.loss_mode=mine algorithm.adv_estimator=mine "
-    "trainer.v1.trainer_mode=mine trainer.logger=[console,clearml] reward.custom_reward_function.path=pkg://my.rewards "
-    "data.custom_cls.path={data} data.custom_cls.name=Rows data.train_files=nowhere",
+    "budget_below_the_longest_possible_sequence": f"{ACTOR}.ppo_max_token_len_per_gpu=1200",
+    "numbers_for_booleans": f"trainer.balance_batch=1 {ACTOR}.use_kl_loss=1 {MODEL}.use_remove_padding=1",
+    "floats_for_counts": f"{ACTOR}.ppo_max_token_len_per_gpu=24576.0",
+    "a_reward_module": "reward.custom_reward_function.path=pkg://my.rewards",
+    "a_loss_and_an_estimator_of_the_users": f"{MODEL}.external_lib=my_lib algorithm.adv_estimator=mine "
+    f"{ACTOR}.policy_loss.loss_mode=mine",
+    "a_logger_that_is_not_installed": "trainer.logger=[console,clearml]",
+    "a_trainer_of_the_users": "trainer.v1.trainer_mode=mine",
+    "a_rollout_engine_of_a_plugin": f"{ROLLOUT}.name=mine",
+    "data_elsewhere": "data.train_files=hdfs://cluster/rows.parquet data.val_files=s3://bucket/rows.parquet",
+    "data_by_pattern": "data.train_files=/no/such/folder/*.parquet",
+    "data_of_a_class_of_the_users": "data.custom_cls.path={data} data.custom_cls.name=Rows data.train_files=nowhere",
+    "no_validation_files": "data.val_files=[]",
+    "a_hub_model": f"{MODEL}.path=somebody/model",
+    "a_model_on_hdfs": f"{MODEL}.path=hdfs://cluster/model",
     "a_class_of_the_checkpoints_own": f"{MODEL}.path={{own}} {MODEL}.trust_remote_code=True",
-    "a_hub_model_and_data_elsewhere": f"{MODEL}.path=somebody/model "
-    "data.train_files=hdfs://cluster/rows.parquet data.val_files=s3://bucket/rows.parquet",
-    "a_model_on_hdfs_and_data_by_pattern": f"{MODEL}.path=hdfs://cluster/model "
-    "data.train_files=/no/such/folder/*.parquet data.val_files=[]",
-    "what_nobody_reads": f"{ACTOR}.ppo_micro_batch_size_per_gpu=0 {ACTOR}.megatron.context_parallel_size=2 "
-    f"{ACTOR}.qat.enable=True {ACTOR}.use_remove_padding=False algorithm.rollout_correction.bypass_mode=True "
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz=False {ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
+    "an_architecture_of_an_external_lib": f"{MODEL}.path={{own}} {MODEL}.external_lib=my_lib",
+    "micro_batch_size_unused_under_dynamic_bsz": f"{ACTOR}.ppo_micro_batch_size_per_gpu=0",
+    "fully_async_streams": "data.train_batch_size=0 async_training.require_batches=4",
+    "a_flag_of_another_engine": f"{ACTOR}.megatron.context_parallel_size=2",
+    "a_flag_that_verls_engine_does_not_read": f"{ACTOR}.qat.enable=True",
+    "eager_attention_is_replaced": f"{MODEL}.override_config.attn_implementation=eager",
+    "a_role_with_a_padding_flag_of_its_own": f"{ACTOR}.use_remove_padding=False",
+    "mtp_of_the_reference_policy_alone": f"{REF}.use_kl_loss=True",
+    "compiled": f"prefix_grouper.compile_layers=True {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2",
+    "old_log_probs_that_nobody_computes": "algorithm.rollout_correction.bypass_mode=True "
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=0",
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
-    "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01 "
-    f"{MODEL}.override_config.attn_implementation=eager",
+    "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
 }
 
 

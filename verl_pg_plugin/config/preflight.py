@@ -80,8 +80,8 @@ def preflight(config: DictConfig) -> list[Issue]:
     found = sharing_issues(config)
     said = {issue.key for issue in found}
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
-    here = (*machine_issues(config), *_unknown_trainer(config))
-    found += [replace(issue, is_warning=_joins_cluster(config)) for issue in here]
+    found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
+    found += _unknown_trainer(config)
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
         found += _verls_objection(config)
