@@ -1,4 +1,4 @@
-"""The prefix KV cache keeps the order of a path, frees what is taken off, and sums pending gradients in float32."""
+"""The prefix KV cache continues a path, frees what is taken off, and sums pending gradients in float32."""
 
 import numpy as np
 import pytest
@@ -16,19 +16,6 @@ def block(start: int, stop: int) -> CachedTokens:
     tokens = torch.arange(start, stop, dtype=torch.float32)
     places = (KEYS, OUTPUTS)
     return CachedTokens(start, stop, {p: tokens.clone() for p in places}, dict.fromkeys(places, -tokens))
-
-
-def test_tokens_come_off_in_the_order_of_the_path_and_others_stay() -> None:
-    cache = PrefixCache()
-    cache.blocks += [block(0, 3), block(3, 7), block(7, 9)]
-    popped = cache.pop(5)
-    assert [(part.start, part.stop) for part in popped] == [(5, 7), (7, 9)]
-    for part in [*popped, *cache.blocks]:
-        tokens = torch.arange(part.start, part.stop).float()
-        assert all(torch.equal(value, tokens) for value in part.values.values())
-        assert all(torch.equal(pending, -tokens) for pending in part.pending.values())
-    assert cache.num_tokens == 5
-    assert cache.pop(5) == []
 
 
 def test_tokens_that_do_not_continue_the_path_are_an_error_and_others_take_the_place_of_what_is_there() -> None:
@@ -58,16 +45,15 @@ def chunk(num_responses: int, first_label: int = 2, **place: int) -> PackedLayou
     return batch.as_numbers.lay_out(Chunk(num_sequences=num_responses, **place), first_label)
 
 
-def cached(dtype: torch.dtype, pending: float = 0.0) -> CachedTokens:
+def cached(dtype: torch.dtype) -> CachedTokens:
     found = CachedTokens(0, 2)
     for name in "kv":
         found.put(Place(0, name), torch.zeros(2, 1, 1, dtype=dtype), has_gradient=True)
-        found.pending[Place(0, name)] += pending
     found.put(OUTPUTS, torch.zeros(2, 1), has_gradient=True)
     return found
 
 
-def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks() -> None:
+def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks_before_the_owner_rounds() -> None:
     tokens = cached(torch.bfloat16)
     access = CacheAccess(chunk(3, num_cached=2), read=[tokens])
     for total in (1.0, 2.0):  # chunks that ran before are not forgotten
@@ -75,13 +61,9 @@ def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks() -> None:
         assert tokens.pending[KEYS].flatten().tolist() == [total / 512, total]
         assert own.flatten().tolist() == [5.0] * 3
     assert not tokens.pending[Place(0, "v")].any()
-
-
-def test_the_owner_adds_pending_gradients_before_it_rounds() -> None:
-    tokens = cached(torch.bfloat16, pending=1.0)
-    access = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[tokens])
-    own = access.settle(KEYS, torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None])
-    assert own.flatten().tolist() == [258.0, 2.0, 0.0, 0.0]
+    owner = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[tokens])
+    own = owner.settle(KEYS, torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None])
+    assert own.flatten().tolist() == [257 + 2 / 512, 3.0, 0.0, 0.0]
     assert KEYS not in tokens.pending, "taken out, so that a graph that lives on does not hold it"
 
 

@@ -1,7 +1,7 @@
 """The entry in transformers' attention registry computes or refuses; it never drops an argument."""
 
-from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,30 +44,31 @@ NO_EFFECT = {"use_cache": False, "cache_position": torch.arange(3), "position_id
 NO_EFFECT |= {"dropout": 0.0, "is_causal": True, "output_attentions": False, "output_router_logits": True}
 
 
+SINKS = torch.zeros(4)
+
+
 @pytest.mark.parametrize(
     ("keywords", "options"),
     [
         ({}, {}),
         ({"scaling": 0.3}, {"softmax_scale": 0.3}),
         ({"sliding_window": 2}, {"window_size": 1}),  # transformers counts the query itself
+        ({"softcap": 30.0, "s_aux": SINKS}, {"softcap": 30.0, "sinks": SINKS}),
         (NO_EFFECT, {}),
     ],
-    ids=["none", "scaling", "window", "no effect"],
+    ids=["none", "scaling", "window", "softcap and sinks", "no effect"],
 )
-def test_keywords_of_the_model_are_used_and_decoders_get_the_shape_that_they_reshape(keywords, options) -> None:
-    asked = AttentionOptions(**{"softmax_scale": 8**-0.5, **options})
-    out = call(**keywords)
+def test_keywords_of_the_model_and_its_layers_number_are_used_and_decoders_get_the_shape_that_they_reshape(
+    keywords: dict, options: dict
+) -> None:
+    """Cached tokens lie in the cache by the number of their layer."""
+    asked = AttentionOptions(**{"softmax_scale": 8**-0.5, "layer_idx": 7, **options})
+    context = packed()
+    with patch.object(context, "attend", wraps=context.attend) as attend:
+        out = call(**keywords, prefix_grouper=context)
+    assert attend.call_args.args[-1] == asked
     assert out.shape == (1, LAYOUT.num_tokens, 4, 8)
     assert torch.equal(out, packed().attend_packed(TENSORS.q, TENSORS.k, TENSORS.v, asked).unsqueeze(0))
-
-
-def test_sinks_softcap_and_number_of_the_layer_are_handed_on() -> None:
-    """Cached tokens lie in the cache by the number of their layer."""
-    sinks, context, asked = torch.zeros(4), packed(), []
-    context.attend = lambda q, k, v, options: asked.append(options)  # type: ignore[method-assign]
-    call(prefix_grouper=context, softcap=30.0, s_aux=sinks)
-    assert asked[0].sinks is sinks
-    assert replace(asked[0], sinks=None) == AttentionOptions(8**-0.5, softcap=30.0, layer_idx=7)
 
 
 NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but got no layout"

@@ -168,7 +168,8 @@ def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: py
     assert len(gathered) > 2 * 8
 
 
-def test_a_backward_gathers_no_key_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_gathers_no_key_of_a_prompt_and_reads_it_by_no_other_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
     layout, recorded, gathers = many_responses().layout(), Recorded(), []
     tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
     monkeypatch.setattr(Gather, "sum", lambda *args, **options: gathers.append(args))
@@ -177,6 +178,7 @@ def test_a_backward_gathers_no_key_of_a_prompt(monkeypatch: pytest.MonkeyPatch) 
     (keys, rest), (prompt_keys, prompt) = recorded.backwards
     assert (keys, rest.causal) == (layout.num_tokens, True)
     assert (prompt_keys, prompt.causal) == (len(PROMPT) + 59, False)
+    assert (prompt.cu_seqlens_q.tolist(), prompt.cu_seqlens_k.tolist()) == ([0, 40 * 3], [0, prompt_keys])
 
 
 @pytest.mark.parametrize("cuts", [(4, 3), (4, 1e9), (0.5, 0.0)], ids=str)

@@ -72,13 +72,6 @@ def test_prefixes_are_read_in_place_where_that_saves_many_gathered_keys(batch: B
     assert len(read_in_place(batch.layout())[0]) == in_place
 
 
-def test_of_one_group_no_token_is_left_over() -> None:
-    """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
-    (reads,), _ = read_in_place(group(16, 2).layout())
-    assert (reads.rows, reads.keys) == (slice(99, 131), slice(0, 99))
-    assert (reads.problem.cu_seqlens_q.tolist(), reads.problem.cu_seqlens_k.tolist()) == ([0, 32], [0, 99])
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attentions_backward_takes_no_more_than_planning_counts_of_a_layer(name: str) -> None:
     """Numbers of a token on flash-attn 2, when what the MLP kept has gone and its gradients are not there."""

@@ -44,14 +44,6 @@ def test_recurrent_states_stay_with_their_requests(tokenizer: PreTrainedTokenize
     assert_log_probs(model, requests(ignore_eos=True, max_tokens=4))
 
 
-def test_a_response_does_not_depend_on_the_batch_it_was_drawn_in(model: PreTrainedModel) -> None:
-    batch = requests(ignore_eos=True)
-    for together, request in zip(run(model, batch), batch, strict=True):
-        (alone,) = run(model, [request])
-        assert together.token_ids == alone.token_ids
-        assert together.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
-
-
 def test_a_response_ends_with_the_end_token_or_at_its_own_max_tokens(model: PreTrainedModel) -> None:
     free = run(model, requests(ignore_eos=True))
     eos = free[1].token_ids[4]

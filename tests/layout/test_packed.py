@@ -306,11 +306,6 @@ def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
         GROUP.as_numbers.lay_out(replace(FIRST, **wrong), first_label=19)
 
 
-def test_a_token_that_is_prompt_here_and_label_elsewhere_publishes_its_head_output() -> None:
-    layout = GROUP.as_numbers.lay_out(FIRST, first_label=17)
-    assert {17, 18} <= set(layout.publish.tolist()) & set(layout.head_index.tolist())
-
-
 @given(batches(with_classes=True))
 def test_every_token_is_computed_once_and_segments_end_only_where_sequences_part(batch: Batch) -> None:
     """Sequences of different temperature never share a token."""
@@ -330,13 +325,6 @@ def test_every_token_is_computed_once_and_segments_end_only_where_sequences_part
     assert all(count > 1 for count in children.values())
     assert (np.diff(layout.head_index) > 0).all()
     assert set(layout.response_head.tolist()) == set(range(len(layout.head_index))), "the head runs nowhere else"
-
-
-@given(batches(), st.data())
-def test_the_order_of_the_batch_changes_nothing_but_where_results_go(batch: Batch, data: st.DataObject) -> None:
-    one, other = batch.layout(), batch.take(data.draw(st.permutations(range(len(batch.sequences))))).layout()
-    for name in ("input_ids", "labels", "cu_seqlens_q", "cu_seqlens_k", "kv_index", "segment_parent"):
-        assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
 @pytest.mark.parametrize(

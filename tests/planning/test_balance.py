@@ -145,8 +145,6 @@ def test_groups_are_cut_where_the_slowest_then_finishes_earlier_by_more_than_the
     assert whole.time > 1.3 * ideal
     assert cut.slowest_over_mean < 1.05
     assert cut.time < 1.08 * ideal, "prompts that are computed twice included"
-    assert max(problem.rank_costs(cut.order)) == pytest.approx(cut.time)
-    assert sorted(cut.order.tolist()) == list(range(64 * 64))
 
 
 def test_prompts_that_cost_more_than_they_level_are_not_computed_twice() -> None:
@@ -247,14 +245,6 @@ def test_an_edited_context_shares_what_the_sessions_share() -> None:
     estimated = rollouts.estimated()
     assert estimated.num_new.sum() == rollouts.real().num_new.sum()
     assert estimated.num_shared.tolist() == [0, 319, 299, 419]
-
-
-def test_filler_rows_cost_one_prompt_for_all_of_them() -> None:
-    """verl fills mini-batches with copies of one sequence of 127 + 1 tokens, each a session of its own."""
-    filler = order_by_sessions(
-        np.zeros(50, dtype=np.int64), np.arange(50), np.zeros(50, dtype=np.int64), np.full(50, 127), np.ones(50, int)
-    )
-    assert filler.num_new.sum() == 127 + 49
 
 
 # Ranks that wait for each other at every micro-batch ----------------------------------------------------------------

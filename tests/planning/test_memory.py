@@ -173,11 +173,8 @@ def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     assert weights.recomputing == pytest.approx(8 / 16.125), "the layer's input alone"
     asked = cache_weights(Levels(Level.ATTENTION, sizes), forward_only=False)
     assert asked == replace(weights, recomputing=1.0), "no other level is taken than the one that is asked for"
-
-
-def test_log_probs_cache_no_sums() -> None:
-    weights = cache_weights(Levels(sizes=SIZES["8b"]), forward_only=True)
-    assert weights.cached == weights.published == pytest.approx(144 / 580.5, abs=0.001)
+    of_log_probs = cache_weights(Levels(sizes=sizes), forward_only=True)
+    assert of_log_probs.cached == of_log_probs.published == pytest.approx(144 / 580.5, abs=0.001), "without sums"
 
 
 def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_cheaper() -> None:

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -174,38 +173,35 @@ def test_one_group_is_cut_into_as_many_micro_batches_as_sequences_in_seconds() -
         assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Of the group of 8: a prompt of 99 tokens, and 3 of each response."""
-
-    max_tokens: int | None = None
-    weights: CacheWeights | None = FREE
-    at_least: int = 1
-    max_sequences: int | None = None
-
-    def plan(self) -> Plan:
-        limits = MicroBatchLimits(self.max_tokens, self.max_sequences)
-        return cut_micro_batches(GROUP.order(), limits, self.weights, self.at_least, micro_batch_cost=4.0)
+def cut_group(
+    max_tokens: int | None = None,
+    weights: CacheWeights | None = FREE,
+    at_least: int = 1,
+    max_sequences: int | None = None,
+) -> Plan:
+    """Of 8 sequences: a prompt of 99 tokens, and 3 of each response."""
+    limits = MicroBatchLimits(max_tokens, max_sequences)
+    return cut_micro_batches(GROUP.order(), limits, weights, at_least, micro_batch_cost=4.0)
 
 
 CUTS = {
-    "the_limit_counts_shared_prompts_once": (Cut(99 + 8 * 3, None), [8], 0, 0),
-    "parts_of_one_size": (Cut(99 + 8 * 3 - 1, None), [4, 4], 99, 0),
-    "parts_that_fill_the_limit": (Cut(99 + 3 * 3, None), [2, 3, 3], 198, 0),
-    "another_rank_needs_2": (Cut(None, None, 2), [4, 4], 99, 0),
-    "another_rank_needs_3": (Cut(None, None, 3), [2, 2, 4], 198, 0),
-    "another_rank_needs_3_and_prompts_are_cached": (Cut(None, FREE, 3), [2, 2, 4], 0, 99),
-    "a_prompt_that_nearly_fills_the_limit_is_computed_once": (Cut(99 + 3), [1, 7], 0, 99),
-    "no_room_for_pending_gradients": (Cut(103, CacheWeights(0.5, 0.5)), [1] * 8, 693, 0),
-    "room_where_attention_is_computed_again": (Cut(103, CacheWeights(0.5, 0.5, 0.5)), [1, 7], 0, 99),
-    "no_room_even_so": (Cut(103, CacheWeights(0.5, 0.75, 0.5)), [1] * 8, 693, 0),
-    "a_micro_batch_size_in_sequences": (Cut(max_sequences=2), [2] * 4, 0, 99),
+    "the_limit_counts_shared_prompts_once": ((99 + 8 * 3, None), [8], 0, 0),
+    "parts_of_one_size": ((99 + 8 * 3 - 1, None), [4, 4], 99, 0),
+    "parts_that_fill_the_limit": ((99 + 3 * 3, None), [2, 3, 3], 198, 0),
+    "another_rank_needs_2": ((None, None, 2), [4, 4], 99, 0),
+    "another_rank_needs_3": ((None, None, 3), [2, 2, 4], 198, 0),
+    "another_rank_needs_3_and_prompts_are_cached": ((None, FREE, 3), [2, 2, 4], 0, 99),
+    "a_prompt_that_nearly_fills_the_limit_is_computed_once": ((99 + 3,), [1, 7], 0, 99),
+    "no_room_for_pending_gradients": ((103, CacheWeights(0.5, 0.5)), [1] * 8, 693, 0),
+    "room_where_attention_is_computed_again": ((103, CacheWeights(0.5, 0.5, 0.5)), [1, 7], 0, 99),
+    "no_room_even_so": ((103, CacheWeights(0.5, 0.75, 0.5)), [1] * 8, 693, 0),
+    "a_micro_batch_size_in_sequences": ((None, FREE, 1, 2), [2] * 4, 0, 99),
 }
 
 
 @pytest.mark.parametrize(("cut", "sizes", "computed_again", "prefill"), CUTS.values(), ids=CUTS)
-def test_a_group_is_cut(cut: Cut, sizes: list[int], computed_again: int, prefill: int) -> None:
-    plan = cut.plan()
+def test_a_group_is_cut(cut: tuple, sizes: list[int], computed_again: int, prefill: int) -> None:
+    plan = cut_group(*cut)
     assert sorted(len(part.sequences) for part in parts_of(plan)) == sizes
     assert (recomputed(plan, GROUP.order()), prefilled(plan)) == (computed_again, prefill)
     assert num_split(plan) == (prefill > 0)
@@ -240,7 +236,7 @@ def test_a_sequence_above_the_limit_and_more_micro_batches_than_sequences_are_re
         with pytest.raises(ValueError, match=r"sequence 1 alone needs 4 tokens of computation, more than the 3"):
             cut_micro_batches(batch.order(), MicroBatchLimits(max_tokens=3), weights)
     with pytest.raises(ValueError, match="8 sequences cannot fill 9 micro-batches"):
-        Cut(at_least=9).plan()
+        cut_group(at_least=9)
 
 
 def test_a_tiny_prefix_is_computed_again_rather_than_prefilled() -> None:
