@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from verl_pg_plugin import upstream
-from verl_pg_plugin.after_import import after_import, wait
+from verl_pg_plugin.after_import import after_import, waiting
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Put the engines, and on request the CPU default, in force; calling it again changes nothing.
 
-    Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for
-    ``run_waiting``, which engine configs call. The CPU default registers itself when it is imported.
+    Where the import of a module of ours is what imports verl, the engines may need that very module: they wait for the
+    first engine config. The CPU default registers itself when it is imported.
 
     Raises:
         Exception: what the import of verl or of an engine raises, or RuntimeError when another plugin holds our place.
@@ -40,40 +41,38 @@ def register() -> None:
     after_import("verl.trainer.ppo.ray_trainer", _keep_groups)
     after_import("verl.trainer.main_ppo", _engage_before_run)
     upstream.call_before("verl.utils.config.validate_config", _engage_or_exit)
-    if any(_loading(module) for name, module in list(sys.modules.items()) if name.startswith("verl_pg_plugin.")):
-        wait(register)
-        return
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if name.startswith("verl_pg_plugin.") and getattr(spec, "_initializing", False):
+            waiting.append(register)
+            return
 
     from verl_pg_plugin.engine.registration import register_engines  # verl asks for the platform on import
 
     logger.info("verl_pg_plugin %s: engines registered for %s", __version__, ", ".join(register_engines()))
 
 
-def _loading(module: object) -> bool:
-    return getattr(getattr(module, "__spec__", None), "_initializing", False)
-
-
 def _keep_groups() -> None:
     """In the process of the trainer, and in those that import its module for something else."""
-
-    def keep_all() -> None:
+    with _or_warn():
         from verl_pg_plugin.trainer import keep_groups, verls_trainers  # what other processes need not load
 
         for trainer_cls in verls_trainers():
-            _or_warn(keep_groups, trainer_cls)
-
-    _or_warn(keep_all)
+            with _or_warn():
+                keep_groups(trainer_cls)
 
 
 def _engage_before_run() -> None:
     """In the process of an entry point that is not verl's own."""
-    _or_warn(upstream.call_before, "verl.trainer.main_ppo.run_ppo", _engage_or_exit)
+    with _or_warn():
+        upstream.call_before("verl.trainer.main_ppo.run_ppo", _engage_or_exit)
 
 
-def _or_warn(patch: Callable[..., object], *args: Any) -> None:
+@contextmanager
+def _or_warn() -> Iterator[None]:
     """An import of verl's must not fail for it: without the patch groups stay as dispatch cuts them."""
     try:
-        patch(*args)
+        yield
     except (upstream.UpstreamChangedError, ImportError) as error:
         logger.warning("verl_pg_plugin: trainers of this verl are left alone: %s", error)
 
@@ -88,7 +87,7 @@ def _register_or_warn() -> None:
     try:
         register()
     except Exception as error:
-        wait(register)  # whoever builds one of our engine configs gets the exception
+        waiting.append(register)  # whoever builds one of our engine configs gets the exception
         logger.warning(
             "verl_pg_plugin %s: engines are not registered (%s: %s); python -m verl_pg_plugin doctor says more",
             __version__,

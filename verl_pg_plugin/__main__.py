@@ -9,20 +9,13 @@ from collections.abc import Sequence
 from verl_pg_plugin import __version__
 from verl_pg_plugin.cli import CommandError, demo, doctor, estimate, patch_model
 
-SUBCOMMANDS = (doctor, estimate, demo, patch_model)
-"""Modules with ``add_parser(subparsers)``; it sets the default ``run(args)``, which may return an exit code."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
-
-    Returns:
-        The subcommand's exit code, or 2 after an error that is written to stderr as one line.
-    """
+    """Run one subcommand: its exit code, or 2 after an error that is written to stderr as one line."""
     parser = argparse.ArgumentParser(prog="python -m verl_pg_plugin", description="Tools of verl_pg_plugin.")
     parser.add_argument("--version", action="version", version=f"verl_pg_plugin {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
-    for subcommand in SUBCOMMANDS:
+    for subcommand in (doctor, estimate, demo, patch_model):
         subcommand.add_parser(subparsers)
     args = parser.parse_args(argv)
     # What verl's imports have to say about this machine is the doctor's to tell.

@@ -10,7 +10,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_waiting: list[Callable[[], object]] = []
+waiting: list[Callable[[], object]] = []
+"""What could not be registered while one of this package's modules was being imported; engine configs call it."""
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
@@ -23,18 +24,6 @@ def after_import(name: str, action: Callable[[], object]) -> None:
         action()
     elif finder not in sys.meta_path:
         sys.meta_path.insert(0, finder)
-
-
-def wait(action: Callable[[], object]) -> None:
-    """Keep ``action`` for the next ``run_waiting``; kept twice, it runs once."""
-    if action not in _waiting:
-        _waiting.append(action)
-
-
-def run_waiting() -> None:
-    """Run what could not run while one of this package's modules was being imported; what it raises, this raises."""
-    while _waiting:
-        _waiting.pop()()
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,8 @@ _OPTIONAL = {
 }
 """How names begin that are of no use without a module; the plugin runs without any of these."""
 
-_NAMES = (*TAKES, *_PRIVATE, *_CALLS)
-NUM_NAMES = len(_NAMES)
-"""How many names ``problems`` looks at."""
+NAMES = (*TAKES, *_PRIVATE, *_CALLS)
+"""That ``problems`` looks at."""
 
 
 @cache
@@ -130,7 +129,7 @@ def installed(package: str) -> str | None:
 def problems() -> list[str]:
     """One sentence for every name that is gone or has changed in the installed versions, with what to install."""
     found = []
-    for path in _NAMES:
+    for path in NAMES:
         if any(path.startswith(beginning) and find_spec(module) is None for beginning, module in _OPTIONAL.items()):
             continue
         if why := _problem(path):
@@ -172,5 +171,5 @@ def _missing(wanted: str, there: Container[str]) -> str:
 
 if __name__ == "__main__":
     differing = [*untested(), *problems()]
-    sys.stdout.write("".join(f"{line}\n" for line in differing) or f"all {NUM_NAMES} names are as they were\n")
+    sys.stdout.write("".join(f"{line}\n" for line in differing) or f"all {len(NAMES)} names are as they were\n")
     sys.exit(len(differing) > 0)

@@ -33,11 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make data and a checkpoint, train in both modes, and show the medians.
-
-    Raises:
-        CommandError: the folder is there, or a training failed.
-    """
+    """Make data and a checkpoint, train in both modes, and show the medians."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -69,11 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(folder: Path, mode: str, count: int) -> list[dict[str, Any]]:
-    """Metrics of each step of a training, which are told as they come.
-
-    Raises:
-        CommandError: it failed.
-    """
+    """Metrics of each step of a training, which are told as they come."""
     (shares, budget), here, actor = MODES[mode], folder / mode, "actor_rollout_ref.actor"
     log, metrics = here / "log.txt", here / "metrics.jsonl"
     here.mkdir()

@@ -31,9 +31,7 @@ PACKAGES = (
     *("verl-pg-plugin", "verl", "torch", "triton", "transformers", "prefix_grouper", "flash-attn", "flash-attn-3"),
     *("flash-attn-4", "liger-kernel", "ray", "TransferQueue", "tensordict", "hydra-core"),
 )
-NO_PLUGIN_FIX = f"{sys.executable} -m pip install <folder of this repository>"
 NO_GPU_FIX = "export VERL_PLATFORM=cpu to run without a GPU, or repair the driver until nvidia-smi lists one"
-NO_ENGINE_FIX = "do what it says, on an NVIDIA GPU or with VERL_PLATFORM=cpu"
 REGISTER_FIX = f"correct what it names; {sys.executable} -c 'import {NAME}; {NAME}.register()' shows where"
 
 
@@ -60,11 +58,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the report; 1 if something fails, else 0.
-
-    Raises:
-        CommandError: Hydra cannot compose the overrides.
-    """
+    """Show the report; 1 if something fails, else 0."""
     if args.full or args.overrides:
         return show(_full(args.overrides), as_json=args.json)
     sections = ("Versions", version_lines()), ("verl", installed_lines()), ("Attention kernels", kernel_lines())
@@ -72,11 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(sections: Iterable[Section], as_json: bool = False) -> int:
-    """Write sections as they come, each check with its fix below it, then the verdict; or all of it as one object.
-
-    Returns:
-        Exit code: 1 if a check is FAIL, else 0.
-    """
+    """Write sections as they come, each check with its fix below it, then the verdict; or all of it as one object."""
     found = []
     for title, checks in sections:
         found += [{"section": title, **asdict(check)} for check in checks]
@@ -98,25 +88,22 @@ def show(sections: Iterable[Section], as_json: bool = False) -> int:
 def _full(asked: list[str]) -> Iterator[Section]:
     """Everything that can be said; where verl or this package does not load, what needs their modules is left out."""
     process = fresh_process()
-    loads = "error" not in process
-    taken: list[Check] = []
-    of_overrides: list[Section] = []
-    if loads and not process["plugin_error"]:
+    taken, config = [], None
+    if "error" not in process and not process["plugin_error"]:
         register()  # as there; this process has imported the package before verl
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])
-        if asked:
-            config = overrides.compose_config(asked)  # first: a wrong override ends in a single line
-            of_overrides.append(("With these overrides", overrides.run_lines(config)))
-            of_overrides.append(("Longest group", overrides.group_lines(config)))
+        config = overrides.compose_config(asked) if asked else None  # first: a wrong override ends in a single line
     yield "Versions", version_lines()
     yield "verl", process_lines(process)
-    if loads:
+    if "error" not in process:
         yield "Engines", [Check(**engine) for engine in process["engines"]]
         yield "Names of verl, transformers and torch that are built on", name_lines()
     yield "Attention kernels", [*kernel_lines(), *taken]
-    yield from of_overrides
+    if config is not None:
+        yield "With these overrides", overrides.run_lines(config)
+        yield "Longest group", overrides.group_lines(config)
 
 
 # This machine
@@ -157,7 +144,8 @@ def _plugin_line(text: str, error: str = "") -> Check:
     """Whether verl finds the plugin and may load it; ``text`` where it does, ``error`` where it then fails."""
     what, policy = f"plugin {NAME}", os.environ.get(POLICY, "auto").strip().lower()
     if not entry_points(group="verl.plugins", name=NAME):
-        return Check(FAIL, what, "not installed: verl finds no entry point", NO_PLUGIN_FIX)
+        fix = f"{sys.executable} -m pip install <folder of this repository>"
+        return Check(FAIL, what, "not installed: verl finds no entry point", fix)
     if policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
         why, fix = f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
         return Check(FAIL, what, why, fix)
@@ -222,7 +210,8 @@ def tell(is_loaded: bool) -> None:
             try:
                 engines.append(Check(OK, what, assert_in_force(strategy, model_type)))
             except (RuntimeError, AssertionError, ValueError) as error:
-                engines.append(Check(FAIL, what, str(error), NO_ENGINE_FIX))
+                fix = "do what it says, on an NVIDIA GPU or with VERL_PLATFORM=cpu"
+                engines.append(Check(FAIL, what, str(error), fix))
     seen = {
         "device": platform.device_name,
         "platform": asdict(Check(OK, "platform", text) if platform.is_available() else missing),
@@ -248,4 +237,4 @@ def name_lines() -> list[Check]:
         Check(FAIL, "names", why, f"pip install {fix}")
         for why, _, fix in (p.partition("; pip install ") for p in compat.problems())
     ]
-    return found or [Check(OK, "names", f"all {compat.NUM_NAMES} are as they were")]
+    return found or [Check(OK, "names", f"all {len(compat.NAMES)} are as they were")]

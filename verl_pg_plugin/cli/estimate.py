@@ -16,11 +16,8 @@ if TYPE_CHECKING:
     from verl_pg_plugin.layout import Sequences
     from verl_pg_plugin.planning.forecast import Forecast
 
-FETCH_TIMEOUT_S = 5
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 VERLS_BUDGET = 16384
-STEP_ALONE = "step without generation"
-USUAL_BUDGETS = (VERLS_BUDGET, 32768, 65536, 131072)
 ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by at most 4%, one in seven by over 10%"
 DESCRIPTION = """\
 What packed mode would gain over stock verl (rmpad) on one rank's mini-batch, by token budget. The mini-batch is planned
@@ -69,12 +66,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the answer and its table, and write the figures if asked.
-
-    Raises:
-        CommandError: no lengths or two sources of them, a file or model that cannot be read or priced, or a budget that
-            does not hold the longest sequence.
-    """
+    """Show the answer and its table, and write the figures if asked."""
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise CommandError(f"--json {args.json}: there is no folder {args.json.parent}")
     if sum(source is not None for source in (args.prompt, args.data, args.rollouts)) != 1:
@@ -115,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
     rows: list[dict[str, Any]] = []
     settings = {"carry": not args.no_carry, "compile_layers": compiled, "kernel": args.kernel}
-    usual = {-(-longest // 1024) * 1024, *(budget for budget in USUAL_BUDGETS if budget >= longest)}
-    for budget in sorted(args.budget or usual):
+    usual = -(-longest // 1024) * 1024, VERLS_BUDGET, 32768, 65536, 131072
+    for budget in sorted(args.budget or {budget for budget in usual if budget >= longest}):
         found = forecast(batch, flops, levels, budget, **settings)
         rows.append(figures(found, found.peak_gib(weights), gib, args))
         if not args.budget and found.micro_batches == 1 and budget >= VERLS_BUDGET:
@@ -158,7 +150,8 @@ def answer(rows: list[dict[str, Any]], args: argparse.Namespace, gib: float) -> 
     if not best["fits"]:
         least = f"the smallest takes {min(row['peak_gib'] for row in rows):.1f} GiB"
         return [removed, f"no budget fits into this memory, {least}: more --gpus, or a Ulysses group"]
-    share, update, step = best["sharing_alone"][1], best["update"], "step" if args.gen_seconds else STEP_ALONE
+    share, update = best["sharing_alone"][1], best["update"]
+    step = "step" if args.gen_seconds else "step without generation"
     gain = f"{step} {best['step']:.2f}x as fast; update {update:.2f}x, of which sharing alone gives {share:.2f}x and "
     gain += f"compiled layers {update / share:.2f}x"
     memory = f"{best['peak_gib']:.1f} of {gib:g} GiB of a GPU and {best['host_gib']:.1f} GiB of the host"
@@ -188,7 +181,7 @@ def load(auto_class: Any, name: str) -> Any:
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             # One try: without a network transformers would try for half a minute.
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=FETCH_TIMEOUT_S)
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)
         return auto_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, HTTPError) as error:
         said = str(error).strip().splitlines()[0]

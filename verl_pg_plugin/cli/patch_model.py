@@ -47,7 +47,16 @@ def patch(folder: Path) -> None:
         OSError: a file could not be written; the checkpoint loads as before, and another call does the rest.
     """
     config_path, modeling, backup = folder / "config.json", folder / MODELING_FILE, folder / BACKUP_FILE
-    config = _read_config(config_path)
+    try:
+        config = json.loads(config_path.read_text())
+    except ValueError as error:
+        raise CommandError(f"{config_path} is not JSON: {error}") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type != "qwen3":
+        raise CommandError(
+            f"{config_path} is not a Qwen3 checkpoint: model_type is {model_type!r}; "
+            "other architectures need no patch in packed mode (model.use_remove_padding=True)"
+        )
     auto_map = config.get("auto_map") or {}
     foreign = {name: auto_map[name] for name, ours in AUTO_MAP.items() if auto_map.get(name, ours) != ours}
     if foreign:
@@ -66,17 +75,3 @@ def patch(folder: Path) -> None:
         new_config = folder / "config.json.new"
         new_config.write_text(json.dumps({**config, "auto_map": {**auto_map, **AUTO_MAP}}, indent=2) + "\n")
         new_config.replace(config_path)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise CommandError(f"{path} is not JSON: {error}") from error
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    if model_type != "qwen3":
-        raise CommandError(
-            f"{path} is not a Qwen3 checkpoint: model_type is {model_type!r}; "
-            "other architectures need no patch in packed mode (model.use_remove_padding=True)"
-        )
-    return config

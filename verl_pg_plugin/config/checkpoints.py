@@ -34,15 +34,26 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         tilde = " (verl does not expand ~)" if path.startswith("~") else ""
         fix = f"{section}.path=<folder written by save_pretrained, or a hub id>{tilde}"
         return None, [Issue(f"{section}.path={path}", "no such folder", fix)]
-    setting, folder = _config_folder(config, section)
-    if folder is None:
-        return None, []
+    key = f"{section}.{'hf_config_path' if OmegaConf.select(config, f'{section}.hf_config_path') else 'path'}"
+    folder = source = str(OmegaConf.select(config, key))
+    setting = f"{key}={source}"
+    if not (source.startswith(HERE) or Path(source).is_dir()):
+        try:
+            config_json = try_to_load_from_cache(source, "config.json")
+        except HFValidationError:  # hdfs://, s3://
+            return None, []
+        if not isinstance(config_json, str):
+            return None, []
+        folder = str(Path(config_json).parent)
     if not Path(folder, "config.json").is_file():
         fix = f"{section}.path=<folder written by save_pretrained>"
         return None, [Issue(setting, "the folder has no config.json", fix)]
     trusted = bool(OmegaConf.select(config, f"{section}.trust_remote_code"))
     try:
-        hf_config = _read(config, section, folder)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        entry = OmegaConf.select(config, f"{section}.override_config")  # applied as verl's HFModelConfig applies it
+        overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
+        update_model_config(hf_config, override_config_kwargs=overrides.get("model_config", overrides))
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:  # of overrides that do not fit it too
         if not shares or trusted or OmegaConf.select(config, f"{section}.external_lib"):
             return None, []  # code of the user's own may read it, in the workers
@@ -60,25 +71,3 @@ def read_checkpoint(config: DictConfig, section: str = MODEL) -> tuple[Pretraine
         fix = issue.fix.replace(OVERRIDE, own) or f"another checkpoint, or {USE_PREFIX_GROUPER}=False (stock verl)"
         issues.append(Issue(issue.setting.replace(OVERRIDE, own) or setting, issue.why, fix))
     return hf_config, issues
-
-
-def _read(config: DictConfig, section: str, folder: str) -> PretrainedConfig:
-    """With ``model.override_config`` applied as verl's HFModelConfig applies it."""
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    entry = OmegaConf.select(config, f"{section}.override_config")
-    overrides: Any = OmegaConf.to_container(entry, resolve=True) if isinstance(entry, DictConfig) else {}
-    update_model_config(hf_config, override_config_kwargs=overrides.get("model_config", overrides))
-    return hf_config
-
-
-def _config_folder(config: DictConfig, section: str) -> tuple[str, str | None]:
-    """The setting that names a checkpoint's config, and its folder on this machine: a hub id's is in the cache."""
-    key = f"{section}.{'hf_config_path' if OmegaConf.select(config, f'{section}.hf_config_path') else 'path'}"
-    source = str(OmegaConf.select(config, key))
-    if source.startswith(HERE) or Path(source).is_dir():
-        return f"{key}={source}", source
-    try:
-        config_json = try_to_load_from_cache(source, "config.json")
-    except HFValidationError:  # hdfs://, s3://
-        config_json = None
-    return f"{key}={source}", str(Path(config_json).parent) if isinstance(config_json, str) else None

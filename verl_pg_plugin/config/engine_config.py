@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from verl.workers.config import FSDPEngineConfig, VeOmniEngineConfig
 from verl.workers.engine.base import EngineRegistry
 
-from verl_pg_plugin.after_import import run_waiting
+from verl_pg_plugin.after_import import waiting
 from verl_pg_plugin.config.keys import FSDP_STRATEGIES, VEOMNI
 from verl_pg_plugin.config.options import PrefixGrouperOptions
 
@@ -71,6 +71,7 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
 
 
 def _assert_all_in_force(*strategies: str) -> None:
-    run_waiting()  # engines that could not be registered when verl was imported
+    while waiting:  # engines that could not be registered when verl was imported
+        waiting.pop()()
     for strategy in strategies:
         assert_in_force(strategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,39 +65,12 @@ OPTION_NAMES = tuple(option.name for option in fields(PrefixGrouperOptions))
 
 _EVERY = r"every_(n|[1-9]\d*)"
 
-_Taken = tuple[Callable[[Any], bool], str, str]
-"""Whether a value is taken; else why not, and one that is."""
-
-
-def _one_of(*known: str) -> _Taken:
-    return known.__contains__, f"is unknown; the values are {', '.join(known)}", known[0]
-
-
-_TAKEN: dict[str, _Taken] = {
-    "attention_kernel": _one_of(*ATTENTION_KERNELS),
-    "activations": _one_of("auto", *(level.value for level in Level)),
-    "compile_layers": (
-        lambda value: value == "auto" or isinstance(value, bool),
-        "is neither auto nor a boolean; the values are auto, True and False without quotes",
-        "auto",
-    ),
-    "logits_chunk_size": (
-        lambda value: type(value) is int and value >= 0,
-        "is not an integer of at least 0",
-        "<integer of at least 0>",
-    ),
-    "carry": _one_of("auto", "never"),
-    "verify": (
-        lambda value: value in ("off", "first") or bool(re.fullmatch(_EVERY, str(value))),
-        "is unknown; the values are off, first and every_<number of micro-batches>",
-        "'off'",  # a bare off is False
-    ),
-    "verify_tolerance": (
-        lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),
-        "is not a finite number above 0: one lets nothing pass, the other everything",
-        "null or <number above 0>",
-    ),
+_WORDS: dict[str, tuple[str, ...]] = {
+    "attention_kernel": tuple(ATTENTION_KERNELS),
+    "activations": ("auto", *(level.value for level in Level)),
+    "carry": ("auto", "never"),
 }
+"""Options that take one of these."""
 
 
 def added(override: str) -> str:
@@ -109,12 +82,30 @@ def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
     """Options, values by name, that there are not, and values that an option does not take."""
     for name, value in options.items():
         setting = f"{OPTIONS}.{name}={value}"
-        if name in _TAKEN:
-            takes, why, taken = _TAKEN[name]
-            if not takes(value):
+        if name in OPTION_NAMES:
+            if fault := _fault(name, value):
+                why, taken = fault
                 yield Issue(setting, why, f"++{OPTIONS}.{name}={taken}")
         elif name != "_target_":
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean ++{OPTIONS}.{close[0]}={value}?" if close else "remove it"
             yield Issue(setting, why, fix)
+
+
+def _fault(name: str, value: Any) -> tuple[str, str] | None:
+    """Why an option does not take a value, and what it takes."""
+    if name in _WORDS:
+        words = _WORDS[name]
+        return None if value in words else (f"is unknown; the values are {', '.join(words)}", words[0])
+    if name == "compile_layers" and not (value == "auto" or isinstance(value, bool)):
+        return "is neither auto nor a boolean; the values are auto, True and False without quotes", "auto"
+    if name == "logits_chunk_size" and not (type(value) is int and value >= 0):
+        return "is not an integer of at least 0", "<integer of at least 0>"
+    if name == "verify" and not (value in ("off", "first") or re.fullmatch(_EVERY, str(value))):
+        why = "is unknown; the values are off, first and every_<number of micro-batches>"
+        return why, "'off'"  # a bare off is False
+    if name == "verify_tolerance" and not (value is None or (type(value) in (int, float) and 0 < value < math.inf)):
+        why = "is not a finite number above 0: one lets nothing pass, the other everything"
+        return why, "null or <number above 0>"
+    return None

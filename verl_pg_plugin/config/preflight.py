@@ -45,8 +45,6 @@ from verl_pg_plugin.planning.cost import ModelFlops
 
 logger = logging.getLogger(__name__)
 
-ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperEngineConfig"
-VEOMNI_ENGINE_CONFIG = "verl_pg_plugin.config.PrefixGrouperVeOmniEngineConfig"
 TORN = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
 INTERPRETERS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
@@ -172,7 +170,7 @@ def _engine_issues(config: DictConfig, engine: Engine) -> Iterator[Issue]:
 def _engine_config_issues(config: DictConfig, engine: Engine, shares: bool) -> Iterator[Issue]:
     """An engine config that knows nothing of the flag, or says otherwise."""
     target, key = engine.get("_target_"), f"{engine.section}._target_"
-    ours = VEOMNI_ENGINE_CONFIG if engine.on_veomni else ENGINE_CONFIG
+    ours = f"verl_pg_plugin.config.PrefixGrouper{'VeOmni' if engine.on_veomni else ''}EngineConfig"
     try:
         takes_options = target and OPTIONS in getattr(get_class(str(target)), "__dataclass_fields__", {})
     except Exception as error:  # whatever an import raises
