@@ -12,7 +12,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from tests.support import actor_loss, full_gradients, group, jagged, update
-from verl_pg_plugin.engine import batch as batches
 from verl_pg_plugin.engine.batch import SequenceSelector, read_sequences
 from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.synthetic import Sample, make_batch
@@ -200,28 +199,6 @@ def test_verl_finds_nothing_left_to_move_and_no_field_is_lost() -> None:
     assert torch.equal((moved["twice"] - moved["advantages"]).values(), moved["advantages"].values())
     # Else the first thing that pads a field, verl's loss, would compute these on the device and wait.
     assert (int(moved["responses"]._maybe_min_seqlen), int(moved["responses"]._maybe_max_seqlen)) == (2, 4)
-
-
-def test_every_number_is_sent_and_none_is_left_to_a_copy_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-
-    def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        copy = tensor.clone()
-        sent.append(copy.data_ptr())
-        return copy
-
-    monkeypatch.setattr(batches, "send", send)
-    batch = mini_batch().exclude("position_ids")  # these go as in verl
-    moved = select(batch, "cpu")
-    assert_chosen(moved, batch)
-    parts = [
-        part
-        for field in moved.values()
-        if isinstance(field, torch.Tensor)
-        for part in ((field.values(), field.offsets()) if field.is_nested else (field,))
-    ]
-    assert len(parts) == 2 * 9 + 1, "nine jagged fields and a plain one"
-    assert all(part.data_ptr() in sent for part in parts)
 
 
 @pytest.mark.gpu

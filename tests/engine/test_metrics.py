@@ -27,58 +27,50 @@ FLOPS = ModelFlops(per_token=100.0, per_label=10.0, pairs=(PairCost(1.0),))
 # Twice two responses of one token to a prompt of three; two of the prompts begin alike.
 TOKENS = np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 4, 1, 2, 6, 5])
 SEQUENCES = Sequences(TOKENS, offsets=np.array([0, 4, 8, 12, 16]), prompt_lengths=np.array([3, 3, 3, 3]))
-NONE, GROUPS = MiniBatchCosts(), [[0, 1], [2, 3]]
+NONE = MiniBatchCosts()
 SHARED, ALONE = 2 * (4 * 100 + 2 * 10 + (1 + 2 + 3 + 3)), 4 * (4 * 100 + 4 * 10 + (1 + 2 + 3 + 4))
 GAIN = pytest.approx(ALONE / SHARED)
 WHOLE_PROMPTS = 16 / (2 * 2 + 4 * 1)
-PADDED = MiniBatchCosts(num_padding=8)
 FULL = [MiniBatchCosts(peak_cached_bytes=size) for size in (2**31, 2**30)]
 VERIFIED = [MiniBatchCosts(True, num_verified=n, verify_max_error=error) for n, error in ((4, 1e-6), (2, 3e-6))]
 # Groups are prompts: all four begin with token 1, one root.
-CASES: dict[str, tuple[list[list[int]], list[MiniBatchCosts], int, dict[str, Any]]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the gain, beside what whole prompts give": (
-        GROUPS,
-        [NONE],
-        1,
+        {},
         {"flop_ratio": GAIN, "dedup_ratio": 16 / 8, "dedup_ratio_of_groups": WHOLE_PROMPTS},
     ),
     "padding is physical and no work": (
-        GROUPS,
-        [PADDED],
-        1,
+        {"costs": [MiniBatchCosts(num_padding=8)]},
         {"flop_ratio": GAIN, "dedup_ratio": 16 / 16, "padding_tokens": 8.0},
     ),
     "ranks that share their sequences count once": (
-        GROUPS,
-        [NONE, NONE],
-        2,
+        {"costs": [NONE, NONE], "sp_size": 2},
         {"logical_tokens": 16.0, "physical_tokens": 8.0},
     ),
-    "micro-batches of one prompt": (GROUPS, [NONE], 1, {"groups_per_micro_batch": 1}),
-    "micro-batches of two prompts": ([[0, 2], [1, 3]], [NONE], 1, {"groups_per_micro_batch": 2}),
-    "one micro-batch": ([[0, 1, 2, 3]], [NONE], 1, {"groups_per_micro_batch": 2}),
-    "the memory of the fullest rank": (GROUPS, FULL, 1, {"peak_carried_gib": 2.0}),
-    "verified samples of all ranks and their largest error": (
-        GROUPS,
-        VERIFIED,
-        1,
-        {"verified_rows": 6.0, "verify_max_error": 3e-6},
-    ),
-    "nothing verified": (GROUPS, [MiniBatchCosts(True)], 1, {"verified_rows": 0.0, "verify_max_error": None}),
-    "nothing to verify": (GROUPS, [NONE], 1, {"verified_rows": None, "verify_max_error": None}),
+    "micro-batches of one prompt": ({}, {"groups_per_micro_batch": 1}),
+    "micro-batches of two prompts": ({"indices": [[0, 2], [1, 3]]}, {"groups_per_micro_batch": 2}),
+    "the memory of the fullest rank": ({"costs": FULL}, {"peak_carried_gib": 2.0}),
+    "verified samples of all ranks": ({"costs": VERIFIED}, {"verified_rows": 6.0, "verify_max_error": 3e-6}),
+    "nothing verified": ({"costs": [MiniBatchCosts(True)]}, {"verified_rows": 0.0, "verify_max_error": None}),
+    "nothing to verify": ({}, {"verified_rows": None, "verify_max_error": None}),
 }
-"""Micro-batches, what they cost on each rank, how many ranks share a sequence, and what is told (None: is not)."""
+"""Arguments of ``told_of``, and what is told (None: is not)."""
+
+
+def told_of(indices: Any = ((0, 1), (2, 3)), costs: Any = (NONE,), sp_size: int = 1) -> dict[str, Any]:
+    """Of these micro-batches and what they cost on each rank, where so many ranks share a sequence."""
+    micro_batches = [
+        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
+        for members in map(list, indices)
+    ]
+    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, False, Levels())
+    return mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_mini_batch_tells_what_it_cost(case: str) -> None:
-    indices, costs, sp_size, expected = CASES[case]
-    micro_batches = [
-        PlannedMicroBatch(members, SEQUENCES.select(members).lay_out(), None, Level.ATTENTION, True, True)
-        for members in indices
-    ]
-    plan = Plan(TensorDict({}, []), SEQUENCES, micro_batches, 0, False, Levels())
-    told = mini_batch_metrics([figures_of_rank(plan, FLOPS, of_rank) for of_rank in costs], sp_size, "sdpa")
+    arguments, expected = CASES[case]
+    told = told_of(**arguments)
     for name, value in expected.items():
         assert told.get(f"prefix_grouper/{name}") == (None if value is None else [value]), name
 

@@ -14,17 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.carried_cases import CASES, ONE_GROUP
+from tests.engine.carried_cases import CASES
 from tests.engine.ranks import check_exact_on_ranks
 from tests.layout.tries import Batch, batches
 from tests.mixers.hybrids import KINDS, SAMPLES, samples_of, save_hybrid, stretched, trie_of_depth
 from tests.precision import in_float64
-from tests.support import assert_same, check_exact, infer, make_engine, run_engine, run_reference, update
-from verl_pg_plugin.attention.cache import CacheAccess
+from tests.support import check_exact, infer, make_engine
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.mixers import delta_layer
-from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, Windows
+from verl_pg_plugin.mixers.delta_layer import CONVOLUTION
 from verl_pg_plugin.synthetic import make_batch
 
 TWO_KINDS = pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
@@ -104,39 +103,6 @@ def test_two_ranks_keep_the_numbers(kind: str, hybrids: dict) -> None:
     check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES, max_token_len_per_gpu=75), float64=True, **spread)
     rows = [[0, 1, 4, 6, 8], [2, 3, 5, 7]]
     check_exact_on_ranks(hybrids[kind], partial(make_batch, SAMPLES), rows, float64=True)
-
-
-# ------------------------------------------------------------------------------------------ what would be noticed
-
-
-@pytest.mark.parametrize("forgotten", ["state", "inputs"])
-def test_gradients_that_other_chunks_leave_are_needed(
-    forgotten: str, hybrids: dict, engines: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take = CacheAccess.take_state_gradient
-
-    def forget(self: CacheAccess, place: tuple[int, str, int]) -> torch.Tensor | None:
-        return None if place[1] == forgotten else take(self, place)
-
-    monkeypatch.setattr(CacheAccess, "take_state_gradient", forget)
-    batch = make_batch(ONE_GROUP, max_token_len_per_gpu=36)
-    with pytest.raises(AssertionError, match="gradient of"):
-        assert_same(update(engines["qwen3_next"], batch), run_reference(hybrids["qwen3_next"], batch), tolerance=1e-3)
-
-
-def test_without_the_ancestors_in_the_windows_nothing_is_right(hybrids: dict, engines: dict) -> None:
-    stock = Windows.from_layout
-
-    def forget(*args: Any) -> Windows:
-        windows = stock(*args)
-        windows.missing[:, : windows.missing.shape[1] // 2] = True
-        return windows
-
-    batch = make_batch(SAMPLES)
-    with patch.object(Windows, "from_layout", forget), pytest.raises(AssertionError, match="off by"):
-        assert_same(
-            run_engine(engines["qwen3_next"], batch), run_reference(hybrids["qwen3_next"], batch), tolerance=1e-2
-        )
 
 
 def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) -> None:
