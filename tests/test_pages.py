@@ -68,20 +68,14 @@ def test_a_page_has_short_sentences_one_word_for_one_thing_no_history_and_no_com
     assert [s for s in sentences(page) if len(s.split()) > LONGEST_SENTENCE] == []
 
 
-def test_every_relative_link_leads_to_a_file_and_a_heading():
+def test_every_relative_link_leads_to_a_file():
+    """``mkdocs build --strict`` looks for headings too."""
     wrong = []
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions/)([^)\s]+)\)", page.read_text()):
-            path, _, anchor = target.partition("#")
-            file = page.parent / path if path else page
-            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in headings(file)):
+            if not (page.parent / target.partition("#")[0]).exists():
                 wrong.append(f"{page.name}: {target}")
     assert not wrong
-
-
-def headings(page: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"`", "", title)).strip().lower().replace(" ", "-") for title in titles}
 
 
 def test_options_in_pages_are_written_so_that_they_can_be_pasted_into_verls_entry_point():

@@ -45,24 +45,12 @@ def position_off_by_one(layout: PackedLayout) -> PackedLayout:
     return replace(layout, position_ids=layout.position_ids + late)
 
 
-def sibling_visible(layout: PackedLayout) -> PackedLayout:
-    """Segments see the one before theirs when both continue the same."""
-    keys = np.split(layout.kv_index, layout.cu_seqlens_k[1:-1])
-    for segment in range(1, len(keys)):
-        start = layout.segment_start[segment]
-        if start and layout.segment_parent[segment] == layout.segment_parent[segment - 1]:
-            sibling = np.arange(*layout.cu_seqlens_q[segment - 1 : segment + 1])
-            keys[segment] = np.concatenate([keys[segment][:start], sibling, keys[segment][start:]])
-    bounds = np.cumsum([0, *map(len, keys)])
-    return replace(layout, kv_index=np.concatenate(keys), cu_seqlens_k=bounds)
-
-
 def wrong_head(layout: PackedLayout) -> PackedLayout:
     """Responses read the head's output of the token after theirs."""
     return replace(layout, response_head=(layout.response_head + 1) % len(layout.head_index))
 
 
-FAULTS = {fault.__name__: fault for fault in (wrong_key, position_off_by_one, sibling_visible, wrong_head)}
+FAULTS = {fault.__name__: fault for fault in (wrong_key, position_off_by_one, wrong_head)}
 
 
 def break_layouts(engine: Any, fault: Fault = wrong_key) -> Any:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.carried_cases import CASES
@@ -62,6 +62,7 @@ def test_every_number_is_that_of_the_sequence_alone(kind: str, hybrids: dict) ->
 @settings(max_examples=10)
 @given(batches(max_sequences=6), st.sampled_from([1, 1, 5, 40]))
 def test_any_trie_is_exact_with_padding_behind_it(padding: Any, hybrids: dict, batch: Batch, times: int) -> None:
+    assume(max(map(len, batch.sequences)) * times > 2)  # else the gradient of keys is zero, and rounding infinite
     check_exact(padding, hybrids["qwen3_5_text"], make_batch(samples_of(stretched(batch, times))))
 
 
