@@ -231,21 +231,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
     return made
 
 
-def test_no_more_than_two_layers_are_on_the_device_and_neighbours_come_back_early(qwen3: str, calls: list) -> None:
-    engine, seen = make_engine(qwen3), {"forward": [], "backward": []}
-
-    def look(name: str) -> None:
-        layers = [call for ref in calls if (call := ref()) is not None]
-        seen[name].append([any(copy.x is not None for copy in call._copies) for call in layers])
-
-    recording(engine, look)
-    update_at(Level.ATTENTION_ON_HOST, engine, make_batch(SAMPLES))
-    assert max(map(sum, seen["forward"] + seen["backward"])) <= 2
-    # In front of the attention of each layer's backward the layer below is there, or on its way.
-    assert seen["backward"][0] == [False] * (LAYERS - 2) + [True, False]
-    assert not any(seen["backward"][-1])
-
-
 def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
     qwen3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

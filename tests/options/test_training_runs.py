@@ -47,15 +47,7 @@ RUNS = {
         ),
         rollout_tolerance=2e-2,  # verl hands merged adapters to the rollout in bf16, whose step is 8e-3
     ),
-    "offload on two workers with KL in the reward": Run(
-        (
-            *("parameter offload", "optimizer offload", "entropy checkpointing", "chunked entropy", "entropy bonus"),
-            "sum of squared probabilities",
-        ),
-        ("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=False"),
-        num_workers=2,
-    ),
-    "groups larger than the budget at another temperature": Run(
+    "groups larger than the budget at another temperature with KL in the reward": Run(
         (
             *("a group larger than the token budget", "attention recomputed in the backward", "compiled entropy"),
             *("temperature of the run", "FSDP2 offload policy"),
@@ -65,6 +57,7 @@ RUNS = {
             f"{REF}.log_prob_max_token_len_per_gpu=288",
             f"{ROLLOUT}.log_prob_max_token_len_per_gpu=288",
             f"{MODEL}.enable_gradient_checkpointing=True",
+            *("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=False"),
         ),
         least_dedup_ratio=2,
     ),

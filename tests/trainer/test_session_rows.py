@@ -7,8 +7,10 @@ that the reference here has. What the trainer sent to the update is recorded.
 import itertools
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,54 +27,35 @@ FILLER_ROWS = 127
 """Of verl's filler sequence: 127 tokens of prompt and one of response."""
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One sequence as it was sent to the update."""
+def row_of(fields: dict[str, Any]) -> SimpleNamespace:
+    """One sequence as it was sent to the update: the fields of ``recorded_updates``, and what its key says."""
+    session, _, place = fields["key"].rpartition("_")
+    tokens = [*fields["prompts"].tolist(), *fields["responses"].tolist()]
+    return SimpleNamespace(**fields, session=session, place=place, tokens=tokens)
 
-    key: str
-    filler: bool
-    prompts: torch.Tensor
-    responses: torch.Tensor
-    response_mask: torch.Tensor
-    rm_scores: torch.Tensor
-    old_log_probs: torch.Tensor
-    advantages: torch.Tensor
 
-    @property
-    def session(self) -> str:
-        return self.key.rpartition("_")[0]
-
-    @property
-    def place(self) -> int:
-        return int(self.key.rpartition("_")[2])
-
-    @cached_property
-    def tokens(self) -> list[int]:
-        return [*self.prompts.tolist(), *self.responses.tolist()]
-
-    @cached_property
-    def paths(self) -> set[tuple[int, ...]]:
-        """A token of the model for each: the tokens that it has seen and the one it predicts."""
-        return {tuple(self.tokens[:stop]) for stop in range(2, len(self.tokens) + 1)}
+def num_packed(rows: Iterable[SimpleNamespace]) -> int:
+    """A token of the model for each: the tokens that it has seen and the one it predicts."""
+    return len({tuple(row.tokens[:stop]) for row in rows for stop in range(2, len(row.tokens) + 1)})
 
 
 @dataclass(frozen=True)
 class Recorded:
     """A run's first step."""
 
-    rows: list[Row]
+    rows: list[SimpleNamespace]
     metrics: dict[str, Any]
     model: Any
 
     @cached_property
-    def mini_batches(self) -> list[list[Row]]:
+    def mini_batches(self) -> list[list[SimpleNamespace]]:
         return [self.rows[i : i + ROWS_OF_A_MINI_BATCH] for i in range(0, len(self.rows), ROWS_OF_A_MINI_BATCH)]
 
     @cached_property
-    def real(self) -> list[Row]:
-        return sorted((row for row in self.rows if not row.filler), key=lambda row: row.place)
+    def real(self) -> list[SimpleNamespace]:
+        return sorted((row for row in self.rows if not row.filler), key=lambda row: int(row.place))
 
-    def log_probs(self, row: Row) -> torch.Tensor:
+    def log_probs(self, row: SimpleNamespace) -> torch.Tensor:
         """Of the response, by the row alone."""
         logits = self.model(input_ids=torch.tensor([row.tokens])).logits[0, len(row.prompts) - 1 : -1]
         return logits.log_softmax(-1).gather(-1, row.responses[:, None])[:, 0]
@@ -106,12 +89,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     )
     rows, metrics = torch.load(folder / "step-1.pt", weights_only=False)
     model = AutoModelForCausalLM.from_pretrained(folder / "model-qwen3", dtype=torch.float32)
-    return Recorded([Row(**row) for row in rows], metrics, model)
+    return Recorded([row_of(fields) for fields in rows], metrics, model)
 
 
 def test_a_row_gets_the_advantage_of_its_session_among_the_sessions_of_its_prompt(recorded: Recorded) -> None:
     """GRPO by hand: the reward of a session is that of its last row, and its rival sessions are those of its prompt."""
-    sessions: dict[str, list[Row]] = defaultdict(list)
+    sessions: dict[str, list[SimpleNamespace]] = defaultdict(list)
     for row in recorded.real:
         sessions[row.session].append(row)
     assert len(sessions) == PROMPTS * SESSIONS
@@ -152,9 +135,9 @@ def test_the_engine_computes_each_row_once_and_the_filler_rows_of_the_last_mini_
     assert len(fillers) == -len(recorded.real) % ROWS_OF_A_MINI_BATCH
     assert len(recorded.mini_batches) > PROMPTS // PROMPTS_OF_A_MINI_BATCH, "a session is more than a row"
     assert not any(row.response_mask.any() for row in fillers)
-    assert {len(row.paths) for row in fillers} <= {FILLER_ROWS}
-    computed = [len(set().union(*(row.paths for row in rows))) for rows in recorded.mini_batches]
-    real = [len(set().union(*(row.paths for row in rows if not row.filler))) for rows in recorded.mini_batches]
+    assert all(num_packed([row]) == num_packed(fillers) == FILLER_ROWS for row in fillers)
+    computed = list(map(num_packed, recorded.mini_batches))
+    real = [num_packed(row for row in rows if not row.filler) for rows in recorded.mini_batches]
     with_fillers = [any(row.filler for row in rows) for rows in recorded.mini_batches]
     assert computed == [n + FILLER_ROWS * filled for n, filled in zip(real, with_fillers, strict=True)]
     physical = recorded.metrics["actor/prefix_grouper/physical_tokens"]
