@@ -57,13 +57,13 @@ def test_gradients_of_cached_keys_are_summed_in_float32_over_chunks_before_the_o
     tokens = cached(torch.bfloat16)
     access = CacheAccess(chunk(3, num_cached=2), read=[tokens])
     for total in (1.0, 2.0):  # chunks that ran before are not forgotten
-        own = access.settle(KEYS, torch.tensor([1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
-        assert tokens.pending[KEYS].flatten().tolist() == [total / 512, total]
+        own = access.settle(KEYS, torch.tensor([1 + 1 / 512, 1.0, 5.0, 5.0, 5.0])[:, None, None])
+        assert tokens.pending[KEYS].flatten().tolist() == [total * (1 + 1 / 512), total]
         assert own.flatten().tolist() == [5.0] * 3
     assert not tokens.pending[Place(0, "v")].any()
     owner = CacheAccess(chunk(2, num_read_next=2), read=[], consumed=[tokens])
     own = owner.settle(KEYS, torch.tensor([257.0, 1.0, 0.0, 0.0])[:, None, None])
-    assert own.flatten().tolist() == [257 + 2 / 512, 3.0, 0.0, 0.0]
+    assert own.flatten().tolist() == [259 + 2 / 512, 3.0, 0.0, 0.0]
     assert KEYS not in tokens.pending, "taken out, so that a graph that lives on does not hold it"
 
 

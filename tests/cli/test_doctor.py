@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from transformers import Qwen3Config
 
 from tests.config import config_support
@@ -22,7 +21,6 @@ from verl_pg_plugin.__main__ import main
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError, doctor, overrides
 from verl_pg_plugin.cli.overrides import compose_config, group_lines, run_lines
 from verl_pg_plugin.config import compile, rules
-from verl_pg_plugin.config.checkpoints import read_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="asserts what the CPU default reports")
 
@@ -90,8 +88,9 @@ def bad(lines: list[Check]) -> list[Check]:
     return [line for line in lines if line.status in (WARN, FAIL)]
 
 
-def text_of(lines: list[Check], what: str) -> str:
-    return " ".join(line.text for line in lines if line.what == what)
+def line_of(lines: list[Check], what: str) -> Check:
+    (line,) = (line for line in lines if line.what == what)
+    return line
 
 
 # The command
@@ -177,7 +176,7 @@ def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> 
     (line,) = bad(doctor.process_lines(broken))
     assert (line.what, line.fix) == ("plugin verl_pg_plugin", doctor.REGISTER_FIX)
     assert "import of verl_pg_plugin.engine.engine halted" in line.text
-    (line,) = (line for line in bad(doctor.process_lines(rival)) if line.what == "plugin verl_pg_plugin")
+    line = line_of(bad(doctor.process_lines(rival)), "plugin verl_pg_plugin")
     assert "rival_plugin.Theirs is already registered as verl's language_model engine for ('cuda'" in line.text
     assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in line.text
 
@@ -200,7 +199,7 @@ def test_a_machine_without_gpu_fails_with_and_without_full(processes, monkeypatc
     assert bad(doctor.installed_lines()) == []
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     (line,) = bad(doctor.installed_lines())
-    (full,) = (line for line in bad(doctor.process_lines(processes[2])) if line.what == "GPU")
+    full = line_of(bad(doctor.process_lines(processes[2])), "GPU")
     assert (line.status, line.what, line.fix) == (full.status, full.what, full.fix) == (FAIL, "GPU", doctor.NO_GPU_FIX)
     assert overrides.taken_kernel("cuda") == [], "said once"
     monkeypatch.setattr(doctor, "gpus", lambda: ["NVIDIA H200, 570.1, 9.0, 143771 MiB"])
@@ -252,47 +251,51 @@ def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, mon
 def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed: list[str]) -> None:
     lines = run_lines(compose_config(packed))
     assert bad(lines) == []
-    assert text_of(lines, "mode").startswith("packed (")
-    assert text_of(lines, "attention kernel").startswith("sdpa (")
-    assert text_of(lines, "compiled layers").startswith(
-        "no (prefix_grouper.compile_layers=auto: compiling pays on a GPU"
-    )
-    assert "first that fits of attention, attention_on_host" in text_of(lines, "activations")
+    assert line_of(lines, "mode").text.startswith("packed (")
+    assert line_of(lines, "attention kernel").text.startswith("sdpa (")
+    assert "no (prefix_grouper.compile_layers=auto: compiling pays on a GPU" in line_of(lines, "compiled layers").text
+    assert "first that fits of attention, attention_on_host" in line_of(lines, "activations").text
     other = ["prefix_grouper.compile_layers=True", "prefix_grouper.activations=inputs"]
     lines = run_lines(compose_config([*packed, *other]))
-    assert text_of(lines, "compiled layers").startswith("yes (")
-    assert text_of(lines, "activations") == "inputs"
+    assert line_of(lines, "compiled layers").text.startswith("yes (")
+    assert line_of(lines, "activations").text == "inputs"
     stock = run_lines(compose_config([*packed, f"{ACTOR}.use_prefix_grouper=False"]))
     (line,) = bad(stock)
     assert line.text.startswith("rmpad, which shares nothing (")
     assert (line.status, line.fix) == (WARN, f"{ACTOR}.use_prefix_grouper=True")
-    assert not text_of(stock, "attention kernel") + text_of(stock, "compiled layers")
+    assert {"attention kernel", "compiled layers"}.isdisjoint(check.what for check in stock)
 
 
-def compiled_line(config: DictConfig) -> Check:
-    return overrides._compiled_line(rules.engine_of(config, ACTOR, read_checkpoint(config)[0]))
-
-
-def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str], monkeypatch) -> None:
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What torch says of it."""
     monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
-    config = compose_config([*packed, f"{ACTOR}.strategy=fsdp", f"{MODEL}.lora_rank=8"])
-    line = compiled_line(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return properties
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_layers_that_stay_uncompiled_on_a_gpu_are_a_warning_with_its_fix(packed: list[str]) -> None:
+    def told(*asked: str) -> Check:
+        return line_of(run_lines(compose_config([*packed, f"{ACTOR}.strategy=fsdp", *asked])), "compiled layers")
+
+    line = told(f"{MODEL}.lora_rank=8")
     assert (line.status, line.fix) == (WARN, f"{ACTOR}.strategy=fsdp2")
-    config.actor_rollout_ref.model.lora_rank = 0
-    assert compiled_line(config).status == OK
-    config.prefix_grouper.compile_layers = False
-    line = compiled_line(config)
+    assert told().status == OK
+    line = told("prefix_grouper.compile_layers=False")
     assert line.fix.startswith("++prefix_grouper.compile_layers=True"), "another strategy helps nothing"
 
 
 def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: list[str]) -> None:
     lines = group_lines(compose_config([*packed, f"{ACTOR}.use_kl_loss=True"]))
     assert bad(lines) == []
-    assert text_of(lines, "tokens").endswith("4 responses of 256 tokens to a prompt of 1024: 2047 tokens, alone 5120")
-    assert text_of(lines, "update") == f"{BUDGET}=8192 holds it whole"
-    assert text_of(lines, "ref")
-    assert not text_of(group_lines(compose_config(packed)), "ref")
+    tokens = line_of(lines, "tokens").text
+    assert tokens.endswith("4 responses of 256 tokens to a prompt of 1024: 2047 tokens, alone 5120")
+    assert line_of(lines, "update").text == f"{BUDGET}=8192 holds it whole"
+    assert [check.what for check in lines if check not in group_lines(compose_config(packed))] == ["ref"]
     assert group_lines(compose_config([*packed, f"{ROLLOUT}.n=four"])) == []
 
 
@@ -308,23 +311,17 @@ def test_the_longest_group_is_told_and_held_against_every_phases_budget(packed: 
     ids=["split", "never", "too small", "two GPUs share a sequence", "fixed"],
 )
 def test_budgets_that_split_a_group_are_told_and_warned_of_where_nothing_is_carried(packed, asked, state, said) -> None:
-    (line,) = (line for line in group_lines(compose_config([*packed, *asked])) if line.what == "update")
+    line = line_of(group_lines(compose_config([*packed, *asked])), "update")
     assert line.status == state
     assert said in line.text
 
 
-def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(rules, "get_device_name", lambda: "cuda")
-    monkeypatch.setattr(compile, "compiler_obstacle", lambda *asked: "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gpu = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed, tmp_path, on_a_gpu) -> None:
     wide = Qwen3Config(**{**config_support.TINY, "hidden_size": 4096, "intermediate_size": 12288})
     path = f"{MODEL}.path={config_support.save_checkpoint(tmp_path, wide)}"
 
     def told(*asked: str) -> Check:
-        lines = group_lines(compose_config([*packed, path, f"{BUDGET}=1600", *asked]))
-        return next(line for line in lines if line.what == "memory of the update")
+        return line_of(group_lines(compose_config([*packed, path, f"{BUDGET}=1600", *asked])), "memory of the update")
 
     def gib(*asked: str) -> float:
         return float(told(*asked).text.split()[1])
@@ -332,5 +329,5 @@ def test_memory_of_the_update_is_that_of_this_gpu_and_of_what_is_trained(packed,
     assert "of 80.0 GiB on the device" in told().text
     assert told(f"{MODEL}.enable_gradient_checkpointing=False").text.startswith("all: ")
     assert gib() > gib(f"{MODEL}.lora_rank=8") > gib(f"{ACTOR}.fsdp_config.offload_policy=True")
-    gpu.total_memory = 1
+    on_a_gpu.total_memory = 1
     assert told().status == WARN

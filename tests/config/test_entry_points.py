@@ -151,30 +151,26 @@ def test_both_roles_follow_the_actor_flag(make_config, mode, strategy):
         assert (engine_config.strategy, engine_config.forward_only) == (strategy, role == REF)
 
 
-@pytest.mark.parametrize(
-    ("engine", "stock_target"), [("dp", "FSDPEngineConfig"), ("veomni", "VeOmniEngineConfig")], ids=["dp", "veomni"]
-)
-def test_every_other_setting_is_verls_own(engine: str, stock_target: str) -> None:
+OF_ENGINE = {
+    "dp": ("FSDPEngineConfig", ENGINES),
+    "veomni": ("VeOmniEngineConfig", (f"{ACTOR}.veomni", f"{REF}.veomni")),
+    **dict.fromkeys(("megatron", "torchtitan"), ("", ())),
+}
+
+
+@pytest.mark.parametrize("engine", OF_ENGINE)
+def test_every_other_setting_and_every_other_engine_are_verls_own(engine: str) -> None:
     overrides = f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf"
-    config = compose_config(*overrides)
+    config, stock = compose_config(*overrides), compose_stock(*overrides)
     assert mode_of(config) is Mode.RMPAD
-    ours = OmegaConf.to_container(config, resolve=True)
-    stock = OmegaConf.to_container(compose_stock(*overrides), resolve=True)
-    options = ours.pop("prefix_grouper")
-    assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"
-    roles, of_fsdp = ours["actor_rollout_ref"], engine == "dp"
-    sections = [roles[role]["fsdp_config" if of_fsdp else "veomni"] for role in ("actor", "ref")]
-    for section in [*sections, *([ours["critic"]["fsdp"]] if of_fsdp else [])]:
+    ours = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    options = ours.pop("prefix_grouper", None)
+    stock_target, sections = OF_ENGINE[engine]
+    for section in (OmegaConf.select(ours, name) for name in sections):
         assert [section.pop(name) for name in ("use_prefix_grouper", "prefix_grouper")] == [False, options]
+        assert PrefixGrouperOptions() == instantiate(options), "the file and the class have the same defaults"
         section["_target_"] = f"verl.workers.config.{stock_target}"
-    assert ours == stock
-
-
-@pytest.mark.parametrize("engine", ["megatron", "torchtitan"])
-def test_other_engines_of_verl_keep_their_config(engine):
-    config = compose_config(f"model_engine={engine}", "actor_rollout_ref.rollout.name=hf")
-    assert "fsdp_config" not in config.actor_rollout_ref.actor
-    assert mode_of(config) is Mode.RMPAD
+    assert ours == OmegaConf.to_container(stock, resolve=True)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])

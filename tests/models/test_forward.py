@@ -94,29 +94,19 @@ def test_generate_is_the_same_with_a_cache_without_one_and_in_transformers(check
         assert torch.equal(cached, load(checkpoint, stock=True).generate(input_ids, **options))
 
 
-def test_a_row_of_padding_is_zero_and_leaves_the_others_alone(checkpoint: str) -> None:
-    model = load(checkpoint)
-    input_ids, mask = pad(SAMPLES, "right")
-    expected = model(input_ids, attention_mask=mask).logits
-    empty = torch.cat([input_ids[:2], input_ids[:1], input_ids[2:], input_ids[:1]])
-    empty_mask = torch.cat([mask[:2], torch.zeros_like(mask[:1]), mask[2:], torch.zeros_like(mask[:1])])
-    logits = model(empty, attention_mask=empty_mask).logits
-    assert (logits[2] == 0).all()
-    assert (logits[-1] == 0).all()
-    torch.testing.assert_close(torch.cat([logits[:2], logits[3:-1]]), expected, rtol=1e-5, atol=1e-5)
-    loss = torch.nn.functional.cross_entropy(logits[2], input_ids[0, : logits.shape[1]], reduction="none")
-    (loss * empty_mask[2]).sum().backward()
-    assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
-
-
-def test_sequences_of_one_token(checkpoint: str) -> None:
-    model = load(checkpoint)
-    input_ids = random_ids(4, 3)
-    mask = torch.tensor([[1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
+def test_rows_of_padding_are_zero_and_others_are_as_alone_down_to_one_token(checkpoint: str) -> None:
+    model, input_ids = load(checkpoint), random_ids(6, 3)
+    mask = torch.tensor([[1, 0, 0], [0, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0], [0, 0, 0]])
     logits = model(input_ids, attention_mask=mask).logits
-    for b in (0, 1, 3):
-        alone = model(input_ids[b][mask[b].bool()].unsqueeze(0), use_cache=False).logits[0, 0]
-        torch.testing.assert_close(logits[b][mask[b].bool()][0], alone, rtol=1e-5, atol=1e-5)
+    for b, row in enumerate(mask.bool()):
+        if row.any():
+            alone = model(input_ids[b][row].unsqueeze(0), use_cache=False).logits[0]
+            torch.testing.assert_close(logits[b][row], alone, rtol=1e-5, atol=1e-5)
+        else:
+            assert (logits[b] == 0).all()
+    loss = torch.nn.functional.cross_entropy(logits[1], input_ids[1], reduction="none")
+    (loss * mask[1]).sum().backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
 
 
 def test_position_ids_of_the_caller_are_used(checkpoint: str) -> None:
