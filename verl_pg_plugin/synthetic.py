@@ -28,12 +28,9 @@ def random_group(
 
 
 def make_batch(samples: Sequence[Sample], seed: int = 0, **settings: Any) -> TensorDict:
-    """The samples as verl's V1 trainer hands them to an engine, with random old log-probs and advantages.
+    """The samples as verl's V1 trainer hands them to an engine, with random old log-probs and an advantage for each.
 
-    Args:
-        samples: sequences; the advantage is one number per sequence.
-        seed: of the random fields.
-        settings: non-tensor fields such as ``max_token_len_per_gpu``, over defaults for one big micro-batch.
+    ``settings`` are non-tensor fields such as ``max_token_len_per_gpu``, over defaults for one big micro-batch.
     """
     rng = np.random.default_rng(seed)
     masks = [sample.mask if sample.mask is not None else [1] * len(sample.response) for sample in samples]

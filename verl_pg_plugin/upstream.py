@@ -25,11 +25,7 @@ class UpstreamChangedError(RuntimeError):
 
 
 def _found(owner: Any, name: str, wanted: str = "") -> Any:
-    """A function of a module or class, which takes the parameters ``wanted``, else those that ``compat`` names.
-
-    Raises:
-        UpstreamChangedError: there is none, or it does not take them.
-    """
+    """A function of a module or class, which takes the parameters ``wanted``, else those that ``compat`` names."""
     path = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
     if why := difference(owner, name, wanted or TAKES[f"{path}.{name}"]):
         package = path.partition(".")[0]
@@ -152,9 +148,6 @@ def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[N
     config says, and has no argument for it.
     Versions: verl 0.9.1.
     Remove when: verl loads value models with the attention of their config.
-
-    Args:
-        load: takes ``local_path``, ``torch_dtype``, ``model_config`` and ``trust_remote_code``.
     """
     import verl.utils.model as patched
 
@@ -194,19 +187,16 @@ MANAGED, WHOLE = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 
 
 def let_flat_parameters_compile(module: Any) -> None:
-    """Let torch compile the layers of a model that FSDP1 has wrapped, whose parameters are views of flat ones.
+    """Let torch compile the layers of a model that FSDP1 has wrapped, before its first forward.
 
     What: ``_fsdp_use_orig_params`` of the modules that FSDP manages (``_is_fsdp_managed_module``) becomes True. FSDP
     writes it and never reads it.
     Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
-    behind FSDP's hooks, when the views are there; they go into its graphs as inputs, as whole parameters do.
-    ``use_orig_params=True`` itself would change the optimizer's state, so that no run could be resumed with the mode
-    toggled.
+    behind FSDP's hooks, when its parameters are views of flat ones; these go into its graphs as inputs, as whole ones
+    do. ``use_orig_params=True`` itself would change the optimizer's state, so that no run could be resumed with the
+    mode toggled.
     Versions: torch 2.11 to 2.14.
     Remove when: torch compiles flat parameters, or verl has no FSDP1.
-
-    Args:
-        module: the wrapped model, before its first forward.
     """
     for part in module.modules():
         if getattr(part, MANAGED, False):

@@ -22,14 +22,7 @@ ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by
 DESCRIPTION = """\
 What packed mode would gain over stock verl (rmpad) on one rank's mini-batch, by token budget. The mini-batch is planned
 and laid out as in a training and priced in FLOPs, with a fixed price for each micro-batch; nothing is run on a model.
-
-Lengths come from one of:
-  --prompt P --response R --n N     every group alike
-  --data FILE.parquet --response R --n N
-                                    prompts of a data set, through the model's tokenizer and chat template: what prompts
-                                    share with each other (a system prompt) counts, as in a training
-  --rollouts DIR                    what verl wrote under trainer.rollout_data_dir; the last step is read. It is text
-                                    without special tokens, so lengths are some tokens short
+Lengths come from --prompt and --response, from --data and --response, or from --rollouts.
 """
 
 
@@ -39,17 +32,16 @@ def add_parser(subparsers: Any) -> None:
         "estimate",
         help="what sharing would gain on your data: dedup ratio, FLOPs, predicted speed-up by token budget",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, help="folder of a checkpoint, or a hub id")
-    add("--prompt", type=_positive, help="tokens of each prompt")
+    add("--prompt", type=_positive, help="tokens of each prompt, which share nothing with each other")
     add("--response", type=_positive, help="tokens of each response (their mean)")
     add("--n", type=_positive, default=8, help="responses to a prompt (8)")
     add("--groups", type=_positive, default=8, help="prompts of a mini-batch on one rank; of rollouts the first (8)")
-    add("--data", type=Path, help="parquet file of prompts as verl reads it")
+    add("--data", type=Path, help="parquet file of prompts as verl reads it; what they share with each other counts")
     add("--prompt-key", default="prompt", help="column of the messages (prompt)")
-    add("--rollouts", type=Path, help="folder that trainer.rollout_data_dir named")
+    add("--rollouts", type=Path, help="folder that trainer.rollout_data_dir named; the last step is read")
     add("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
     add("--gpus", type=_positive, default=8, help="that share the weights, gradients and AdamW's state (8)")
     add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
@@ -195,6 +187,8 @@ def load(auto_class: Any, name: str) -> Any:
 def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
     """The mini-batch, and what must be known about its lengths."""
     import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
     from verl_pg_plugin.planning.forecast import batch_of_lengths, batch_of_prompts
@@ -209,38 +203,26 @@ def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
         return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     if args.data is not None:
-        column = _prompts(args)
-        texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in column]
-        prompts, responses = [ids(text) for text in texts], [[args.response] * args.n] * len(texts)
+        if not args.data.is_file():
+            raise CommandError(f"--data {args.data}: no such file")
+        try:
+            column = pq.read_table(args.data, columns=[args.prompt_key]).column(0)
+        except pa.ArrowException as error:
+            why = str(error).splitlines()[0]
+            raise CommandError(f"--data {args.data}: cannot read the column {args.prompt_key}: {why}") from error
+        chats = column[: args.groups].to_pylist()
+        texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        prompts = [ids(text) for text in texts]
+        batch = batch_of_prompts(prompts, [[args.response] * args.n] * len(prompts))
         counts = [len(prompt) for prompt in prompts]
         remark = f"{len(prompts)} prompts of {min(counts)} to {max(counts)} tokens, in the order of the file; {args.n} "
-        remark += f"responses of {args.response} tokens each"
-    else:
-        file, found = _groups(args.rollouts)
-        chosen = found[: args.groups]
-        prompts = [ids(group[0]["input"]) for group in chosen]
-        responses = [[max(len(ids(record["output"])), 1) for record in group] for group in chosen]
-        remark = f"{len(chosen)} of {len(found)} groups of {file.name}, as text without special tokens, so lengths are "
-        remark += "some tokens short"
-    return batch_of_prompts(prompts, responses), remark
-
-
-def _prompts(args: argparse.Namespace) -> list[Any]:
-    """Messages of the first prompts of a data set."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not args.data.is_file():
-        raise CommandError(f"--data {args.data}: no such file")
-    try:
-        column = pq.read_table(args.data, columns=[args.prompt_key]).column(0)
-    except pa.ArrowException as error:
-        why = str(error).splitlines()[0]
-        raise CommandError(f"--data {args.data}: cannot read the column {args.prompt_key}: {why}") from error
-    found: list[Any] = column[: args.groups].to_pylist()
-    if not found:
-        raise CommandError(f"--data {args.data} has no row")
-    return found
+        return batch, remark + f"responses of {args.response} tokens each"
+    file, found = _groups(args.rollouts)
+    chosen = found[: args.groups]
+    prompts = [ids(group[0]["input"]) for group in chosen]
+    responses = [[max(len(ids(record["output"])), 1) for record in group] for group in chosen]
+    remark = f"{len(chosen)} of {len(found)} groups of {file.name}, as text without special tokens, so lengths are "
+    return batch_of_prompts(prompts, responses), remark + "some tokens short"
 
 
 def _groups(folder: Path) -> tuple[Path, list[list[dict[str, Any]]]]:

@@ -37,11 +37,7 @@ PHASES = {ROLLOUT: "old_log_prob", ACTOR: "update", REF: "ref"}
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """The config that an entry point would run with these overrides; verl's own comes to the same as ours.
-
-    Raises:
-        CommandError: an override that Hydra cannot parse or apply, or an interpolation that leads nowhere.
-    """
+    """The config that an entry point would run with these overrides; verl's own comes to the same as ours."""
     try:
         with initialize_config_module("verl_pg_plugin.config.hydra", version_base=None):
             config = compose("pg_ppo_trainer", overrides=[*map(added, overrides)])

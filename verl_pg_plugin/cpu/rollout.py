@@ -51,7 +51,17 @@ class HFServer:
             )
         self.config = config
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config)
-        self.model = self._build_model()
+        auto_class = get_hf_auto_model_class(self.model_config.hf_config)
+        options = {
+            "attn_implementation": "sdpa",  # whatever the trainer's is: the server has its own layout and its own cache
+            "dtype": PrecisionType.to_dtype(config.dtype),
+            "trust_remote_code": self.model_config.trust_remote_code,
+        }
+        self.model: PreTrainedModel
+        if config.load_format == "dummy":
+            self.model = auto_class.from_config(deepcopy(self.model_config.hf_config), **options).eval()
+        else:
+            self.model = auto_class.from_pretrained(self.model_config.local_path, **options).eval()
         self.eos_token_ids: set[int] = set()
         for source in (self.model_config.generation_config, self.model_config.tokenizer):
             ids = getattr(source, "eos_token_id", None)
@@ -83,13 +93,8 @@ class HFServer:
     ) -> TokenOutput:
         """Draw one response: ``stop_reason`` is ``completed`` or ``aborted`` (then the tokens so far).
 
-        Args:
-            sampling_params: vLLM's names; see ``SamplingParams``. If they ask for ``prompt_logprobs``, as verl asks a
-                teacher, ``extra_fields`` has them and their ``prompt_ids``.
-            image_data: PIL images of the prompt, in the order of their placeholders.
-
-        Raises:
-            ValueError: a request that this rollout cannot answer.
+        If ``sampling_params`` ask for ``prompt_logprobs``, as verl asks a teacher, ``extra_fields`` has them and their
+        ``prompt_ids``. ``image_data`` are PIL images of the prompt, in the order of their placeholders.
         """
         if given := sorted(name for name, value in multi_modal.items() if value):
             raise ValueError(f"rollout 'hf' shows images alone, but the request carries {', '.join(given)}")
@@ -212,17 +217,6 @@ class HFServer:
             stop_reason="aborted" if completion.aborted else "completed",
             extra_fields={"global_steps": self.global_steps, **completion.of_prompt},
         )
-
-    def _build_model(self) -> PreTrainedModel:
-        auto_class = get_hf_auto_model_class(self.model_config.hf_config)
-        options = {
-            "attn_implementation": "sdpa",  # whatever the trainer's is: the server has its own layout and its own cache
-            "dtype": PrecisionType.to_dtype(self.config.dtype),
-            "trust_remote_code": self.model_config.trust_remote_code,
-        }
-        if self.config.load_format == "dummy":
-            return auto_class.from_config(deepcopy(self.model_config.hf_config), **options).eval()
-        return auto_class.from_pretrained(self.model_config.local_path, **options).eval()
 
 
 def server_name(replica_rank: int) -> str:

@@ -56,11 +56,7 @@ class Balance:
 
 
 def order_by_sessions(
-    group: IntArray,
-    session: IntArray,
-    place: IntArray,
-    prompt_lengths: IntArray,
-    response_lengths: IntArray,
+    group: IntArray, session: IntArray, place: IntArray, prompt_lengths: IntArray, response_lengths: IntArray
 ) -> PrefixOrder:
     """B sequences, group after group, in each the longest session first, in each session by place.
 

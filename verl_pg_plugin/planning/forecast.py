@@ -93,14 +93,10 @@ def forecast(
     compile_layers: bool = True,
     kernel: str = "flash_attn_2",
 ) -> Forecast:
-    """Predict one rank's mini-batch.
+    """Predict one rank's mini-batch under a budget of tokens of all GPUs that share a sequence.
 
-    Args:
-        batch, flops: its sequences, and the price of their tokens.
-        levels: with sizes.
-        budget: tokens of a micro-batch, of all GPUs that share a sequence.
-        carry: ``prefix_grouper.carry=auto``.
-        compile_layers, kernel: of packed mode; stock verl runs flash_attn_2, and compiles nothing.
+    ``levels`` have sizes. ``compile_layers`` and ``kernel`` are packed mode's: stock verl runs flash_attn_2, and
+    compiles nothing.
 
     Raises:
         ValueError: the budget does not hold the longest sequence.

@@ -376,10 +376,7 @@ class _Planner:
         for span, *whole in group:
             others = self.select(whole)
             chunk = Chunk(
-                num_sequences=span.size,
-                num_cached=span.cached,
-                num_kept=self.kept(span),
-                num_read_next=span.read_next,
+                num_sequences=span.size, num_cached=span.cached, num_kept=self.kept(span), num_read_next=span.read_next
             )
             sequences = [*self.order.sequences[span.first : span.stop].tolist(), *others.sequences.tolist()]
             planned.append(MicroBatch(sequences, self.tokens(span) + int(others.num_new.sum()), chunk))

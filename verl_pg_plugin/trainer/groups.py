@@ -39,11 +39,8 @@ def mini_batches_of_config(trainer: Any, batch_size: int) -> int:
 def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: str) -> None:
     """Reorder a batch of a run that shares prefixes: ranks and mini-batches hold whole groups and finish together.
 
-    Args:
-        trainer: of verl's; has ``_pg_num_mini_batches``, and keeps ``model_flops``.
-        batch: V1's ``KVBatchMeta`` or V0's ``DataProto``.
-        metrics: gets verl's figures about tokens per rank, and ours about cost.
-        logging_prefix: of verl's figures.
+    The batch is V1's ``KVBatchMeta`` or V0's ``DataProto``. ``metrics`` gets verl's figures about tokens per rank under
+    ``logging_prefix``, and ours about cost.
 
     Raises:
         ValueError: the batch does not divide into ranks and mini-batches.
@@ -55,7 +52,10 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
     is_v1 = hasattr(batch, "tags")
     columns = _columns_of_v1(batch) if is_v1 else _columns_of_v0(batch)
     uids, sessions, places, prompt_lengths, response_lengths = columns
-    group, num_ranks = np.unique(uids, return_inverse=True)[1], num_ranks_of(trainer.actor_rollout_wg)
+    ranks = trainer.actor_rollout_wg._dispatch_info
+    if "actor" not in ranks:  # where a trainer's own balance has not asked
+        ranks["actor"] = trainer.actor_rollout_wg._query_dispatch_info("actor")
+    group, num_ranks = np.unique(uids, return_inverse=True)[1], max(ranks["actor"]) + 1
     num_mini_batches = trainer._pg_num_mini_batches(trainer, len(uids))
     order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths)
     price = trainer.model_flops.segments
@@ -96,23 +96,14 @@ def actor_flops(config: DictConfig) -> ModelFlops:
     return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
 
 
-def num_ranks_of(workers: Any) -> int:
-    """Data-parallel ranks of a worker group's actor; asks it where a trainer's own balance has not."""
-    if "actor" not in workers._dispatch_info:
-        workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
-    return max(workers._dispatch_info["actor"]) + 1
-
-
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     """Log what sharing saved in an update, and at the last step in all steps of this process.
 
     The numbers are tokens of a mini-batch, as in the metrics; no seconds, which nobody measures without sharing. A
     trainer that never called its balance is warned about once.
 
-    Args:
-        trainer: of verl's; keeps the sums as ``gained_tokens``.
-        metrics: of an update, numbers or one for each rank or mini-batch. V1's hold those of the balance too, and get
-            the tokens that it expected over those that the engine has computed.
+    ``metrics`` are those of an update, numbers or one for each rank or mini-batch. V1's hold those of the balance too,
+    and get the tokens that it expected over those that the engine has computed.
     """
     logical, physical, padding = (f"actor/prefix_grouper/{name}_tokens" for name in ("logical", "physical", "padding"))
     if physical not in metrics:
