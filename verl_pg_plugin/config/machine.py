@@ -95,18 +95,16 @@ def _data(config: DictConfig) -> Iterator[Issue]:
             if not Path(path).is_file():
                 why = "does not exist" + (": verl does not expand ~" if path.startswith("~") else "")
                 yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
-            elif path.endswith(".parquet"):
-                yield from _columns(key, path, prompt)
-
-
-def _columns(key: str, path: str, prompt: str) -> Iterator[Issue]:
-    try:
-        names = pq.read_schema(path).names
-    except (pa.ArrowException, OSError) as error:
-        why = f"cannot be read as parquet: {str(error).partition(chr(10))[0]}"
-        yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
-        return
-    if prompt not in names:
-        likely = next((name for name in ("prompt", "messages") if name in names), "<column of the messages>")
-        why = f"{path} has no column {prompt!r}; it has {', '.join(names)}"
-        yield Issue(f"data.prompt_key={prompt}, {key}={path}", why, f"data.prompt_key={likely}")
+                continue
+            if not path.endswith(".parquet"):
+                continue
+            try:
+                names = pq.read_schema(path).names
+            except (pa.ArrowException, OSError) as error:
+                why = f"cannot be read as parquet: {str(error).partition(chr(10))[0]}"
+                yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
+                continue
+            if prompt not in names:
+                likely = next((name for name in ("prompt", "messages") if name in names), "<column of the messages>")
+                why = f"{path} has no column {prompt!r}; it has {', '.join(names)}"
+                yield Issue(f"data.prompt_key={prompt}, {key}={path}", why, f"data.prompt_key={likely}")

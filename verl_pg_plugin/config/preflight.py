@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 TORN = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
 RAY_INIT = "ray_kwargs.ray_init"
-INTERPRETERS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
-"""Keys of a Ray runtime environment that choose the packages of workers."""
 
 
 def check(config: DictConfig) -> None:
@@ -201,7 +199,8 @@ def _joins_cluster(config: DictConfig) -> bool:
     interpreter, which has other packages.
     """
     address = OmegaConf.select(config, f"{RAY_INIT}.address") or os.environ.get("RAY_ADDRESS")
-    if any(OmegaConf.select(config, f"{RAY_INIT}.runtime_env.{key}") for key in INTERPRETERS):
+    interpreters = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
+    if any(OmegaConf.select(config, f"{RAY_INIT}.runtime_env.{key}") for key in interpreters):
         return True
     if address is not None:
         return bool(address != "local")

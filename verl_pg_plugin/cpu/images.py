@@ -10,9 +10,6 @@ from typing import Any
 import torch
 import transformers
 
-IMAGE_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Models that are shown images; their positions have three dimensions."""
-
 
 class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
     """Images and text; of the same name as transformers', by which verl tells processors apart.
@@ -45,7 +42,7 @@ class PromptImages:
 
 def reads_images(config: Any) -> bool:
     """Whether a model with this config takes images, and positions in three dimensions."""
-    return config.model_type in IMAGE_MODEL_TYPES
+    return config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def rope_positions(model: Any, prompt_ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:

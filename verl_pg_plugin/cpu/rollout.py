@@ -29,9 +29,6 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl_pg_plugin.cpu.generation import Completion, Request, SamplingParams, derived_seed, generate
 from verl_pg_plugin.cpu.images import PromptImages, reads_images
 
-ARRIVAL_GAP_S = 0.05
-"""How long to wait for one more request before a batch starts: agent loops send theirs a few ms apart."""
-
 
 class HFServer:
     """Samples token ids and log-probs; every public method is called by verl through Ray.
@@ -183,7 +180,7 @@ class HFServer:
             waiting = 0
             while waiting < len(self._pending) < size and self._gate.is_set():
                 waiting = len(self._pending)
-                await asyncio.sleep(ARRIVAL_GAP_S)
+                await asyncio.sleep(0.05)  # for one more: agent loops send theirs a few ms apart
             batch, self._pending = self._pending[:size], self._pending[size:]
             try:
                 async with self._model_lock:

@@ -29,8 +29,6 @@ from verl_pg_plugin.planning.order import FloatArray
 SegmentPrice: TypeAlias = Callable[[IntArray, IntArray, IntArray], FloatArray]
 """Cost of each of S segments from (S,) tokens they share, (S,) tokens they add and (S,) of those that run the head."""
 
-CHEAPEST_TRIED = 4
-"""Bins that the most expensive one may exchange with."""
 LEVEL = 1.01
 """No group is cut where the slowest is no more than this above the mean."""
 
@@ -188,9 +186,10 @@ def _exchange(
 
     members = [np.flatnonzero(of_span == number) for number in range(num_bins)]
     load = np.array([cost(held) for held in members])
-    few = min(CHEAPEST_TRIED, num_bins - 1)
+    few = min(4, num_bins - 1)  # cheap bins are tried
     for _ in range(16 * num_bins):
-        dear, tried = int(load.argmax()), []
+        dear = int(load.argmax())
+        best, least = None, load[dear] * (1 - 1e-9)
         for other in np.argpartition(load, few)[:few].tolist():
             if other == dear:
                 continue  # all bins cost the same
@@ -204,12 +203,11 @@ def _exchange(
                 k = np.abs(own[mine] - own[theirs[near]] - half).argmin()
                 leaves, enters = int(mine[k]), int(theirs[near[k]])
                 after = exchanged(members[dear], leaves, enters), exchanged(members[other], enters, leaves)
-                tried.append((max(map(cost, after)), other, after))
-        tried = [exchange for exchange in tried if exchange[0] < load[dear] * (1 - 1e-9)]
-        if not tried:
+                if (higher := max(map(cost, after))) < least:
+                    best, least = ((dear, after[0]), (other, after[1])), higher
+        if best is None:
             break
-        _, other, after = min(tried, key=lambda exchange: exchange[0])
-        for chosen, held in zip((dear, other), after, strict=True):
+        for chosen, held in best:
             members[chosen], load[chosen] = held, cost(held)
     for number, held in enumerate(members):
         of_span[held] = number

@@ -30,8 +30,6 @@ COMPILED = 1.4
 """Speed of tokens where ``compile_layers`` fuses what lies between the matrices; fitted to docs/data."""
 KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.75, "flash_attn_4": 1.75}
 """Speed of attention kernels, that of stock verl being 1; from the same table."""
-FIRST_RESPONSE_TOKEN = 2**31
-"""Tokens of responses, where only lengths are known: different from each other and from those of prompts."""
 
 
 def batch_of_prompts(prompts: Sequence[IntArray], responses: Sequence[Sequence[int]]) -> Sequences:
@@ -45,7 +43,8 @@ def batch_of_prompts(prompts: Sequence[IntArray], responses: Sequence[Sequence[i
         raise ValueError("a batch needs sequences with at least one token of a prompt and one of a response")
     of_prompts = np.array([len(prompt) for prompt, _ in pairs])
     offsets = np.append(0, np.cumsum(of_prompts + [n for _, n in pairs]))
-    tokens = [np.append(prompt, np.full(n, token)) for token, (prompt, n) in enumerate(pairs, FIRST_RESPONSE_TOKEN)]
+    # Tokens of responses, of which only lengths are known, differ from each other and from those of prompts.
+    tokens = [np.append(prompt, np.full(n, token)) for token, (prompt, n) in enumerate(pairs, 2**31)]
     return Sequences(np.concatenate(tokens), offsets, of_prompts)
 
 

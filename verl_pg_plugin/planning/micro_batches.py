@@ -61,11 +61,6 @@ class CacheWeights:
         """The same of published ones, with one state."""
         return self.published * num_tokens + self.state * (num_tokens > 0)
 
-    def times(self, factor: float) -> "CacheWeights":
-        """Of budgets that stand for so much less memory."""
-        recomputing = min(self.recomputing * factor, 1.0)
-        return CacheWeights(self.cached * factor, self.published * factor, recomputing, self.state * factor)
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -118,7 +113,10 @@ def cut_micro_batches(
             f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
             "and log_prob_max_token_len_per_gpu"
         )
-    weights = weights and weights.times(levels.shortage)
+    if weights is not None:  # of a budget that may stand for less memory
+        less = levels.shortage
+        recomputing = min(weights.recomputing * less, 1.0)
+        weights = CacheWeights(weights.cached * less, weights.published * less, recomputing, weights.state * less)
     planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
-MOST_TRIES = 3000
-"""Orders that are looked at; the time that this takes does not grow beyond it with ranks and groups."""
 LEAST_GAIN = 1e-6
 """Of the time of all: an order that gains less is not taken, whatever its last bits say."""
 
@@ -50,7 +48,7 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
                     orders[rank], costs[rank], shortest = order, tried, time * (1 - LEAST_GAIN)
                     improved = True
                 tries += 1
-                if tries >= MOST_TRIES:
+                if tries >= 3000:  # so that this takes no longer with more ranks and groups
                     return orders
     return orders
 

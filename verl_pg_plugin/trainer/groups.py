@@ -13,7 +13,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_pg_plugin.config.mode import mode_of
-from verl_pg_plugin.layout import IntArray
 from verl_pg_plugin.planning.balance import balance_groups, order_by_sessions
 from verl_pg_plugin.planning.cost import ModelFlops
 
@@ -49,40 +48,31 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
         return
     if getattr(trainer, "model_flops", None) is None:
         trainer.model_flops = actor_flops(trainer.config)
-    is_v1 = hasattr(batch, "tags")
-    columns = _columns_of_v1(batch) if is_v1 else _columns_of_v0(batch)
-    uids, sessions, places, prompt_lengths, response_lengths = columns
+    if is_v1 := hasattr(batch, "tags"):
+        keys = [key.rsplit("_", 2) for key in batch.keys]  # {uid}_{session}_{place}
+        uids = [uid for uid, _, _ in keys]
+        sessions, places = (np.array([int(key[part]) for key in keys]) for part in (1, 2))
+        prompts, responses = (np.array([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
+    else:  # which has one sequence a session
+        uids = batch.non_tensor_batch["uid"].tolist()
+        sessions, places = np.arange(len(uids)), np.zeros(len(uids), dtype=np.int64)
+        mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]  # of (B, P + R) and (B, P)
+        prompts, responses = mask[:, :width].sum(dim=1).numpy(), mask[:, width:].sum(dim=1).numpy()
     ranks = trainer.actor_rollout_wg._dispatch_info
     if "actor" not in ranks:  # where a trainer's own balance has not asked
         ranks["actor"] = trainer.actor_rollout_wg._query_dispatch_info("actor")
     group, num_ranks = np.unique(uids, return_inverse=True)[1], max(ranks["actor"]) + 1
     num_mini_batches = trainer._pg_num_mini_batches(trainer, len(uids))
-    order = order_by_sessions(group, sessions, places, prompt_lengths, response_lengths)
+    order = order_by_sessions(group, sessions, places, prompts, responses)
     price = trainer.model_flops.segments
-    balance = balance_groups(order, group, response_lengths, price, num_ranks, num_mini_batches)
-    lengths = (prompt_lengths + response_lengths).tolist()
+    balance = balance_groups(order, group, responses, price, num_ranks, num_mini_batches)
+    lengths = (prompts + responses).tolist()
     partitions = [part.tolist() for part in np.split(balance.order, num_ranks)]
     metrics.update(log_seqlen_unbalance(seqlen_list=lengths, partitions=partitions, prefix=logging_prefix))
     metrics["prefix_grouper/balance/slowest_over_mean"] = balance.slowest_over_mean
     metrics["prefix_grouper/balance/cut_groups"] = balance.num_cut_groups
     metrics[ESTIMATED_TOKENS] = balance.num_tokens / num_mini_batches
     batch.reorder(balance.order.tolist() if is_v1 else torch.from_numpy(balance.order))
-
-
-def _columns_of_v1(batch: Any) -> tuple[list[str], IntArray, IntArray, IntArray, IntArray]:
-    """For each sequence: uid of its prompt, session, place in the session, tokens of the prompt and of the response."""
-    keys = [key.rsplit("_", 2) for key in batch.keys]  # {uid}_{session}_{place}
-    sessions, places = (np.array([int(key[part]) for key in keys]) for part in (1, 2))
-    prompts, responses = (np.array([tag[name] for tag in batch.tags]) for name in ("prompt_len", "response_len"))
-    return [uid for uid, _, _ in keys], sessions, places, prompts, responses
-
-
-def _columns_of_v0(batch: Any) -> tuple[list[str], IntArray, IntArray, IntArray, IntArray]:
-    """The same from ``prompts`` (B, P), ``attention_mask`` (B, P + R) and ``uid``; V0 has one sequence a session."""
-    mask, width = batch.batch["attention_mask"].long(), batch.batch["prompts"].shape[1]
-    uids = batch.non_tensor_batch["uid"].tolist()
-    prompts, responses = mask[:, :width].sum(dim=1).numpy(), mask[:, width:].sum(dim=1).numpy()
-    return uids, np.arange(len(uids)), np.zeros(len(uids), dtype=np.int64), prompts, responses
 
 
 def actor_flops(config: DictConfig) -> ModelFlops:
