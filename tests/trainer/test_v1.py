@@ -1,4 +1,4 @@
-"""V1 trainers find batches in which the rows of one prompt meet on one rank and in one mini-batch."""
+"""V1 trainers find batches in which the rows of one prompt meet on one rank and in one mini-batch; what it costs."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
+from transformers import AutoConfig
 from verl.trainer.ppo.v1 import PPOTrainer
 from verl.trainer.ppo.v1 import trainer_base as verls
 
 import verl_pg_plugin
 from tests.trainer.conftest import Workers
+from verl_pg_plugin.planning.cost import ModelFlops
+from verl_pg_plugin.trainer.groups import actor_flops, mini_batches_of_config
 
 
 class StockTrainer(PPOTrainer):
@@ -91,3 +94,31 @@ def test_turns_of_a_session_continue_each_other_in_whatever_order_they_come(trai
         tag["prompt_len"] = 11
     trainer._balance_batch(batch, metrics)
     assert metrics["prefix_grouper/balance/estimated_rows"] == 2 * (10 + 2)
+
+
+def test_two_runs_whose_uids_are_drawn_anew_assign_alike(trainer: Any) -> None:
+    """Groups that cost the same would otherwise go where the names of their uids sort: no run would repeat another."""
+    orders = []
+    for uids in ("aabbccddeeff", "ffbbddaaccee"):
+        batch = make_batch([f"{uid}_{place}_0" for place, uid in enumerate(uids)], responses=[7] * 12)
+        trainer._balance_batch(batch, {})
+        orders.append([key.split("_")[1] for key in batch.keys])
+    assert orders[0] == orders[1]
+
+
+def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
+    make_config: Callable[..., DictConfig],
+) -> None:
+    config = make_config()
+    hf_config = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    assert actor_flops(config) == ModelFlops.of_config(hf_config)
+    config.actor_rollout_ref.model.override_config = {"intermediate_size": 48}
+    hf_config.intermediate_size = 48
+    assert actor_flops(config) == ModelFlops.of_config(hf_config)
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])
+def test_mini_batches_are_those_of_the_actor_where_it_trains(
+    make_config: Callable[..., DictConfig], batch_size: int, expected: int
+) -> None:
+    assert mini_batches_of_config(SimpleNamespace(config=make_config()), batch_size) == expected
