@@ -17,8 +17,6 @@ MODES: dict[str, dict[str, Any]] = {
     "packed, never carried, attention recomputed": {"engine": {"carry": "never", "activations": "inputs"}},
     "padded groups": {"padded": True},
 }
-
-
 QUICK, *OTHERS = MODES
 
 
