@@ -105,29 +105,23 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
     assert_equal(type(expected)(*found, dsinks), expected)
 
 
-class Recorded:
-    """``sdpa`` that records its problems and where its gradients lie."""
+def recorded() -> Any:
+    """``sdpa`` that records its calls."""
+    return replace(SDPA, forward=Mock(wraps=SDPA.forward), backward=Mock(wraps=SDPA.backward))
 
-    def __init__(self, heads_first: bool = False) -> None:
-        self.forwards: list[tuple[int, Varlen]] = []
-        self.backwards: list[tuple[int, Varlen]] = []
-        self.kernel = replace(SDPA, forward=self._forward, backward=self._backward, heads_first=heads_first)
 
-    def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Varlen) -> Any:
-        self.forwards.append((len(k), problem))
-        return SDPA.forward(q, k, v, problem)
-
-    def _backward(self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *others: Any) -> None:
-        self.backwards.append((len(k), others[-1]))
-        SDPA.backward(dout, q, k, *others)
+def problems(calls: Mock) -> list[tuple[int, Varlen]]:
+    """How many keys each call got, and its problem."""
+    keys_at = 1 if len(calls.call_args.args) == 4 else 2  # queries come first, and in a backward their gradient
+    return [(len(call.args[keys_at]), call.args[-1]) for call in calls.call_args_list]
 
 
 def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
     """sdpa does not look at it; flash-attn leaves out what lies behind."""
-    layout, recorded = GROUP.layout(), Recorded()
+    layout, kernel = GROUP.layout(), recorded()
     tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=7, dtype=torch.float64)
-    packed_outcome(tensors, layout, kernel=recorded.kernel)
-    ((_, problem),) = recorded.forwards
+    packed_outcome(tensors, layout, kernel=kernel)
+    ((_, problem),) = problems(kernel.forward)
     assert (problem.max_seqlen_q, problem.max_seqlen_k) == (11, 11 + 7), "the prompt but its last; the longest response"
 
 
@@ -139,12 +133,12 @@ def many_responses() -> Batch:
 def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window, monkeypatch) -> None:
     """A window of all keys but one hides none from a segment."""
     cut(monkeypatch, (4, 1e9))
-    batch, recorded = many_responses(), Recorded()
+    batch, kernel = many_responses(), recorded()
     layout = batch.layout()
     tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
-    found = packed_outcome(tensors, layout, window, kernel=recorded.kernel)
+    found = packed_outcome(tensors, layout, window, kernel=kernel)
     assert_equal(found, dense_outcome(tensors, layout, batch.sequences, window))
-    for calls, most in ((recorded.forwards, 4), (recorded.backwards, 2)):
+    for calls, most in ((problems(kernel.forward), 4), (problems(kernel.backward), 2)):
         assert len(calls) > 10 / most
         assert max(keys for keys, _ in calls) <= most * layout.num_tokens
         assert sum(keys for keys, _ in calls) == len(layout.kv_index) > 10 * layout.num_tokens
@@ -170,12 +164,12 @@ def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: py
 
 def test_a_backward_gathers_no_key_of_a_prompt_and_reads_it_by_no_other_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
-    layout, recorded, gathers = many_responses().layout(), Recorded(), []
+    layout, kernel, gathers = many_responses().layout(), recorded(), []
     tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
     monkeypatch.setattr(Gather, "sum", lambda *args, **options: gathers.append(args))
-    packed_outcome(tensors, layout, kernel=recorded.kernel)
+    packed_outcome(tensors, layout, kernel=kernel)
     assert gathers == []
-    (keys, rest), (prompt_keys, prompt) = recorded.backwards
+    (keys, rest), (prompt_keys, prompt) = problems(kernel.backward)
     assert (keys, rest.causal) == (layout.num_tokens, True)
     assert (prompt_keys, prompt.causal) == (len(PROMPT) + 59, False)
     assert (prompt.cu_seqlens_q.tolist(), prompt.cu_seqlens_k.tolist()) == ([0, 40 * 3], [0, prompt_keys])
@@ -188,7 +182,7 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cu
     layout = many_responses().layout()
     tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.bfloat16)
     expected = packed_outcome(tensors, layout)
-    actual = packed_outcome(tensors, layout, kernel=Recorded(heads_first=True).kernel)
+    actual = packed_outcome(tensors, layout, kernel=replace(SDPA, heads_first=True))
     assert_equal(actual, expected, tolerance=0.0)
     assert {x.dtype for x in (actual.out, actual.dq, actual.dk, actual.dv)} == {torch.bfloat16}
     assert all(x.transpose(0, 1).is_contiguous() for x in (actual.dq, actual.dk, actual.dv))
@@ -196,22 +190,22 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cu
 
 def test_gradients_of_many_pieces_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of rounded sums lose a bit for every doubling of the group."""
-    layout, exact = many_responses().layout(), Recorded()
+    layout = many_responses().layout()
     tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.bfloat16)
     expected = packed_outcome(tensors.to(torch.float64), layout)
     errors = []
     for cuts in ((4, 3), (0.5, 1e9)):
         cut(monkeypatch, cuts)
-        errors.append((packed_outcome(tensors, layout, kernel=exact.kernel).dk - expected.dk).norm())
+        errors.append((packed_outcome(tensors, layout).dk - expected.dk).norm())
     assert errors[1] < 1.3 * errors[0]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_same_to_the_bit(keeps: bool) -> None:
     """Two calls in a layer, as in LongCat Flash, and two backwards of one graph."""
-    layout, recorded = GROUP.layout(), Recorded()
+    layout, kernel = GROUP.layout(), recorded()
     tensors = random_tensors(layout.num_tokens, 2, 2, 8, seed=0, dtype=torch.float32, sinks=True)
-    context, options = PackedAttention(layout, recorded.kernel), AttentionOptions(0.3)
+    context, options = PackedAttention(layout, kernel), AttentionOptions(0.3)
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
         once = context.attend_packed(q.sin(), k.sin(), v, replace(options, sinks=sinks))
@@ -219,12 +213,12 @@ def test_a_checkpointed_layer_keeps_attention_if_asked_and_gradients_are_the_sam
 
     leaves = tensors.leaves()
     expected = torch.autograd.grad(layer(*leaves).sum(), leaves)
-    assert len(recorded.forwards) == 2
+    assert kernel.forward.call_count == 2
     contexts = (lambda: (Tape(),) * 2) if keeps else noop_context_fn
     out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
     for forwards in (4, 4) if keeps else (6, 8):
         found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-        assert len(recorded.forwards) == forwards
+        assert kernel.forward.call_count == forwards
         assert all(map(torch.equal, found, expected))
 
 

@@ -36,7 +36,6 @@ ROPE_BY_LAYER_TYPE = {
         (transformers.Starcoder2Config(residual_dropout=0.1), "residual_dropout=0.1"),
         (transformers.MixtralConfig(router_jitter_noise=0.01), "router_jitter_noise=0.01"),
         (transformers.PhiConfig(resid_pdrop=0.1), "resid_pdrop=0.1"),
-        (transformers.Qwen3Config(**TINY, attention_dropout=0.1), "attention_dropout=0.1"),
         (transformers.Qwen2Config(**TINY, rope_parameters=DYNAMIC_ROPE), "rope_type=dynamic"),
         (transformers.Gemma3TextConfig(**TINY, rope_parameters=ROPE_BY_LAYER_TYPE), "rope_type=dynamic"),
         (transformers.ViTConfig(attention_probs_dropout_prob=0.0), "no causal language model"),

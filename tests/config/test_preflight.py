@@ -125,7 +125,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ("data.train_files={folder}/broken.parquet", "cannot be read as parquet", ""),
     ("data.val_files=[] data.prompt_key=question", "has no column 'question'; it has prompt", "prompt_key=prompt"),
     ("reward.custom_reward_function.path=/gone.py", "no such file", "=<file>"),
-    (f"{MODEL}.path={{own}}", "cannot read its config.json", "trust_remote_code=True"),
     (f"{MODEL}.use_remove_padding=packed", "is not a boolean", ""),
     *((f"prefix_grouper={value}", "is not a section of options", "") for value in ("fast", "null")),
     (f"{MODEL}.use_fused_kernels=True {ACTOR}.calculate_sum_pi_squared=True", "have the probabilities", "=False"),

@@ -82,11 +82,6 @@ def engine_configs(config: DictConfig, role: str) -> tuple[Any, Any]:
     return engine, model
 
 
-def engine_issues(config: DictConfig, role: str) -> list[Issue]:
-    """What the engine of a role says when verl builds it."""
-    return engine_errors(Engine.of(*engine_configs(config, role)))
-
-
 def errors(config: DictConfig) -> list[Issue]:
     return [issue for issue in sharing_issues(config) if not issue.is_warning]
 
@@ -94,7 +89,8 @@ def errors(config: DictConfig) -> list[Issue]:
 def assert_refused_alike(config: DictConfig, setting: str, why: str, fix: str) -> None:
     """Preflight and the engines of all roles say the same of a setting."""
     before = [issue for issue in errors(config) if why in issue.why]
-    inside = [issue for role in roles_of(config) for issue in engine_issues(config, role)]
+    engines = [Engine.of(*engine_configs(config, role)) for role in roles_of(config)]
+    inside = [issue for engine in engines for issue in engine_errors(engine)]
     assert before
     assert {issue.why for issue in before} == {issue.why for issue in inside if why in issue.why}
     assert {issue.why for issue in inside} <= {issue.why for issue in errors(config)}, "an engine refuses nothing else"

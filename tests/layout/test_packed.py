@@ -19,7 +19,6 @@ from tests.layout.tries import (
     num_of_group,
     part_keys,
     plans,
-    response_places,
     tries,
 )
 from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, Sequences, build_packed_layout, build_prefix_order
@@ -185,7 +184,11 @@ def check_reads(p: LaidOut, cached: list[tuple[tuple[int, Key], bool]]) -> None:
     layout = p.layout
     assert [key for key, _ in cached] == p.keys[: layout.num_cached]
     assert all(cached[position][1] for position in layout.cached_heads.tolist())
-    expected = {place: (p.batch.class_of(s), key) for place, (s, key) in response_places(p.batch).items()}
+    expected = {
+        int(p.batch.offsets[s]) + t: (p.batch.class_of(s), tokens[: t + 2])
+        for s, tokens in enumerate(p.batch.sequences)
+        for t in range(p.batch.prompt_lengths[s] - 1, len(tokens) - 1)
+    }
     assert {place: p.keys[row] for place, row in response_rows(layout)} == expected
     for row, sequence in zip(layout.head_index.tolist(), layout.head_sequence.tolist(), strict=True):
         assert p.batch.sequences[sequence][: len(p.own_keys[row][1])] == p.own_keys[row][1]

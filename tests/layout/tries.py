@@ -77,15 +77,6 @@ class Batch:
         return {(self.class_of(s), tokens[: t + 2]) for s, tokens in sequences for t in range(len(tokens) - 1)}
 
 
-def response_places(batch: Batch) -> dict[int, tuple[int, Key]]:
-    """By logical index, sequence and key of every token that predicts a response token."""
-    return {
-        int(batch.offsets[s]) + t: (s, tokens[: t + 2])
-        for s, tokens in enumerate(batch.sequences)
-        for t in range(batch.prompt_lengths[s] - 1, len(tokens) - 1)
-    }
-
-
 def batch_of(*pairs: tuple[Sequence[int], Sequence[int]]) -> Batch:
     """A batch of (prompt, response) pairs."""
     return Batch(tuple((*prompt, *response) for prompt, response in pairs), tuple(len(prompt) for prompt, _ in pairs))

@@ -70,11 +70,6 @@ def pad(samples: Sequence[Sample], side: str) -> tuple[torch.Tensor, torch.Tenso
 LAYOUT = read_sequences(make_batch(SAMPLES)).lay_out()
 
 
-def responses(logits: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    """Logits in front of every response token out of padded positions."""
-    return [row[valid.bool()][len(s.prompt) - 1 : -1] for row, valid, s in zip(logits, mask, SAMPLES, strict=True)]
-
-
 def unpack(logits_1TV: torch.Tensor) -> list[torch.Tensor]:
     """Logits in front of every response token, by sample, out of packed rows."""
     flat = logits_1TV[0, torch.from_numpy(LAYOUT.head_index[LAYOUT.response_head]).long()]
@@ -101,7 +96,8 @@ def padded(model: Any, side: str = "left") -> Result:
     input_ids, mask = pad(SAMPLES, side)
     logits = model(input_ids, attention_mask=mask).logits
     assert (logits[mask == 0] == 0).all()
-    return result(model, responses(logits, mask))
+    rows = zip(logits, mask.bool(), SAMPLES, strict=True)
+    return result(model, [row[valid][len(s.prompt) - 1 : -1] for row, valid, s in rows])
 
 
 def packed(model: Any) -> Result:
@@ -110,25 +106,21 @@ def packed(model: Any) -> Result:
 
 
 def grouped(model: Any) -> Result:
-    """Upstream's PrefixGrouper, masks and all."""
-    grouper, input_ids, position_ids = upstream_batch(SAMPLES, [3, 2, 1])
-    masks = {"attention_mask": grouper.padding_mask, "position_ids": position_ids}
+    """Upstream's PrefixGrouper, masks and all: rows [prompt | response 1 | ... | padding] of whole groups."""
+    prompts, prompt_mask = pad([Sample(SAMPLES[first].prompt, []) for first in (0, 3, 5)], "left")
+    suffixes, suffix_mask = pad([Sample([], s.response) for s in SAMPLES], "right")
+    grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, suffix_mask, [3, 2, 1])
+    input_ids = grouper.concat_input(prompts, prompt_mask, suffixes, suffix_mask)
+    masks = {
+        "attention_mask": grouper.padding_mask,
+        "position_ids": build_position_ids_for_prefix_grouper(grouper),
+    }
     logits = model(input_ids, prefix_grouper=grouper, **masks).logits
     *_, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
     return result(model, [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)])
 
 
 WAYS: dict[str, Callable[[Any], Result]] = {"padded": padded, "packed": packed, "grouped": grouped}
-
-
-def upstream_batch(samples: list[Sample], group_sizes: list[int]) -> tuple[PrefixGrouper, torch.Tensor, torch.Tensor]:
-    """Rows [prompt | response 1 | ... | padding] of whole groups."""
-    firsts = [sum(group_sizes[:g]) for g in range(len(group_sizes))]
-    prompts, prompt_mask = pad([Sample(samples[i].prompt, []) for i in firsts], "left")
-    suffixes, suffix_mask = pad([Sample([], s.response) for s in samples], "right")
-    grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, suffix_mask, group_sizes)
-    input_ids = grouper.concat_input(prompts, prompt_mask, suffixes, suffix_mask)
-    return grouper, input_ids, build_position_ids_for_prefix_grouper(grouper)
 
 
 @functools.cache

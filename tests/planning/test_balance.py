@@ -218,10 +218,6 @@ class Rollouts:
         offsets = np.append(0, np.cumsum([len(tokens) for tokens in self.tokens]))
         return build_prefix_order(np.concatenate(self.tokens), offsets, classes=np.array(self.columns)[:, 0])
 
-    def price(self, order: PrefixOrder) -> float:
-        responses = np.array(self.columns)[:, 4]
-        return cost_together(order, responses, FLOPS.segments, np.arange(len(self.tokens)))[0]
-
 
 def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_share() -> None:
     rollouts = Rollouts()
@@ -231,9 +227,10 @@ def test_sessions_of_a_prompt_and_prompts_of_a_batch_share_what_their_tokens_sha
             rollouts.session(group, session, prompt, [(20, 50)] * (1 + session))
     estimated, real = rollouts.estimated(), rollouts.real()
     assert estimated.num_new.sum() == real.num_new.sum()
-    assert rollouts.price(estimated) == pytest.approx(rollouts.price(real), rel=1e-3)
-    groups = np.array(rollouts.columns)[estimated.sequences, 0]
-    assert groups.tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
+    groups, *_, responses = np.array(rollouts.columns).T
+    costs = [cost_together(o, responses, FLOPS.segments, np.arange(20))[0] for o in (estimated, real)]
+    assert costs[0] == pytest.approx(costs[1], rel=1e-3)
+    assert groups[estimated.sequences].tolist() == [3] * 10 + [1] * 10, "in the order in which they came"
 
 
 def test_an_edited_context_shares_what_the_sessions_share() -> None:

@@ -15,7 +15,7 @@ from verl_pg_plugin.cli.estimate import ACCURACY
 from verl_pg_plugin.layout import Sequences
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Forecast, batch_of_lengths, batch_of_prompts, forecast
+from verl_pg_plugin.planning.forecast import Forecast, batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 FLOPS = ModelFlops.of_config(CONFIGS["4b"])
@@ -36,14 +36,6 @@ def test_tokens_are_those_of_groups_that_share_their_prompt() -> None:
     assert found.micro_batches == 1
     assert found.old_log_prob == pytest.approx(found.flop_ratio, rel=0.02), "nothing is cut, so only the parts differ"
     assert found.update > found.old_log_prob, "attention's outputs are kept for the backward"
-
-
-def test_prompts_that_begin_alike_share_more_than_their_groups() -> None:
-    system = np.arange(1000)
-    prompts = [np.concatenate([system, np.full(P - 1000, 5000 + g)]) for g in range(G)]
-    shared = predict(batch_of_prompts(prompts, [[R] * N] * G))
-    assert shared.physical_tokens == predict().physical_tokens - (G - 1) * 999
-    assert shared.update > predict().update
 
 
 def test_a_budget_that_cuts_groups_costs_and_carrying_costs_less_than_computing_again() -> None:

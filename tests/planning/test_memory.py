@@ -28,14 +28,6 @@ def weights_of(name: str, num_gpus: int) -> WeightBytes:
     return WeightBytes.of(text_skeleton(CONFIGS[name]), num_gpus)
 
 
-def device_bytes(name: str, gpus: int, level: Level, tokens: int, labels: int, pending: int) -> float:
-    """Of an update at its peak; few labels run the LM head at once."""
-    sizes, weights, config = SIZES[name], weights_of(name, gpus), CONFIGS[name]
-    kept = tokens * sizes.waiting(level) + sizes.beside(0, pending)
-    head = weights.head if labels > 4096 else 2 * config.vocab_size * (config.hidden_size + labels)
-    return weights.fixed + kept + max(head, tokens * sizes.working(level))
-
-
 def test_what_fits_in_stock_verl_fits_here() -> None:
     """Random models, cards, ranks and batches; the largest micro-batch at the level that is chosen."""
     draw, fitting, worst, taken = random.Random(0), 0, [0.0, 0.0], set()
@@ -65,8 +57,12 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
         taken.add(level)
         if level.on_host:
             assert group * sizes.held(level) <= host
-        used = device_bytes(name, gpus, level, group, min(group, n * response), pending) / card
-        worst[host > 0] = max(worst[host > 0], used)
+        config, labels = CONFIGS[name], min(group, n * response)
+        # Few labels run the LM head at once.
+        head = weights.head if labels > 4096 else 2 * config.vocab_size * (config.hidden_size + labels)
+        kept = group * sizes.waiting(level) + sizes.beside(0, pending)
+        used = weights.fixed + kept + max(head, group * sizes.working(level))
+        worst[host > 0] = max(worst[host > 0], used / card)
     assert fitting > 10_000
     assert worst[True] <= 1, "a run that fits in stock verl does not fit here"
     assert worst[False] <= 1.03, "without memory of the host the sizes alone decide, which err by as much"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from bench_attention import main as bench_attention
 from bench_longest_prompt import bisect
-from benchmarks.actor_cases import AnyCase, Work, batch_of_phase, parse_case, samples_of_ranks
+from benchmarks.actor_cases import Work, batch_of_phase, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath
 from benchmarks.kernel_time import ATTENTION, COLLECTIVES, IDLE, MATMUL, seconds_by_class
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
@@ -37,13 +37,6 @@ def test_a_script_that_no_test_runs_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
 
 
-def work(case: AnyCase) -> tuple[int, int, int]:
-    """Sequences, their tokens, and packed tokens."""
-    rows = case.rows(vocab_size=1 << 30, world_size=1)
-    found = Work.of([rows.samples], FLOPS, checkpointing=True)
-    return len(rows.group), found.logical_tokens, found.physical_tokens
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -56,7 +49,10 @@ def work(case: AnyCase) -> tuple[int, int, int]:
     ],
 )
 def test_a_case_shares_what_it_says(text: str, expected: tuple[int, int, int]) -> None:
-    assert work(parse_case(text)) == expected
+    """Sequences, their tokens, and packed tokens."""
+    rows = parse_case(text).rows(vocab_size=1 << 30, world_size=1)
+    found = Work.of([rows.samples], FLOPS, checkpointing=True)
+    assert (len(rows.group), found.logical_tokens, found.physical_tokens) == expected
     assert str(parse_case(text)) == text
 
 
