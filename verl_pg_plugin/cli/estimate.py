@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from verl_pg_plugin.layout import Sequences
     from verl_pg_plugin.planning.forecast import Forecast
 
-BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 VERLS_BUDGET = 16384
 ACCURACY = "fitted to 138 measurements of dense models on H200s: half are off by at most 4%, one in seven by over 10%"
 DESCRIPTION = """\
@@ -147,7 +146,8 @@ def answer(rows: list[dict[str, Any]], args: argparse.Namespace, gib: float) -> 
     gain = f"{step} {best['step']:.2f}x as fast; update {update:.2f}x, of which sharing alone gives {share:.2f}x and "
     gain += f"compiled layers {update / share:.2f}x"
     memory = f"{best['peak_gib']:.1f} of {gib:g} GiB of a GPU and {best['host_gib']:.1f} GiB of the host"
-    return [removed, gain, f"fastest budget that fits: {BUDGET}={best['budget']}, with {memory}"]
+    budget = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={best['budget']}"
+    return [removed, gain, f"fastest budget that fits: {budget}, with {memory}"]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -26,10 +26,8 @@ STOCK_ENGINE_CONFIGS = ("verl.workers.config.FSDPEngineConfig", "verl.workers.co
 def engage(config: DictConfig) -> None:
     """Give a config whose flag is set our engine configs and options, in place; again changes nothing.
 
-    What the user has set in a section of ours stays, for the rules to look at.
-
-    Args:
-        config: composed from verl's ``ppo_trainer``; options of ours are in its section ``prefix_grouper`` if any.
+    It is composed from verl's ``ppo_trainer``. What the user has set in a section of ours stays, for the rules to look
+    at.
 
     Raises:
         ConfigError: the mode does not support the settings, or the flag is no boolean.
@@ -47,11 +45,8 @@ def engage(config: DictConfig) -> None:
 def engage_or_exit(config: DictConfig) -> None:
     """``engage`` for verl's entry point: errors end the process without a traceback, with exit code 2, as in ours.
 
-    Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none.
-
-    Raises:
-        SystemExit: after the errors were written to stderr.
-        ConfigError: the flag would do nothing in this recipe.
+    Where Ray runs already this is a recipe with trainers of its own, which asks for our engines itself or gets none: a
+    flag that would do nothing is a ConfigError.
     """
     if not ray.is_initialized():
         exit_on_errors(engage, config)

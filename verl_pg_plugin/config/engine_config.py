@@ -17,15 +17,11 @@ from verl_pg_plugin.config.options import PrefixGrouperOptions
 class PrefixGrouperEngineConfig(FSDPEngineConfig):
     """``FSDPEngineConfig`` with the switch of this plugin.
 
-    Args:
-        use_prefix_grouper: store and compute every shared prefix once; off runs the stock engine.
-        prefix_grouper: how.
-
     Raises:
         RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
     """
 
-    use_prefix_grouper: bool = False
+    use_prefix_grouper: bool = False  # store and compute every shared prefix once; off runs the stock engine
     prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
 
     def __post_init__(self) -> None:

@@ -55,21 +55,14 @@ class Engine:
 
     In a worker these are verl's dataclasses, before Ray starts the sections of the trainer's config: the fields have
     the same names.
-
-    Attributes:
-        role: ``ACTOR``, ``REF`` or ``CRITIC``.
-        config, model: the engine config and the model config.
-        device: its type, as verl names it.
-        hf_config: config of the checkpoint, overrides applied; None where it cannot be read here.
-        sp_key: key that sets the Ulysses size.
     """
 
-    role: str
-    config: Any
-    model: Any
-    device: str
-    hf_config: Any = None
-    sp_key: str = ""
+    role: str  # ``ACTOR``, ``REF`` or ``CRITIC``
+    config: Any  # of the engine
+    model: Any  # config of the model
+    device: str  # its type, as verl names it
+    hf_config: Any = None  # of the checkpoint, overrides applied; None where it cannot be read here
+    sp_key: str = ""  # key that sets the Ulysses size
 
     @classmethod
     def of(cls, engine_config: Any, model_config: Any) -> Engine:

@@ -33,11 +33,7 @@ KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.75, "flash_attn_4": 1.75}
 
 
 def batch_of_prompts(prompts: Sequence[IntArray], responses: Sequence[Sequence[int]]) -> Sequences:
-    """Token ids of each of G prompts, and lengths of the responses to each; no two begin with the same token.
-
-    Raises:
-        ValueError: there is no sequence, or an empty prompt or response.
-    """
+    """Token ids of each of G prompts, and lengths of the responses to each; no two begin with the same token."""
     pairs = [(prompt, n) for prompt, lengths in zip(prompts, responses, strict=True) for n in lengths]
     if not pairs or any(len(prompt) < 1 or n < 1 for prompt, n in pairs):
         raise ValueError("a batch needs sequences with at least one token of a prompt and one of a response")

@@ -20,14 +20,11 @@ def align(ranks: Sequence[Sequence[FloatArray]]) -> list[list[int]]:
 
     Ranks gather weights together in every layer, so the k-th micro-batches of all ranks take as long as the most
     expensive of them. Each rank begins with its most expensive group; two groups of one rank at a time then change
-    places while that shortens the sum over the most expensive.
+    places while that shortens the sum over the most expensive. Returned are, for each rank, indices of its groups.
 
     Args:
         ranks: of each rank, its split groups: (n, C) costs of a group's n chunks in running order, in each of C phases
             that end before the next begins. An ordinary micro-batch is a group of one chunk. All ranks have as many.
-
-    Returns:
-        For each rank the indices of its groups, in the order in which they run.
     """
     orders = [np.argsort([-group.sum(axis=1).mean() for group in groups], kind="stable").tolist() for groups in ranks]
     if all(len(group) == 1 for groups in ranks for group in groups):

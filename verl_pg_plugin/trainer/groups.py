@@ -40,9 +40,6 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
 
     The batch is V1's ``KVBatchMeta`` or V0's ``DataProto``. ``metrics`` gets verl's figures about tokens per rank under
     ``logging_prefix``, and ours about cost.
-
-    Raises:
-        ValueError: the batch does not divide into ranks and mini-batches.
     """
     if not mode_of(trainer.config).shares_prefixes:
         return
@@ -76,11 +73,7 @@ def regroup(trainer: Any, batch: Any, metrics: dict[str, Any], logging_prefix: s
 
 
 def actor_flops(config: DictConfig) -> ModelFlops:
-    """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read.
-
-    Raises:
-        ValueError: the model cannot be priced, see ``ModelFlops.of``.
-    """
+    """Price of the actor's tokens, from the config that verl's trainers load for the tokenizer: no weight is read."""
     section = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
     model = omega_conf_to_dataclass(OmegaConf.create({**section, "load_tokenizer": False}))  # type: ignore[dict-item]
     return ModelFlops.of_config(model.hf_config, trust_remote_code=model.trust_remote_code)
