@@ -263,13 +263,17 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 whole = replace(whole, samples=case.images.put_into(whole.samples, config))
             parts = samples_of_ranks(whole, path.stock, flops, world_size)
             ranks = [[whole.samples[row] for row in part] for part in parts]
+            budget, in_micro_batch = path.budget or args.max_token_len, case.largest_group
+            if path.mode == "padded":  # as many lines as the budget holds
+                longest = max(len(sample.prompt) + len(sample.response) for sample in whole.samples)
+                in_micro_batch = max(budget // longest, 1)
             batch = make_batch(
                 ranks[dist.get_rank()],
-                max_token_len_per_gpu=path.budget or args.max_token_len,
+                max_token_len_per_gpu=budget,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
                 use_fused_kernels=path.has("fused"),
-                micro_batch_size_per_gpu=case.largest_group,
+                micro_batch_size_per_gpu=in_micro_batch,
                 global_batch_size=len(whole.samples),
             )
             groups = [whole.group[part].tolist() for part in parts]

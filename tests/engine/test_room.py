@@ -55,6 +55,9 @@ def test_a_limit_of_version_2_counts_without_files_that_can_be_dropped(root: Pat
 def test_a_limit_of_version_1_counts_and_nothing_below_none_is_left(root: Path) -> None:
     write(root / "proc/self/cgroup", "8:pids:/x\n4:cpu,memory:/docker/abc\n0::/\n")
     limit(root / "sys/fs/cgroup/memory", VERSION1, 40 * GIB, used=12, files=2)
+    (root / "sys/fs/cgroup/memory/memory.stat").rename(root / "stat")  # not every container has one
+    assert host_bytes(root) == pytest.approx((40 * (1 - HOST_RESERVE) - 12) * GIB)
+    (root / "stat").rename(root / "sys/fs/cgroup/memory/memory.stat")
     assert host_bytes(root) == pytest.approx((40 * (1 - HOST_RESERVE) - 10) * GIB)
     limit(root / "sys/fs/cgroup/memory/docker/abc", VERSION1, 20 * GIB, used=19, files=0)
     assert host_bytes(root) == 0

@@ -139,6 +139,10 @@ def _combinations(config: DictConfig) -> Iterator[Issue]:
             why = "verl's fused kernels never have the probabilities that it sums"
             yield Issue(f"{sums}=True", why, f"{sums}=False")
     actor, ref = rules.engine_of(config, ACTOR), rules.engine_of(config, REF)
+    rollouts = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if actor.on_veomni and actor.get("router_replay.mode") == "R3" and not OmegaConf.select(config, rollouts):
+        why = "its experts are those of the rollouts, which do not return any"
+        yield Issue(f"{actor.section}.router_replay.mode=R3", why, f"{rollouts}=True")
     if REF in rules.roles_of(config) and actor.on_veomni and ref.on_veomni and actor.sp_size != ref.sp_size:
         why = f"VeOmni keeps that of a process's first engine, and the actor's is {actor.sp_key}={actor.sp_size}"
         yield Issue(f"{ref.sp_key}={ref.sp_size}", why, f"{ref.sp_key}={actor.sp_size}")

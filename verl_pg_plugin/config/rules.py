@@ -266,6 +266,13 @@ def veomni(engine: Engine) -> Iterator[Issue]:
     if engine.of_model("lora_rank"):
         why = "verl's VeOmni engine has no LoRA and would train the whole model"
         yield Issue(engine.model_setting("lora_rank"), why, f"{key}.lora_rank=0")
+    mode = f"{engine.section}.router_replay.mode"
+    if (asked := engine.get("router_replay.mode")) not in ("disabled", None):
+        if kind != "qwen3_moe":
+            yield Issue(f"{mode}={asked}", f"router replay {NOT_RUN} but with qwen3_moe", f"{mode}=disabled")
+        elif getattr(engine.hf_config, "num_experts_per_tok", 2) < 2:
+            why = "zeros say that a token has no experts to replay, and with one for each token they may be its own"
+            yield Issue(f"{mode}={asked}", why, f"{mode}=disabled")
     for name, (proven, why) in VEOMNI_SETTINGS.items():
         if (asked := engine.get(name)) not in (proven, None):
             yield Issue(f"{engine.section}.{name}={asked}", why, f"{engine.section}.{name}={proven}")

@@ -204,7 +204,9 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):  # a container may not show the path but its end
             if (group / limit).is_file() and (most := (group / limit).read_text().strip()) != "max":
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield int(most), int((group / used).read_text()) - int(stat[files])
+                droppable = group / "memory.stat"  # which not every control group has
+                lines = droppable.read_text().splitlines() if droppable.is_file() else []
+                stat = dict(line.split() for line in lines)
+                yield int(most), int((group / used).read_text()) - int(stat.get(files, 0))
             if group == top:
                 break

@@ -33,7 +33,7 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
     if not fused_head:
         return
     missing = {
-        "a temperature of each sample": isinstance(data["temperature"], torch.Tensor),
+        "a temperature of each sample (it takes one for all)": isinstance(data["temperature"], torch.Tensor),
         "the logits that forward_kl_topk reads": uses_top_k(data),
         "the probabilities that calculate_sum_pi_squared=True sums": tu.get_non_tensor_data(
             data, "calculate_sum_pi_squared", default=False

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import nn
 from veomni.distributed.parallel_state import get_parallel_state
 from verl.utils import tensordict_utils as tu
+from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
 from verl_pg_plugin.attention.gather import to_device
@@ -28,7 +29,7 @@ from verl_pg_plugin.engine.inputs import ModelInputs
 from verl_pg_plugin.engine.prepare import prepare_config
 from verl_pg_plugin.issue import BatchError
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
-from verl_pg_plugin.modalities import TEXT, Modality
+from verl_pg_plugin.modalities import Modality
 
 ROUTES = "routed_experts"
 """verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
@@ -36,9 +37,9 @@ ROUTES = "routed_experts"
 
 @dataclass(frozen=True)
 class RoutedText(Modality):
-    """Text whose tokens go to experts that the batch names, or that are recorded of every token (``records``)."""
+    """Text whose tokens go to experts that the batch names, or that are recorded, as the router says."""
 
-    records: bool = False
+    router: VeOmniRouterReplay | None = None
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
         """The sequences with their experts.
@@ -47,7 +48,9 @@ class RoutedText(Modality):
             BatchError: the batch names none, or one for each token, of which zeros do not tell that there is none.
         """
         sequences = super().read(data, sequences)
-        if self.records:  # as an output, which tokens of prompts have like those of responses
+        if _action(self.router) is RouterReplayAction.DISABLED:
+            return sequences
+        if _action(self.router) is RouterReplayAction.RECORD:  # an output, of prompts as of responses
             return replace(sequences, prompt_lengths=np.ones_like(sequences.prompt_lengths))
         routed = data.get(ROUTES, None)
         if routed is None or not routed.is_nested or routed.shape[-1] < 2:
@@ -64,6 +67,10 @@ class RoutedText(Modality):
         named = zip(sequences.tokens.tolist(), before, strict=True)
         keys = np.array([numbers.setdefault(name, len(numbers)) for name in named])
         return replace(sequences, keys=keys, routes=np.moveaxis(routes_NLK, 0, -1))
+
+
+def _action(router: VeOmniRouterReplay | None) -> RouterReplayAction:
+    return RouterReplayAction.DISABLED if router is None else router.action
 
 
 class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWithLMHead):
@@ -91,6 +98,11 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         super()._build_model_optimizer()
         self._replace_checkpoints(self.module)  # VeOmni checkpoints layers when it shards them
 
+    def initialize(self) -> None:
+        super().initialize()
+        if self._router_replay is not None:
+            self.modality = RoutedText(router=self._router_replay)
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -98,19 +110,17 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         router = self._router_replay
         if router is None or not tu.get_non_tensor_data(data, "enable_routing_replay", default=False):
             return super().forward_backward_batch(data, loss_function, forward_only)
-        self.modality = RoutedText(records=forward_only and self._router_replay_mode == "R2")
         router.install(self.module)  # a process has one, and may have more engines than this
         try:
-            (router.begin_record if self.modality.records else router.begin_replay)()
+            (router.begin_record if forward_only and self._router_replay_mode == "R2" else router.begin_replay)()
             return super().forward_backward_batch(data, loss_function, forward_only)
         finally:
-            self.modality = TEXT
             router.clear()
 
     def _inputs(self, layout: Layout, sequences: Sequences, *args: Any, **kwargs: Any) -> ModelInputs:
         """Also tells the routers, whose forward comes next, what they take."""
         inputs = super()._inputs(layout, sequences, *args, **kwargs)
-        if not isinstance(self.modality, RoutedText):
+        if _action(self._router_replay) is RouterReplayAction.DISABLED:
             return inputs
         targets = None
         if sequences.routes is not None:
@@ -125,14 +135,12 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
 
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
         names, columns_NC = super()._columns(inputs, micro_batch)
-        if not isinstance(self.modality, RoutedText):
-            return names, columns_NC
         router = self._router_replay
-        if self.modality.records:
+        if _action(router) is RouterReplayAction.RECORD:
             routes_NE = router.take_recorded().flatten(1).index_select(0, inputs.head_columns)
             names = [*names, *(f"{ROUTES}.{i}" for i in range(routes_NE.shape[1]))]
             columns_NC = torch.cat([columns_NC.float(), routes_NE.float()], dim=1)
-        elif router.num_fired != router.num_targets:
+        elif router is not None and router.num_fired != router.num_targets:
             raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, and {router.num_fired} of the model route")
         return names, columns_NC
 

@@ -96,7 +96,7 @@ class Levels:
     def choose(self, tokens: int, labels: int = 0, *cache_use: int) -> Level:
         """The fastest level that fits; where none does the smallest, since the micro-batch must run.
 
-        All ranks that share them compute ``tokens``, and ``labels`` of the head; ``cache_use`` is as in ``TokenBytes``.
+        All ranks that share them compute ``tokens``, and ``labels`` of the head; ``cache_use`` is the layout's.
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
