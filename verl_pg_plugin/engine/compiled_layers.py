@@ -156,9 +156,7 @@ def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator
         what, way = "torch failed with decoder layers compiled", COMPILING_OFF
         if isinstance(error, FailOnRecompileLimitHit):
             root, graphs = error.__cause__ or error, DYNAMO_SETTINGS["recompile_limit"]
-            what = (
-                f"torch.compile has made {graphs} graphs of one function of a decoder layer and would stop compiling"
-            )
+            what = f"torch.compile has made {graphs} graphs of one function of a decoder layer and would stop compiling"
         elif isinstance(error, CheckpointError):  # if a layer's inputs differ, compiled or not
             way += ", or enable_gradient_checkpointing=False"
         cause = f"{type(root).__name__}: {str(root).strip()}".splitlines()[0]

@@ -213,9 +213,10 @@ class SharedPrefixEngine(FSDPEngine):
             return levels
         weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
         unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
-        with agreement() as rooms:  # ranks that share tokens cut them alike, and all wait for the slowest level
-            rooms.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))
-        return replace(levels, room=Room(*map(min, zip(*map(astuple, rooms), strict=True))))
+        rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
+        with rooms as found:  # of ranks that share tokens: they cut them alike
+            found.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))
+        return replace(levels, room=Room(*map(min, zip(*map(astuple, found), strict=True))))
 
     @cached_property
     def _host_bytes(self) -> float:

@@ -6,7 +6,8 @@ each runs its micro-batches in an order in which expensive ones meet (``planning
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class _Told(NamedTuple):
     costs: list[FloatArray]  # (n, 2) of the micro-batches as they run, and of the prefills in front of them
     flags: list[np.ndarray]  # (n, 3) of the same: whether there is a prefill, tokens are shared, ancestors are read
     needs_encoder: bool
+    free: float  # bytes of its device for activations
 
 
 def plan_mini_batch(
@@ -82,7 +84,7 @@ def plan_mini_batch(
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         packed: packed mode, else upstream's padded groups.
         weights: what cached tokens take of the budget; None where no group is split.
-        levels: from what is free on the rank that has least.
+        levels: from what is free on this rank; the level of each micro-batch is from the rank that has least.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
 
@@ -97,14 +99,16 @@ def plan_mini_batch(
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         cut = partial(cut_micro_batches, order, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
-        ranks.append(_told(draft, flops, sequences))
+        ranks.append(_told(draft, flops, sequences, levels))
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
                 draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
-            ranks.append(_told(draft, flops, sequences))
+            ranks.append(_told(draft, flops, sequences, levels))
 
+    if levels.room is not None:
+        levels = replace(levels, room=replace(levels.room, device=min(rank.free for rank in ranks)))
     told = ranks[::sp_size]
     orders = align([rank.costs for rank in told])
     flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(told, orders, strict=True)]
@@ -136,7 +140,9 @@ def _laid_out(
     return running if forward_only else running[::-1]
 
 
-def _told(draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, sequences: Sequences) -> _Told:
+def _told(
+    draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, sequences: Sequences, levels: Levels
+) -> _Told:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
@@ -145,4 +151,4 @@ def _told(draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, seque
         updates = [FORWARDS_OF_AN_UPDATE * flops.forward([layout]) for layout in layouts]
         costs.append(np.array([updates, prefills]).T)
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    return _Told(costs, flags, any(sequences.images))
+    return _Told(costs, flags, any(sequences.images), levels.room.device if levels.room else math.inf)
