@@ -225,8 +225,6 @@ def process_lines(process: dict[str, Any]) -> list[Check]:
     """The platform that verl takes and whether it loads ours."""
     if error := process.get("error"):
         fix = f"correct what it names; {sys.executable} -c 'import verl.workers.engine' shows where it happens"
-        if "Unknown platform" in error and os.environ.get("VERL_PLATFORM"):
-            fix = "unset VERL_PLATFORM, or export VERL_PLATFORM=cpu with this plugin installed"
         return [Check(FAIL, "import verl", f"fails: {error}", fix)]
     return [Check(**process["platform"]), _plugin_line("loads", process["plugin_error"])]
 

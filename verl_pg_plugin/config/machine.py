@@ -31,8 +31,16 @@ FILES = (
 
 def machine_issues(config: DictConfig) -> Iterator[Issue]:
     """All that is asked for and not there."""
-    for find in (_gpus, _rollout_engine, _files, _data):
-        yield from find(config)
+    yield from _gpus(config)
+    key, name = f"{ROLLOUT}.name", OmegaConf.select(config, f"{ROLLOUT}.name")
+    if name in PACKAGES and not getattr(find_spec(PACKAGES[name]), "origin", None):  # a folder of that name has none
+        fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
+        yield Issue(f"{key}={name}", f"{PACKAGES[name]} is not installed in {sys.prefix}", fix)
+    for key in FILES:
+        path = OmegaConf.select(config, key)
+        if isinstance(path, str) and path and "://" not in path and not Path(path).exists():
+            yield Issue(f"{key}={path}", "no such file", f"{key}=<file>")
+    yield from _data(config)
 
 
 def count_of(config: DictConfig, key: str) -> int:
@@ -66,20 +74,6 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
             fix = "run where nvidia-smi lists enough, with a torch for CUDA; or export VERL_PLATFORM=cpu for a trial"
     if wanted > there:
         yield Issue(setting, why, fix)
-
-
-def _rollout_engine(config: DictConfig) -> Iterator[Issue]:
-    key, name = f"{ROLLOUT}.name", OmegaConf.select(config, f"{ROLLOUT}.name")
-    if name in PACKAGES and not getattr(find_spec(PACKAGES[name]), "origin", None):  # a folder of that name has none
-        fix = f"pip install 'verl[{name}]', or {key}=<an engine you have>"
-        yield Issue(f"{key}={name}", f"{PACKAGES[name]} is not installed in {sys.prefix}", fix)
-
-
-def _files(config: DictConfig) -> Iterator[Issue]:
-    for key in FILES:
-        path = OmegaConf.select(config, key)
-        if isinstance(path, str) and path and "://" not in path and not Path(path).exists():
-            yield Issue(f"{key}={path}", "no such file", f"{key}=<file>")
 
 
 def _data(config: DictConfig) -> Iterator[Issue]:
