@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from packaging.version import Version
@@ -266,10 +266,9 @@ def head_obstacle(module: Any) -> str:
     name = type(module).__name__
     try:
         with torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(patch.object(head, "forward", return_value=logits))
+            stack.enter_context(_returning(head, logits))
             for decoder in {module.base_model, module.get_decoder()}:  # most call the first, OPT the second
-                output = _DecoderOutput(last_hidden_state=hidden)
-                stack.enter_context(patch.object(decoder, "forward", return_value=output))
+                stack.enter_context(_returning(decoder, _DecoderOutput(last_hidden_state=hidden)))
             found = module(input_ids=tokens[None], logits_to_keep=tokens, use_cache=False).logits
     except Exception as error:  # a forward of any kind: that it cannot be looked at is the answer
         return f"{name} does not run around another decoder ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -292,6 +291,19 @@ class _DecoderOutput(MoeModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """``module`` returns ``output``, whatever it is given."""
+    own = module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def rmpad_fault(hf_config: PretrainedConfig, device_name: str) -> Issue | None:

@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pretends a GPU of some compute capability, or none, and installed packages."""
 
     def pretend(capability: tuple[int, int] | None, *packages: str) -> None:
-        monkeypatch.setattr(kernels, "installed", lambda package: "1.0" if package in packages else None)
+        monkeypatch.setattr(kernels.compat, "installed", lambda package: "1.0" if package in packages else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 

@@ -181,6 +181,13 @@ def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> 
     assert "VERL_USE_EXTERNAL_PLUGINS=verl_pg_plugin" in line.text
 
 
+def test_a_plugin_that_fails_beside_the_doctor_alone_is_reported_too(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "fresh_process", lambda: {**PROCESS})
+    monkeypatch.setattr(doctor, "register", lambda: 1 / 0)
+    assert main(["doctor", "--full"]) == 1
+    assert "verl goes on without it: ZeroDivisionError: division by zero" in capsys.readouterr().out
+
+
 def test_packages_outside_the_supported_range_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad(doctor.version_lines()) == []
     old = tmp_path / "transformers-5.6.0.dist-info"

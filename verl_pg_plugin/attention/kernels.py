@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from verl_pg_plugin.compat import installed
+from verl_pg_plugin import compat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class KernelSpec:
     @property
     def installed(self) -> bool:
         """By package metadata: an import loads CUDA libraries, and flash-attn 2 and 4 have a folder in common."""
-        return self.package is None or installed(self.package) is not None
+        return self.package is None or compat.installed(self.package) is not None
 
     def misfit(self, needs: AttentionNeeds) -> str:
         """What a model needs and this kernel does not compute; empty if nothing."""

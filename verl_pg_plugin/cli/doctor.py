@@ -90,7 +90,10 @@ def _full(asked: list[str]) -> Iterator[Section]:
     process = fresh_process()
     taken, config = [], None
     if "error" not in process and not process["plugin_error"]:
-        register()  # as there; this process has imported the package before verl
+        try:
+            register()  # as there; this process has imported the package before verl
+        except Exception as error:  # whatever an import raises
+            process["plugin_error"] = f"{type(error).__name__}: {error}"
         from verl_pg_plugin.cli import overrides
 
         taken = overrides.taken_kernel(process["device"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_pg_plugin.cli import CommandError, in_columns
+from verl_pg_plugin.cli.doctor import gpus
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
     if args.rollouts is None and args.response is None:
         raise CommandError("--response is missing: how long responses are cannot be told from prompts")
 
-    import torch
     from transformers import AutoConfig
 
     from verl_pg_plugin.architectures import architecture_issues, text_skeleton
@@ -87,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.budget and min(args.budget) < longest:
         raise CommandError(f"--budget {min(args.budget)} does not hold the longest sequence of {longest} tokens")
     compiled, why = compiled_by_auto(config.model_type, "cuda")
-    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib
-    if not gib:
-        gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 80.0
+    weights, gib = WeightBytes.of(module, args.gpus), args.gpu_gib or _memory_of_a_gpu()
     sizes = TokenBytes.of(config.get_text_config(), compiled=compiled)
     if sizes is None:
         raise CommandError(f"--model {args.model}: its config names no hidden_size or no num_attention_heads")
@@ -179,6 +177,12 @@ def load(auto_class: Any, name: str) -> Any:
         said = str(error).strip().splitlines()[0]
         ways = f"hf download {name} --include '*.json' where there is a network, or --model <folder of a checkpoint>"
         raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}; {ways}") from error
+
+
+def _memory_of_a_gpu() -> float:
+    """GiB of this machine's first GPU, as nvidia-smi says; without one, of an H100."""
+    memory = [gpu.rpartition(",")[2].split()[0] for gpu in gpus()]
+    return float(memory[0]) / 1024 if memory and memory[0].isdecimal() else 80.0
 
 
 # Lengths

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PreTrainedModel
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import get_hf_auto_model_class
@@ -239,7 +240,10 @@ class HFReplica(RolloutReplica):
         name = server_name(self.replica_rank)
         if self.is_teacher_model:
             name = f"{name}_teacher{self.name_suffix}"
-        actor = ray.remote(HFServer).options(name=name, max_concurrency=self.max_concurrency)
+        node_id = await self.workers[0].__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id())
+        where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        options = {"name": name, "scheduling_strategy": where, "max_concurrency": self.max_concurrency}
+        actor = ray.remote(HFServer).options(**options)
         server = actor.remote(config=self.config, model_config=self.model_config, replica_rank=self.replica_rank)
         await server.__ray_ready__.remote()
         # The address is the load balancer's key. There is no HTTP endpoint behind it.

@@ -96,7 +96,7 @@ def forecast(
     Raises:
         ValueError: the budget does not hold the longest sequence.
     """
-    limits, tokens = MicroBatchLimits(budget), int(batch.lengths.sum())
+    order, limits, tokens = batch.order(), MicroBatchLimits(budget), int(batch.lengths.sum())
     levels, sizes = levels.within_stock(tokens_of_stock(batch.lengths, limits)), levels.sizes
     assert sizes is not None
     # With checkpointing layers run once more in the backward; packed mode keeps attention's outputs of most.
@@ -120,7 +120,7 @@ def forecast(
         alone.append(float(price(forward_only, tokens, pairs, tokens, micro_batches, passes == 4).sum()))
         weights = cache_weights(levels, forward_only) if carry else None
         of_phase = replace(levels, room=None) if forward_only else levels  # no layer keeps anything for a backward
-        groups = cut_micro_batches(batch.order(), limits, weights, forward_only=forward_only, levels=of_phase)
+        groups = cut_micro_batches(order, limits, weights, forward_only=forward_only, levels=of_phase)
         priced = np.zeros(3)
         for layout in (layout for group in groups for layout in lay_out(group, batch, forward_only)):
             labels, seen = len(layout.head_index), float(flops.attention(*layout.segments).sum())

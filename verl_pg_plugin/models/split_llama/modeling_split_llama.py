@@ -8,7 +8,7 @@ transformers' Llama. ``forward`` packs padded input, takes ``prefix_grouper`` an
 group (see ``PackedInputsMixin``).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -73,6 +73,8 @@ class SplitLlamaPreTrainedModel(llama.LlamaPreTrainedModel):
     """Capabilities that transformers and FSDP ask a model for."""
 
     config_class = SplitLlamaConfig
+    _supports_flex_attn = _can_compile_fullgraph = False  # which Llama has and no test covers
+    _can_record_outputs: ClassVar[dict[str, Any]] = {}
 
 
 class Stack(nn.Module):
