@@ -46,11 +46,6 @@ def padding(hybrids: dict[str, str]) -> Any:
     return make_engine(hybrids["qwen3_5_text"], engine={"pad_to_length": True, "pad_to_length_bucket": 16})
 
 
-@pytest.fixture(scope="module")
-def engines(hybrids: dict[str, str]) -> dict[str, Any]:
-    return {kind: make_engine(hybrids[kind], splits=True) for kind in KINDS}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_is_that_of_the_sequence_alone(kind: str, hybrids: dict) -> None:
     engine = make_engine(hybrids[kind])
@@ -72,9 +67,10 @@ CONTAINED = {"one_group_of_8", "a_trie_of_three_levels", "tool_tokens"}
 
 @TWO_KINDS
 @pytest.mark.parametrize("case", sorted(CASES.keys() - CONTAINED))
-def test_split_groups_are_exact(kind: str, case: str, hybrids: dict, engines: dict) -> None:
+def test_split_groups_are_exact(kind: str, case: str, hybrids: dict) -> None:
     samples, budget = CASES[case]
-    check_exact(engines[kind], hybrids[kind], make_batch(samples, max_token_len_per_gpu=budget), splits=True)
+    engine = make_engine(hybrids[kind], splits=True)
+    check_exact(engine, hybrids[kind], make_batch(samples, max_token_len_per_gpu=budget), splits=True)
 
 
 OPTIONS: dict[str, dict] = {

@@ -1,6 +1,5 @@
 """verl's SFT trainer, unmodified: switched on by an engine config alone, its losses and gradient norms are stock's."""
 
-import logging
 import os
 import random
 from typing import Any
@@ -64,39 +63,35 @@ def train(rank: int, checkpoint: str, file: str, folder: str) -> Runs:
     # verl names the device of a checkpoint's weights with its number, and a CPU has none.
     on_cpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
     environment = patch.dict(os.environ, {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    with on_cpu, environment, TestCase().assertLogs("verl_pg_plugin", "INFO") as log:
-        return train_cases(checkpoint, file, folder, log.records)
-
-
-def train_cases(checkpoint: str, file: str, folder: str, records: list[logging.LogRecord]) -> Runs:
     logged: list[dict[str, float]] = []
 
     class Tracking:
         def __init__(self, **kwargs: Any) -> None: ...
 
         def log(self, data: dict[str, float], step: int) -> None:
-            ratios = [record.args[0] for record in records if "dedup ratio" in record.msg]
+            ratios = [record.args[0] for record in log.records if "dedup ratio" in record.msg]
             logged.append({**data, "dedup ratio": ratios[-1] if ratios else 1.0})
 
     sft_trainer.Tracking = Tracking
     found = {}
-    for case, overrides in CASES.items():
-        for shared in (False, True) if case != "ulysses" else (True,):
-            logged.clear()
-            records.clear()
-            torch.manual_seed(0)  # verl draws the adapter's weights
-            config = compose_config(
-                *(f"model.path={checkpoint}", f"data.train_files={file}", "data.train_batch_size=8"),
-                *("data.num_workers=0", "data.max_token_len_per_gpu=512", "trainer.device=cpu"),
-                *("trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.resume_mode=disable"),
-                *("model.use_remove_padding=True", "+model.override_config.attn_implementation=sdpa"),
-                *("engine.use_torch_compile=False", FLOAT32, f"trainer.default_local_dir={folder}/{case}{shared}"),
-                *("optim.lr=1e-3", *overrides, *(SHARED.split() if shared else [])),
-                module="verl.trainer.config",
-                name="sft_trainer_engine",
-            )
-            sft_trainer.SFTTrainer(config).fit()
-            found[f"{case} {'shared' if shared else 'stock'}"] = [dict(step) for step in logged]
+    with on_cpu, environment, TestCase().assertLogs("verl_pg_plugin", "INFO") as log:
+        for case, overrides in CASES.items():
+            for shared in (False, True) if case != "ulysses" else (True,):
+                logged.clear()
+                log.records.clear()
+                torch.manual_seed(0)  # verl draws the adapter's weights
+                config = compose_config(
+                    *(f"model.path={checkpoint}", f"data.train_files={file}", "data.train_batch_size=8"),
+                    *("data.num_workers=0", "data.max_token_len_per_gpu=512", "trainer.device=cpu"),
+                    *("trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.resume_mode=disable"),
+                    *("model.use_remove_padding=True", "+model.override_config.attn_implementation=sdpa"),
+                    *("engine.use_torch_compile=False", FLOAT32, f"trainer.default_local_dir={folder}/{case}{shared}"),
+                    *("optim.lr=1e-3", *overrides, *(SHARED.split() if shared else [])),
+                    module="verl.trainer.config",
+                    name="sft_trainer_engine",
+                )
+                sft_trainer.SFTTrainer(config).fit()
+                found[f"{case} {'shared' if shared else 'stock'}"] = [dict(step) for step in logged]
     return found
 
 
