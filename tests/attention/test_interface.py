@@ -79,7 +79,6 @@ NO_LAYOUT = r"Layer \(layer 7\) runs with attention 'prefix_grouper_packed' but 
     [
         (Layer(), {"prefix_grouper": None}, NO_LAYOUT),
         (Layer(), {"attention_mask": torch.ones(1, 1, 5, 5)}, "asks for attention_mask, which packed attention"),
-        (Layer(), {"dropout": 0.1}, "asks for attention dropout 0.1, "),
         (Layer(), {"is_causal": False}, "asks for bidirectional attention, "),
         (Bidirectional(), {}, "asks for bidirectional attention, "),
         (Layer(), {"position_bias": torch.zeros(4), "dropout": 0.5}, "asks for attention dropout 0.5, position_bias, "),

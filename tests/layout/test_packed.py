@@ -90,11 +90,15 @@ def test_images_of_a_layout_are_whole_and_tokens_know_where_they_come_from(seque
         assert (np.diff(layout.token_index[start : start + 3]) == 1).all()
 
 
-def test_an_idle_prefill_computes_all_of_an_image_that_comes_first() -> None:
-    for parts, expected in (([10, 1, 2], [10, 10, 10]), ([1, 10, 2], [1])):
-        keys, offsets, inside = laid_out([parts])
-        sequences = Sequences(keys, offsets, prompt_lengths=np.ones(1, dtype=np.int64), inside=inside)
-        assert sequences.lay_out_idle_prefill().input_ids.tolist() == expected
+@pytest.mark.parametrize(("parts", "computed"), [([1, 2], 1), ([1, 10, 2], 1), ([10, 1, 2], 3)])
+def test_a_rank_without_a_prefill_runs_one_token_or_image_that_nobody_reads(parts: list[int], computed: int) -> None:
+    keys, offsets, inside = laid_out([parts, [0, 1]])
+    sequences = Sequences(keys, offsets, np.ones(2, dtype=np.int64), inside=inside if inside.any() else None)
+    idle, own = sequences.lay_out_idle_prefill(), list(range(computed))
+    assert (idle.input_ids.tolist(), idle.labels.tolist()) == (keys[own].tolist(), keys[1:][own].tolist())
+    assert (idle.position_ids.tolist(), idle.kv_index.tolist(), idle.num_cached, idle.is_chunk) == (own, own, 0, False)
+    assert idle.num_logical_tokens == offsets[1]
+    assert not len(idle.publish) + len(idle.response_head)
 
 
 ANY_BATCH = st.one_of(tries(), batches(max_sequences=10), batches(max_sequences=10, with_classes=True))
@@ -164,13 +168,6 @@ def check_attends(p: LaidOut) -> None:
             assert before[-1] - layout.num_cached == layout.cu_seqlens_q[parent + 1] - 1
         else:
             assert not before or before[-1] < layout.num_cached
-
-
-def test_a_chunk_that_begins_with_a_duplicate_gathers_the_cached_tokens_that_it_reads() -> None:
-    batch = batch_of(*[(range(20), (1, 2, 3))] * 2, (range(20), (4, 5)))
-    layout = batch.take([1, 2]).as_numbers.lay_out(Chunk(num_sequences=2, num_cached=22, num_kept=19), first_label=19)
-    assert layout.kv_index.tolist() == [*range(19), 22, 23]
-    assert layout.num_gathered_kv == 21
 
 
 def with_heads(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> list[tuple[tuple[int, Key], bool]]:
@@ -286,16 +283,6 @@ def test_states_are_published_where_later_chunks_go_on_and_nowhere_else(data, ba
             if forward_only:
                 cached = [at for at in cached if at <= layout.publish_start] + layout.published_states.tolist()
         assert forward_only or not cached
-
-
-@given(batches())
-def test_a_rank_without_a_prefill_runs_one_token_that_nobody_reads(batch: Batch) -> None:
-    idle = batch.as_numbers.lay_out_idle_prefill()
-    first = batch.sequences[0]
-    assert (idle.input_ids.tolist(), idle.labels.tolist(), idle.position_ids.tolist()) == ([first[0]], [first[1]], [0])
-    assert (idle.num_cached, idle.kv_index.tolist(), idle.is_chunk) == (0, [0], False)
-    assert idle.num_logical_tokens == len(first)
-    assert not len(idle.publish) + len(idle.response_head)
 
 
 GROUP = batch_of(*[(range(20), (i, i, i)) for i in range(4)])

@@ -144,13 +144,16 @@ def limits_for(draw: st.DrawFn, batch: Batch) -> MicroBatchLimits:
     return MicroBatchLimits(max_tokens, max_sequences)
 
 
+_weight = st.sampled_from([0.0, 0.5, 1.5])
+cache_weights = st.builds(CacheWeights, _weight, _weight, st.sampled_from([0.0, 0.5, 1.0]))
+
+
 @st.composite
 def plans(draw: st.DrawFn, batch: Batch, **fixed: Any) -> list[list[MicroBatch]]:
     """Cuts of a batch under any limits, weights and costs."""
-    weight = st.sampled_from([0.0, 0.5, 1.5])
     options = {
         "limits": draw(limits_for(batch)),
-        "weights": CacheWeights(draw(weight), draw(weight), draw(st.sampled_from([0.0, 0.5, 1.0]))),
+        "weights": draw(cache_weights),
         "at_least": draw(st.just(1) | st.integers(1, len(batch.sequences))),
         "forward_only": draw(st.booleans()),
         "micro_batch_cost": draw(st.sampled_from([0.0, 2.0])),

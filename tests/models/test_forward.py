@@ -78,9 +78,9 @@ def test_logits_to_keep_selects_padded_positions(checkpoint: str, keep: Any) -> 
     input_ids, mask = pad(SAMPLES, "left")
     every = model(input_ids, attention_mask=mask).logits
     kept = model(input_ids, attention_mask=mask, logits_to_keep=keep).logits
-    expected = every[:, -keep:] if isinstance(keep, int) else every[:, keep]
-    valid = mask[:, -keep:] if isinstance(keep, int) else mask[:, keep]
-    torch.testing.assert_close(kept[valid.bool()], expected[valid.bool()], rtol=1e-5, atol=1e-5)
+    positions = slice(-keep, None) if isinstance(keep, int) else keep
+    valid = mask[:, positions].bool()
+    torch.testing.assert_close(kept[valid], every[:, positions][valid], rtol=1e-5, atol=1e-5)
 
 
 def test_generate_is_the_same_with_a_cache_without_one_and_in_transformers(checkpoint: str) -> None:

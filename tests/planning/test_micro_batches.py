@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tries import Batch, batch_of, batches, limits_for, num_of_group, plans, tries
+from tests.layout.tries import Batch, batch_of, batches, cache_weights, limits_for, num_of_group, plans, tries
 from verl_pg_plugin.layout import PrefixOrder
 from verl_pg_plugin.planning.micro_batches import (
     MICRO_BATCH_COST,
@@ -62,8 +62,7 @@ def cost(plan: Plan, order: PrefixOrder, forward_only: bool) -> float:
 @given(st.data(), ANY_BATCH)
 def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_into_memory(data, batch) -> None:
     """A single sequence alone, or where it keeps no attention, may take more."""
-    limits, weight = data.draw(limits_for(batch)), st.sampled_from([0.0, 0.5, 1.5])
-    weights = CacheWeights(data.draw(weight), data.draw(weight), data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    limits, weights = data.draw(limits_for(batch)), data.draw(cache_weights)
     given_weights = data.draw(st.sampled_from([weights, weights, None]))
     plan = data.draw(plans(batch, limits=limits, weights=given_weights))
     assert sorted(s for part in parts_of(plan) for s in part.sequences) == list(range(len(batch.sequences)))
