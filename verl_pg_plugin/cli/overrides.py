@@ -32,9 +32,6 @@ from verl_pg_plugin.planning.cost import ModelFlops
 from verl_pg_plugin.planning.forecast import batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
-PHASES = {ROLLOUT: "old_log_prob", ACTOR: "update", REF: "ref"}
-"""That the longest group is held against, by the section that limits their micro-batches."""
-
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """The config that an entry point would run with these overrides; verl's own comes to the same as ours."""
@@ -102,8 +99,9 @@ def group_lines(config: DictConfig) -> list[Check]:
     hf_config, _ = read_checkpoint(config)
     cannot = [m for m in count_layers(hf_config.get_text_config()) if not MIXERS[m].prefix_cache] if hf_config else []
     carries = OmegaConf.select(config, f"{OPTIONS}.carry") != "never" and not cannot
+    phases = {ROLLOUT: "old_log_prob", ACTOR: "update", REF: "ref"}
     for section, key, by_tokens in micro_batch_limits(config):
-        phase, most, size = PHASES.get(section), count_of(config, key), n
+        phase, most, size = phases.get(section), count_of(config, key), n
         if not (phase and most):
             continue  # a critic, or a number of which preflight speaks
         asked = f"{key}={most}"
