@@ -47,6 +47,7 @@ def fail_on_rank_one(rank: int, path: str) -> None:
             update(engine, batch if rank == 1 or batch is few else good)
     with (
         patch.object(engine_module, "get_device_name", lambda: "cuda"),
+        patch.object(engine, "ulysses_sequence_parallel_size", 2),
         patch.object(engine_module, "room_of_rank", side_effect=[OSError("no room") if rank else Room(1.0, 1.0)]),
         told_or_raised(rank, "no room"),
     ):
