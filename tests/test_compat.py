@@ -10,9 +10,10 @@ import pytest
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from verl.utils import distributed
 
 from tests.fresh import run_fresh
-from verl_pg_plugin import compat, register
+from verl_pg_plugin import compat, register, upstream
 from verl_pg_plugin.cli import OK, Check, doctor
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel, SharedPrefixValueModel
 from verl_pg_plugin.engine.registration import StockValueModelOnCPU
@@ -40,7 +41,7 @@ CHECKPOINTS = next(name for name in ("__init_subclass__", "__call__") if name in
             modeling_qwen3_5.Qwen3_5GatedDeltaNet,
             "forward",
             _renamed,
-            "does not call causal_conv1d_fn, chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
+            "does not name causal_conv1d_fn, chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
         ),
         (GradientCheckpointingLayer, CHECKPOINTS, None, "is gone, or not its own"),
     ],
@@ -55,6 +56,15 @@ def test_a_change_of_the_kind_that_transformers_has_made_is_told(monkeypatch, ow
     assert told in problem
     assert owner.__name__ in problem
     assert "pip install 'transformers" in problem
+
+
+@pytest.mark.parametrize("now", [lambda backend, timeout_second: None, lambda timeout_second, backend, more=0: None])
+def test_a_function_that_is_replaced_takes_what_it_took_and_nothing_more(monkeypatch, now) -> None:
+    defaults = now.__defaults__
+    monkeypatch.setattr(distributed, "initialize_global_process_group_ray", now)
+    with pytest.raises(upstream.UpstreamChangedError, match=r"not exactly \(timeout_second, backend\)"):
+        upstream.use_single_gloo_backend()
+    assert now.__defaults__ == defaults
 
 
 def test_a_version_outside_of_what_was_tested_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

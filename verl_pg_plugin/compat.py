@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
+_ROUTER = "verl.utils.veomni.router_replay.VeOmniRouterReplay"
 _LAYERS = "transformers.models"
 
 TAKES = {
@@ -29,9 +30,13 @@ TAKES = {
     f"{_FSDP}.FSDPEngine._gradient_sync_context": "is_last_micro_batch",
     f"{_FSDP}.FSDPEngine.forward_backward_batch": "data loss_function forward_only",
     f"{_VEOMNI}.VeOmniEngine.__init__": "model_config engine_config optimizer_config checkpoint_config",
+    f"{_VEOMNI}.VeOmniEngine.initialize": "",
     f"{_VEOMNI}.VeOmniEngine._maybe_apply_async_activation_offload": "module",
     f"{_VEOMNI}.VeOmniEngine._build_model_optimizer": "",
     f"{_VEOMNI}.VeOmniEngine.forward_backward_batch": "data loss_function forward_only",
+    f"{_ROUTER}.install": "model",
+    f"{_ROUTER}.begin_microbatch": "targets",
+    **{f"{_ROUTER}.{name}": "" for name in ("begin_record", "begin_replay", "take_recorded", "clear")},
     "verl.single_controller.base.worker.Worker._query_dispatch_info": "mesh_name",
     "verl.utils.dataset.rl_dataset.RLHFDataset._process_multi_modal_info": "messages image_patch_size config",
     f"{_LAYERS}.qwen3.modeling_qwen3.Qwen3Attention.forward": "hidden_states position_embeddings attention_mask",
@@ -56,6 +61,8 @@ TAKES = {
 
 _PRIVATE = (
     "verl.workers.engine.base.EngineRegistry._engines",
+    "verl.workers.rollout.base._ROLLOUT_REGISTRY",
+    *(f"{_ROUTER}.{name}" for name in ("action", "num_fired", "num_targets")),
     "transformers.PretrainedConfig._attn_implementation",
     "transformers.PreTrainedModel._no_split_modules",
     "transformers.PreTrainedModel._supports_attention_backend",
@@ -63,6 +70,7 @@ _PRIVATE = (
     "transformers.modeling_layers.GradientCheckpointingLayer.__call__|__init_subclass__",
     "torch._C._dynamo.eval_frame._set_lru_cache",
     "torch._dynamo.config._make_closure_patcher",
+    "torch.nn.modules.dropout._DropoutNd",
     "torch.ops.aten._flash_attention_forward",
     "torch.ops.aten._flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
@@ -70,24 +78,24 @@ _PRIVATE = (
 )
 """Names that must be there, in a class as its own."""
 
-_CALLS = dict.fromkeys(
-    (
-        f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward",
-        f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward",
-        f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward",
-    ),
-    "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule",
-)
-"""What a function calls, attributes or functions of its file: Gated DeltaNet over shared prefixes replaces it."""
+_DELTA_NET = "causal_conv1d_fn chunk_gated_delta_rule|torch_chunk_gated_delta_rule"  # which shared prefixes replace
+_NAMES_WITHIN = {
+    f"{_LAYERS}.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet.forward": _DELTA_NET,
+    f"{_LAYERS}.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward": _DELTA_NET,
+    f"{_LAYERS}.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet.forward": _DELTA_NET,
+    f"{_VEOMNI}.VeOmniEngine.__init__": "_router_replay _router_replay_mode",
+}
+"""Attributes, or functions of its file, that a function reads or sets under these names, or one of several."""
 
 _OPTIONAL = {
     "verl.trainer.ppo.v1.": "verl.trainer.ppo.v1",
     "verl.trainer.ppo.ray_trainer.": "verl.trainer.ppo.ray_trainer",
     _VEOMNI: "veomni",
+    _ROUTER: "veomni",
 }
 """How names begin that are of no use without a module; the plugin runs without any of these."""
 
-NAMES = (*TAKES, *_PRIVATE, *_CALLS)
+NAMES = (*(TAKES | _NAMES_WITHIN), *_PRIVATE)
 """That ``problems`` looks at."""
 
 
@@ -143,24 +151,27 @@ def _problem(path: str) -> str:
     place, _, name = path.rpartition(".")
     try:
         owner: Any = pkgutil.resolve_name(place)
-        if path in TAKES:
-            return difference(owner, name, TAKES[path])
-        if path in _CALLS:
-            missing = _missing(_CALLS[path], inspect.unwrap(getattr(owner, name)).__code__.co_names)
-            return f"does not call {missing}" if missing else ""
+        if path in _NAMES_WITHIN:
+            there = inspect.unwrap(getattr(owner, name)).__code__.co_names
+            if missing := _missing(_NAMES_WITHIN[path], there):
+                return f"does not name {missing}"
+        if path not in _PRIVATE:
+            return difference(owner, name, TAKES.get(path, ""))
     except (AttributeError, ImportError) as error:
         return f"is gone ({error})"
     is_there = vars(owner).__contains__ if inspect.isclass(owner) else partial(hasattr, owner)
     return "" if any(map(is_there, name.split("|"))) else "is gone, or not its own"
 
 
-def difference(owner: Any, name: str, wanted: str) -> str:
-    """Why a function of a module or class is none that takes the parameters ``wanted``; empty if it is."""
+def difference(owner: Any, name: str, wanted: str, *, exactly: bool = False) -> str:
+    """Why a function of a module or class is none that takes ``wanted``, in any order and with more unless exactly."""
     function: Any = getattr(owner, name, None)
     try:
-        taken = inspect.signature(function).parameters
+        taken = [*inspect.signature(function).parameters]
     except (TypeError, ValueError):  # what is not called, or is built in
         return "is gone" if function is None else "does not tell its parameters"
+    if exactly and taken != wanted.split():
+        return f"takes ({', '.join(taken)}), not exactly ({', '.join(wanted.split())})"
     missing = _missing(wanted, taken)
     return f"takes ({', '.join(taken)}), without {missing}" if missing else ""
 

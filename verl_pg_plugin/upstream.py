@@ -24,18 +24,18 @@ class UpstreamChangedError(RuntimeError):
     """What a patch is about to replace is gone, or no longer looks as it did in the versions the patch names."""
 
 
-def _found(owner: Any, name: str, wanted: str = "") -> Any:
-    """A function of a module or class, which takes the parameters ``wanted``, else those that ``compat`` names."""
+def _found(owner: Any, name: str, at_least: str = "") -> Any:
+    """A function of a module or class that takes these parameters and more, or exactly those that ``compat`` names."""
     path = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
-    if why := difference(owner, name, wanted or TAKES[f"{path}.{name}"]):
+    if why := difference(owner, name, at_least or TAKES[f"{path}.{name}"], exactly=not at_least):
         package = path.partition(".")[0]
         raise UpstreamChangedError(f"{path}.{name} {why}; tested with {requirements('tested').get(package, package)}")
     return getattr(owner, name)
 
 
-def _wrap(owner: Any, name: str, run: Callable[..., Any], wanted: str = "") -> None:
+def _wrap(owner: Any, name: str, run: Callable[..., Any], at_least: str = "") -> None:
     """Let calls of a function be calls of ``run`` with the function in front, once in a process."""
-    function = _found(owner, name, wanted)
+    function = _found(owner, name, at_least)
     if hasattr(function, "wrapped_by_verl_pg_plugin"):
         return
 
@@ -48,8 +48,8 @@ def _wrap(owner: Any, name: str, run: Callable[..., Any], wanted: str = "") -> N
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = _found(owner, name)
+def _replaced(owner: Any, name: str, value: Any, at_least: str = "") -> Iterator[None]:
+    own = _found(owner, name, at_least)
     setattr(owner, name, value)
     try:
         yield
@@ -166,7 +166,8 @@ def forwards_left_alone() -> AbstractContextManager[None]:
     """
     from verl.workers.engine.fsdp import transformer_impl
 
-    return _replaced(transformer_impl, "apply_monkey_patch", lambda **kwargs: None)
+    takes = "model use_remove_padding ulysses_sp_size"
+    return _replaced(transformer_impl, "apply_monkey_patch", lambda **kwargs: None, takes)
 
 
 def activation_offload_left_out() -> AbstractContextManager[None]:
@@ -226,8 +227,7 @@ def use_single_gloo_backend() -> None:
     from verl.utils import distributed
 
     patched = _found(distributed, "initialize_global_process_group_ray")
-    defaults = {name: taken.default for name, taken in inspect.signature(patched).parameters.items()}
-    patched.__defaults__ = tuple({**defaults, "backend": "cpu:gloo"}.values())
+    patched.__defaults__ = (*(patched.__defaults__ or ())[:-1], "cpu:gloo")  # backend is the last parameter
 
 
 def use_unpinned_offload() -> None:
