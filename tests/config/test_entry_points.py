@@ -23,6 +23,7 @@ from verl_pg_plugin.engine.registration import PrefixGrouperFSDPEngineWithLMHead
 from verl_pg_plugin.issue import ConfigError
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+QAT = f"{ACTOR}.fsdp_config.qat"
 FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
 
 
@@ -40,7 +41,7 @@ FLAG = f"{ACTOR}.use_prefix_grouper=True"  # verl removes padding by default
         ),
         (main_ppo, (f"{ACTOR}.ulysses_sequence_parallel_size=${{no.such.key}}",), ["no.such.key"]),
         (verls_main_ppo, (f"{ACTOR}.fsdp_config._target_=no.such.Class",), ["1 problem", "cannot be imported"]),
-        (verls_main_ppo, (f"{ACTOR}.fsdp_config.qat.enable=True", "trainer.use_v1=False"), ["qat.enable=False"]),
+        (verls_main_ppo, (f"{QAT}.enable=True", f"{QAT}.mode=w4a4", "trainer.use_v1=False"), [f"{QAT}.mode=w4a16"]),
     ],
     ids=["ours", "ours, interpolation", "verl's, unknown class", "verl's V0"],
 )

@@ -1,7 +1,4 @@
-"""Quantization-aware training of weights (W4A16): shared prefixes meet the weights that verl has rounded.
-
-It is refused as long as no GPU has run this; here the rule is left out.
-"""
+"""Quantization-aware training of weights (W4A16): shared prefixes meet the weights that verl has rounded."""
 
 import sys
 from collections.abc import Iterator
@@ -23,10 +20,9 @@ from tests.options.option import Case
 from tests.options.test_gpu import NUM_BATCHES, SCALE, SMOOTH, samples_of
 from tests.precision import BF16, FLASH, GPU_SIZES, assert_no_worse, errors, pooled
 from tests.support import check_exact, make_engine, run_reference, save_tiny_model
-from verl_pg_plugin.config import rules
 from verl_pg_plugin.synthetic import make_batch
 
-pytestmark = pytest.mark.usefixtures("process_group", "not_refused")
+pytestmark = pytest.mark.usefixtures("process_group")
 
 W4A16 = QATEngineConfig(enable=True, mode="w4a16")
 STEPS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -43,12 +39,6 @@ def round_weight(weight: torch.Tensor, global_amax: torch.Tensor, block_size: in
     x = blocks.abs() / of_block
     step = 0 + (x > 0.25) + (x >= 0.75) + (x > 1.25) + (x >= 1.75) + (x > 2.5) + (x >= 3.5) + (x > 5)
     return (STEPS.to(x.device)[step] * of_block * blocks.sign()).reshape(weight.shape).to(weight.dtype)
-
-
-@pytest.fixture
-def not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [rule for rule in rules.RULES if rule is not rules.quantization_aware_training]
-    monkeypatch.setattr(rules, "RULES", tuple(others))
 
 
 @pytest.fixture(scope="module")

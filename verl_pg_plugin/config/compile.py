@@ -34,6 +34,7 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
     reasons = (
         (engine.of_model("tiled_mlp.enabled"), f"{untested} a tiled MLP (tiled_mlp)"),
         (engine.of_model("use_liger"), f"{untested} Liger kernels (use_liger)"),
+        (engine.get("qat.enable"), f"{untested} quantization-aware training (qat)"),
         (wraps, "under strategy=fsdp a wrap_policy may make units inside layers, around which torch compiles nothing"),
         (engine.get("strategy") == "fsdp" and engine.of_model("lora_rank"), f"{untested} LoRA under strategy=fsdp"),
         (engine.on_veomni, "compiled layers of VeOmni's models have not run on a GPU"),

@@ -35,6 +35,7 @@ TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the midd
 REPLACED_ATTENTION = ("sdpa", "flash_attention_2")
 """Attention implementations that attention over shared prefixes stands in for."""
 
+QAT_MODE = "w4a16"
 NOT_RUN = "has not been run with shared prefixes"
 VEOMNI_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose files of VeOmni's are held to every sequence alone."""
@@ -98,9 +99,15 @@ def multi_token_prediction(engine: Engine) -> Iterator[Issue]:
 
 def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
     """verl reads it from the engine's section alone; ``actor.qat`` does nothing under FSDP."""
-    if engine.get("qat.enable"):
-        key = f"{engine.section}.qat.enable"
-        yield Issue(f"{key}=True", "quantization-aware training is not verified with shared prefixes", f"{key}=False")
+    key, mode = f"{engine.section}.qat", engine.get("qat.mode")
+    if not engine.get("qat.enable"):
+        return
+    if engine.role == CRITIC or engine.mode is Mode.PADDED_GROUPS:
+        why = f"quantization-aware training {NOT_RUN} in a critic or in padded groups"
+        yield Issue(f"{key}.enable=True", why, f"{key}.enable=False")
+    elif mode not in (None, QAT_MODE):
+        why = f"quantization-aware training is verified with shared prefixes for weights alone, {QAT_MODE}"
+        yield Issue(f"{key}.mode={mode}", why, f"{key}.mode={QAT_MODE}")
 
 
 def compiled_layers(engine: Engine) -> Iterator[Issue]:
