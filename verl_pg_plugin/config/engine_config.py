@@ -67,7 +67,7 @@ def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
 
 
 def _assert_all_in_force(*strategies: str) -> None:
-    while waiting:  # engines that could not be registered when verl was imported
-        waiting.pop()()
+    for _ in range(len(waiting)):  # engines that could not be registered when verl was imported
+        waiting.pop(0)()
     for strategy in strategies:
         assert_in_force(strategy)
