@@ -78,5 +78,6 @@ def test_override_is_taken_or_refused_before_anything_starts(override: str, stat
     flags = f"critic.model.path={path}", "actor_rollout_ref.actor.use_prefix_grouper=True"
     config = compose_config(*runnable(path, path / "no.parquet"), *flags, *split(override))
     found = [issue.why for issue in sharing_issues(config) if not issue.is_warning]
-    found = [why for why in found if not re.search("needs a GPU|the package veomni", why)]  # the machine's fault
+    # What is said of this machine or of this model is no fault of the override.
+    found = [why for why in found if not re.search("needs a GPU|the package veomni|but with qwen3_moe", why)]
     assert bool(found) == (status == "Rejected"), found

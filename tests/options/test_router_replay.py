@@ -107,7 +107,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("ulysses", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replayed_experts_keep_the_numbers_and_part_what_differs_in_them(tmp_path: Path, ulysses: int) -> None:
     path = save_causal(tmp_path, "qwen3_moe")
     for found in on_ranks(2, check_replay, path, ulysses, folder=INSTALLED):
