@@ -273,7 +273,8 @@ class SharedPrefixEngine(FSDPEngine):
         """One forward of the model: named outputs of every sequence, jagged (B, length) as verl's losses read them."""
         names, columns_NC = self._columns(inputs, micro_batch)
         self.shared_model.check_every_layer_mixed(inputs.context)
-        return inputs.outputs(names, columns_NC, micro_batch["input_ids"].offsets())
+        values_CL, offsets = inputs.on_sequences(columns_NC), micro_batch["input_ids"].offsets()
+        return {name: torch.nested.nested_tensor_from_jagged(values_CL[i], offsets) for i, name in enumerate(names)}
 
     @abstractmethod
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:

@@ -26,18 +26,16 @@ from verl_pg_plugin.planning.order import FloatArray, align
 
 @dataclass(frozen=True)
 class PlannedMicroBatch:
-    """One micro-batch of this rank.
+    """One micro-batch of this rank; all ranks run their n-th ones at the same time."""
 
-    ``prefill`` is to be computed without gradient in front of it; where only other ranks prefill it is the shortest
-    forward there is, since FSDP gathers weights on all ranks or on none.
-    """
-
-    sequences: list[int]  # of the mini-batch
+    sequences: list[int]  # indices into the mini-batch, in the order of the layout
     layout: Layout
+    # Run in front of it, without gradient. One token where only other ranks have something to prefill: FSDP gathers
+    # weights on all ranks or on none.
     prefill: PackedLayout | None
     level: Level
-    shares_tokens: bool  # as the next, of this layout or of any that another rank runs beside it
-    reads_ancestors: bool
+    shares_tokens: bool  # whether the n-th micro-batch of any rank computes a token for several sequences
+    reads_ancestors: bool  # whether in that of any rank attention reads other segments
 
 
 @dataclass(frozen=True)

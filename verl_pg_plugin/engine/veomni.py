@@ -23,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
+from verl_pg_plugin.attention.cache import Place
 from verl_pg_plugin.attention.gather import to_device
 from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 from verl_pg_plugin.engine.inputs import ModelInputs
@@ -133,21 +134,14 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         self._router_replay.begin_microbatch(targets)
         return inputs
 
-    def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
-        names, columns_NC = super()._columns(inputs, micro_batch)
-        router = self._router_replay
+    def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+        outputs, router = super().compute(inputs, micro_batch), self._router_replay
         if _action(router) is RouterReplayAction.RECORD:
             routes_NE = router.take_recorded().flatten(1).index_select(0, inputs.head_columns)
-            names = [*names, *(f"{ROUTES}.{i}" for i in range(routes_NE.shape[1]))]
-            columns_NC = torch.cat([columns_NC.float(), routes_NE.float()], dim=1)
+            # As int32: NCCL gathers no int16.
+            routes_EL = inputs.on_sequences(routes_NE.int(), Place(-1, ROUTES)).to(routes_NE.dtype)
+            routes_LNK = routes_EL.unflatten(0, (router.num_fired, -1)).permute(2, 0, 1).contiguous()
+            outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_LNK, micro_batch["input_ids"].offsets())
         elif router is not None and router.num_fired != router.num_targets:
             raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, and {router.num_fired} of the model route")
-        return names, columns_NC
-
-    def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
-        outputs = super().compute(inputs, micro_batch)
-        routes = [outputs.pop(name).values() for name in [*outputs] if name.startswith(ROUTES)]
-        if routes:
-            routes_NLK = torch.stack(routes, dim=1).to(torch.int16).unflatten(1, (self._router_replay.num_fired, -1))
-            outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_NLK, micro_batch["input_ids"].offsets())
         return outputs
