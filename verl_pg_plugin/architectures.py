@@ -227,28 +227,21 @@ def _key_value_heads(hf_config: PretrainedConfig) -> list[Issue]:
 # --- What only a built model tells -----------------------------------------------------------------------------------
 
 
-def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that builds a language model from a config, with its vision encoder if it needs one."""
-    kind = type(config)
-    needs_encoder = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
-
-
-def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The model of a config without storage, which is left as it is; ValueError where transformers has none for it."""
-    with torch.device("meta"):
-        # Which attention runs changes no weight, and the default may be one that is not installed here.
-        return auto_class(config).from_config(
-            copy.deepcopy(config), trust_remote_code=trust_remote_code, attn_implementation="eager"
-        )
-
-
 def text_skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The same of the text model in a config, or of the whole where transformers has no such model alone."""
+    """The text model of a config without storage, or the whole where transformers has no such model alone.
+
+    The config is left as it is. ValueError where transformers has none for it.
+    """
     text = config.get_text_config()
     brings_its_class = trust_remote_code and "AutoModelForCausalLM" in (getattr(text, "auto_map", None) or {})
     alone = text is config or brings_its_class or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return skeleton(text if alone else config, trust_remote_code)
+    built = copy.deepcopy(text if alone else config)
+    kind = type(built)
+    needs_encoder = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class: Any = AutoModelForImageTextToText if needs_encoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        # Which attention runs changes no weight, and the default may be one that is not installed here.
+        return auto_class.from_config(built, trust_remote_code=trust_remote_code, attn_implementation="eager")
 
 
 def head_obstacle(module: Any) -> str:

@@ -15,7 +15,7 @@ from verl_pg_plugin.architectures import (
     architecture_issues,
     fused_obstacle,
     head_obstacle,
-    skeleton,
+    text_skeleton,
 )
 from verl_pg_plugin.attention.kernels import KERNELS
 from verl_pg_plugin.issue import Issue
@@ -76,7 +76,7 @@ def outcome_of(model_type: str) -> Outcome:
     overrides = [reason.fix.rpartition(".override_config.")[2] for reason in reasons]
     if not supports_checkpointing(model_type):
         overrides.append("enable_gradient_checkpointing=False")
-    module = skeleton(tiny_config(model_type).get_text_config())
+    module = text_skeleton(tiny_config(model_type).get_text_config())
     return Outcome(
         EXACT,
         "by tests/mixers" if model_type in HYBRIDS else "",

@@ -41,7 +41,7 @@ from verl_pg_plugin.architectures import (
     FLOAT32_ANGLE_TYPES,
     fsdp2_recomputes_as_it_ran,
     fused_obstacle,
-    skeleton,
+    text_skeleton,
 )
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -112,7 +112,7 @@ def test_fused_kernels_are_exact_or_refused_by_name(model_type: str, tmp_path: P
         assert engine.log_prob_head.fused is not None
         assert_exact(engine, model_type, tmp_path)
     else:
-        obstacle = re.escape(fused_obstacle(skeleton(tiny_config(model_type).get_text_config())))
+        obstacle = re.escape(fused_obstacle(text_skeleton(tiny_config(model_type).get_text_config())))
         with pytest.raises(ValueError, match=rf"use_fused_kernels=True: {obstacle} \(fix: .*=False"):
             engine_of(model_type, tmp_path, model=FUSED_HEAD)
 

@@ -11,7 +11,7 @@ from verl.utils import torch_functional as verl_F
 from tests.architectures.tiny_configs import tiny_config
 from tests.engine.ranks import check_exact_on_ranks
 from tests.support import group, save_tiny_model
-from verl_pg_plugin.architectures import skeleton
+from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.engine.heads import LogProbHead, LogProbRequest, install_head
 from verl_pg_plugin.synthetic import make_batch
 
@@ -48,7 +48,7 @@ def test_it_steps_aside_with_a_warning_where_the_head_is_not_the_last_product(ca
     adapted = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)))
     for model, why in (
         (adapted, "the head is a torch.nn.modules.container.Sequential"),
-        (skeleton(tiny_config("gemma2")), "Gemma2ForCausalLM changes what its head puts out"),
+        (text_skeleton(tiny_config("gemma2")), "Gemma2ForCausalLM changes what its head puts out"),
     ):
         assert install_head(model, SimpleNamespace(use_fused_kernels=False), 4) is None
         assert why in caplog.text
