@@ -34,18 +34,15 @@ OUTPUTS = Place(-1, "outputs")
 
 @dataclass
 class CachedTokens:
-    """Tokens ``start .. stop`` of a split group's path.
-
-    Attributes:
-        values: (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C). Of a place
-            with a position, what a recurrent layer holds in front of it.
-        pending: sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a
-            gradient, and once their owner has taken them.
-    """
+    """Tokens ``start .. stop`` of a split group's path."""
 
     start: int
     stop: int
+    # (tokens, ...) of each place; keys with the rotary embedding applied, outputs (tokens, C). Of a place with a
+    # position, what a recurrent layer holds in front of it.
     values: dict[Place, Tensor] = field(default_factory=dict)
+    # Sums of their gradients over the chunks that have run, float32 or wider; empty where nothing has a gradient, and
+    # once their owner has taken them.
     pending: dict[Place, Tensor] = field(default_factory=dict)
 
     def put(self, place: Place, value: Tensor, has_gradient: bool) -> None:
@@ -147,21 +144,14 @@ class PrefixCache:
 
 @dataclass(eq=False)
 class CacheAccess:
-    """What one forward of a chunk, or of its prefill, reads from the cache, publishes and consumes.
+    """What one forward of a chunk, or of its prefill, reads from the cache, publishes and consumes."""
 
-    Attributes:
-        layout: of its T tokens, of which c are cached.
-        read: the cached tokens.
-        publish: filled with the tokens that later chunks read; None in training, where a prefill publishes them.
-        consumed: the same tokens, taken off the cache; their pending gradients are added here. Empty outside training.
-        prefill: no sequence reads this forward's outputs.
-    """
-
-    layout: PackedLayout
-    read: Sequence[CachedTokens]
-    publish: CachedTokens | None = None
+    layout: PackedLayout  # of its T tokens, behind c cached ones
+    read: Sequence[CachedTokens]  # these
+    publish: CachedTokens | None = None  # filled with what later chunks read; None in training, where a prefill does it
+    # The same tokens, taken off the cache; their pending gradients are added here. Empty outside training.
     consumed: Sequence[CachedTokens] = ()
-    prefill: bool = False
+    prefill: bool = False  # no sequence reads this forward's outputs
     _indices: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def index(self, name: str, device: torch.device) -> Tensor:
@@ -248,19 +238,12 @@ class _JoinOutputs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class StateExchange:
-    """What recurrent layers of a forward read from the cache and publish, as rows of [cached | own].
+    """What recurrent layers of a forward read from the cache and publish, as rows of [cached | own]."""
 
-    Attributes:
-        read: positions behind cached tokens, at which own segments go on.
-        publish: positions behind own tokens, at which those of other chunks do.
-        rows: int64, those that are read and those that are published, ascending.
-        index: (publish, width) int64 in ``rows``, which of them stand at each position.
-    """
-
-    read: tuple[int, ...]
-    publish: tuple[int, ...]
-    rows: Tensor
-    index: Tensor
+    read: tuple[int, ...]  # positions behind cached tokens, at which own segments go on
+    publish: tuple[int, ...]  # positions behind own tokens, at which those of other chunks do
+    rows: Tensor  # int64, those that are read and those that are published, ascending
+    index: Tensor  # (publish, width) int64 in ``rows``, which of them stand at each position
 
     @classmethod
     def of(

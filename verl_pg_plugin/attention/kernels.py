@@ -25,37 +25,23 @@ ATTENTION_KERNEL = "prefix_grouper.attention_kernel"
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What the attention layers of a model ask of a kernel.
+    """What the attention layers of a model ask of a kernel."""
 
-    Attributes:
-        head_dims: (width of queries and keys, width of values) of every kind of layer.
-        softcap: scores are capped.
-    """
-
-    head_dims: frozenset[tuple[int, int]] = frozenset()
-    softcap: bool = False
+    head_dims: frozenset[tuple[int, int]] = frozenset()  # (width of queries and keys, of values) of each kind of layer
+    softcap: bool = False  # scores are capped
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What a kernel needs and computes.
+    """What a kernel needs and computes."""
 
-    Attributes:
-        device_type: the only device that runs it; None for every device.
-        min_capability, max_capability: compute capabilities of a CUDA device; None where later devices run it too.
-        package: distribution that must be installed; None where torch is enough.
-        install: command that installs the package.
-        head_dims: widths of heads that it takes; None for all.
-        softcap: whether it caps scores.
-    """
-
-    device_type: str | None = None
-    min_capability: tuple[int, int] = (0, 0)
-    max_capability: tuple[int, int] | None = None
-    package: str | None = None
-    install: str = ""
-    head_dims: range | None = None
-    softcap: bool = True
+    device_type: str | None = None  # the only device that runs it; None for every device
+    min_capability: tuple[int, int] = (0, 0)  # compute capability of a CUDA device
+    max_capability: tuple[int, int] | None = None  # None where later devices run it too
+    package: str | None = None  # distribution that must be installed; None where torch is enough
+    install: str = ""  # command that installs it
+    head_dims: range | None = None  # widths of heads that it takes; None for all
+    softcap: bool = True  # whether it caps scores
 
     @property
     def installed(self) -> bool:
@@ -95,18 +81,14 @@ ATTENTION_KERNELS = ("auto", *KERNELS)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and why it was chosen.
-
-    Attributes:
-        forward, backward: its passes, see ``passes.py``.
-        heads_first: gradients lie in memory as (H, T, D). Layers that are compiled for any number of tokens would copy
-            others (AOTAutograd's tangents of symbolic sizes are contiguous).
-    """
+    """A kernel, why it was chosen, and its passes (``passes.py``)."""
 
     name: str
     reason: str
     forward: Forward
     backward: Backward
+    # Gradients lie in memory as (H, T, D). Layers that are compiled for any number of tokens would copy others, since
+    # AOTAutograd's tangents of symbolic sizes are contiguous.
     heads_first: bool = False
 
     def memory(self, x: Tensor) -> Tensor:

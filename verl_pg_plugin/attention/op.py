@@ -24,20 +24,13 @@ from verl_pg_plugin.attention.tree import Piece, Tree
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer asks of attention.
-
-    Attributes:
-        softmax_scale, softcap: see ``passes.Varlen``.
-        window_size: keys a query sees besides its own, to the left; -1 for all.
-        layer_idx: place of the layer in the model.
-        sinks: (H,) learned attention sinks, one more score of every query of a head, whose value is zero.
-    """
+    """What one layer asks of attention; the first three as ``passes.Varlen`` has them."""
 
     softmax_scale: float
     window_size: int = -1
     softcap: float = 0.0
-    layer_idx: int = 0
-    sinks: Tensor | None = None
+    layer_idx: int = 0  # place of the layer in the model
+    sinks: Tensor | None = None  # (H,) learned, one more score of every query of a head, whose value is zero
 
     @property
     def places(self) -> tuple[Place, Place]:

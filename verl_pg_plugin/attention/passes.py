@@ -31,25 +31,16 @@ Gradients = tuple[Tensor, ...]
 
 
 class Varlen(NamedTuple):
-    """S segments packed along the first dimension, and how their scores are made.
+    """S segments packed along the first dimension, and how their scores are made."""
 
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: (S+1,) int32 on the device of the queries.
-        max_seqlen_q, max_seqlen_k: longest segment, in tokens.
-        softmax_scale: multiplies the scores.
-        causal: a query sees the keys up to its own; the last query of a segment is aligned with its last key.
-        window: keys that a query of a causal problem sees besides its own, to the left; -1 for all.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 switches it off.
-    """
-
-    cu_seqlens_q: Tensor
+    cu_seqlens_q: Tensor  # (S+1,) int32 on the device of the queries
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
+    max_seqlen_q: int  # tokens of the longest segment
     max_seqlen_k: int
-    softmax_scale: float = 1.0
-    causal: bool = True
-    window: int = -1
-    softcap: float = 0.0
+    softmax_scale: float = 1.0  # multiplies the scores
+    causal: bool = True  # a query sees keys up to its own; a segment's last query is aligned with its last key
+    window: int = -1  # keys that a query of a causal problem sees besides its own, to the left; -1 for all
+    softcap: float = 0.0  # scores become ``softcap * tanh(score / softcap)``; 0 switches it off
 
     @property
     def window_size(self) -> tuple[int, int]:

@@ -54,17 +54,11 @@ place, as large as the kernel's own error, and tokens right below a short one ha
 
 @dataclass(frozen=True)
 class Piece:
-    """A varlen problem and its place in a packed forward.
+    """A varlen problem and its place in a packed forward."""
 
-    Attributes:
-        rows: its queries, of the T packed tokens.
-        keys: its keys, of the [c cached | T packed] tokens; a ``Gather`` where they are copied.
-        problem: their segments, and whether it is causal; a layer's options say the rest.
-    """
-
-    rows: slice
-    keys: slice | Gather
-    problem: Varlen
+    rows: slice  # its queries, of the T packed tokens
+    keys: slice | Gather  # its keys, of the [c cached | T packed] tokens; a ``Gather`` where they are copied
+    problem: Varlen  # their segments, and whether it is causal; a layer's options say the rest
 
     def read(self, *of_tokens: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values of the piece."""
@@ -75,17 +69,11 @@ class Piece:
 
 @dataclass
 class Tree:
-    """The pieces of one packed forward.
+    """The pieces of one packed forward."""
 
-    Attributes:
-        forward: they cover every token once.
-        layout: to make those of the backward from; None where they are the same.
-        seen: (K,) which of its keys a window leaves; None for all.
-    """
-
-    forward: list[Piece]
-    layout: PackedLayout | None = None
-    seen: np.ndarray | None = None
+    forward: list[Piece]  # they cover every token once
+    layout: PackedLayout | None = None  # to make those of the backward from; None where they are the same
+    seen: np.ndarray | None = None  # (K,) which of its keys a window leaves; None for all
     device: torch.device | str = "cpu"
 
     @classmethod
