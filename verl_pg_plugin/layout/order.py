@@ -17,17 +17,11 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PrefixOrder:
-    """B sequences sorted by their tokens; all arrays are (B,) int64 in sorted order.
+    """B sequences sorted by their tokens; all arrays are (B,) int64 in sorted order."""
 
-    Attributes:
-        sequences: index of the sequence in the caller's batch.
-        num_tokens: what the sequence computes alone (its length minus one).
-        num_shared: leading tokens it shares with the sequence before it; 0 for the first.
-    """
-
-    sequences: IntArray
-    num_tokens: IntArray
-    num_shared: IntArray
+    sequences: IntArray  # index in the caller's batch
+    num_tokens: IntArray  # what the sequence computes alone (its length minus one)
+    num_shared: IntArray  # leading tokens it shares with the sequence before it; 0 for the first
 
     @property
     def num_new(self) -> IntArray:

@@ -34,19 +34,12 @@ def _empty() -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Where a micro-batch stands in its split group.
+    """Where a micro-batch stands in its split group."""
 
-    Attributes:
-        num_sequences: of the split group, in sorted order; others stand behind them.
-        num_cached: leading tokens of the first one that earlier chunks compute.
-        num_kept: how many of those the next chunk reads as well.
-        num_read_next: leading tokens of the last one that the next chunk has cached; 0 for the last chunk.
-    """
-
-    num_sequences: int
-    num_cached: int = 0
-    num_kept: int = 0
-    num_read_next: int = 0
+    num_sequences: int  # of the split group, in sorted order; others stand behind them
+    num_cached: int = 0  # leading tokens of the first one that earlier chunks compute
+    num_kept: int = 0  # how many of those the next chunk reads as well
+    num_read_next: int = 0  # leading tokens of the last one that the next chunk has cached; 0 for the last chunk
 
 
 @dataclass(frozen=True)

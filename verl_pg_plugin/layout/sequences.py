@@ -15,26 +15,17 @@ from verl_pg_plugin.layout.packed import Chunk, PackedLayout, build_packed_layou
 
 @dataclass(frozen=True)
 class Sequences:
-    """B sequences of prompt + response with N tokens in all, laid one after the other.
-
-    Attributes:
-        tokens, offsets, prompt_lengths, classes: see ``build_packed_layout``; a class is a temperature.
-        keys: (N,) integers; two sequences may share a token only where theirs are equal. None where the ids say so.
-        positions: (P, N) as the model takes them; None where they count from 0 in every sequence.
-        inside: (N,) tokens of the same image in front of this one; None where nothing is indivisible.
-        images: of each sequence, in their order; empty where a model reads text alone.
-        routes: (layers, experts of a token, N) that tokens go to; None where the model chooses them.
-    """
+    """B sequences of prompt + response with N tokens in all, laid one after the other; see ``build_packed_layout``."""
 
     tokens: IntArray
     offsets: IntArray
     prompt_lengths: IntArray
-    classes: IntArray | None = None
-    keys: IntArray | None = None
-    positions: IntArray | None = None
-    inside: IntArray | None = None
-    images: Sequence[Sequence[Any]] = ()
-    routes: IntArray | None = None
+    classes: IntArray | None = None  # temperatures
+    keys: IntArray | None = None  # (N,) a token is shared only where these are equal; None where the ids say so
+    positions: IntArray | None = None  # (P, N) as the model takes them; None where they count from 0 in every sequence
+    inside: IntArray | None = None  # (N,) tokens of the same image in front of this one; None where there are no images
+    images: Sequence[Sequence[Any]] = ()  # of each sequence, in their order; empty where a model reads text alone
+    routes: IntArray | None = None  # (layers, experts of a token, N) that tokens go to; None where the model chooses
 
     @property
     def lengths(self) -> IntArray:

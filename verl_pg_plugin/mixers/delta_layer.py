@@ -45,23 +45,15 @@ DELTA_RULE_OF_FILE = f"torch_{DELTA_RULE}"
 
 @dataclass(frozen=True)
 class Windows:
-    """S windows of 2(W - 1) tokens, one for the start of each segment.
+    """S windows of 2(W - 1) tokens, one for the start of each segment."""
 
-    Attributes:
-        tails: the W - 1 tokens in front of positions of the cache; those that are read count in front of the own ones.
-        num_read: how many are read.
-        gather: their tokens, one window after the other.
-        missing: (S, 2(W - 1)) bool, no token there: what is before a sequence, or behind a short segment.
-        fixed: (F,) int64 own tokens whose convolution is taken from a window.
-        place: (F,) int64 where, in the windows one after the other.
-    """
-
+    # The W - 1 tokens in front of positions of the cache; those that are read count in front of the own ones.
     tails: StateExchange | None
-    num_read: int
-    gather: Gather
-    missing: torch.Tensor
-    fixed: torch.Tensor
-    place: torch.Tensor
+    num_read: int  # of them
+    gather: Gather  # the tokens of all windows, one after the other
+    missing: torch.Tensor  # (S, 2(W - 1)) bool, no token there: before a sequence, or behind a short segment
+    fixed: torch.Tensor  # (F,) int64 own tokens whose convolution is taken from a window
+    place: torch.Tensor  # (F,) int64 where, in the windows one after the other
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, width: int, device: torch.device) -> Windows:
@@ -133,37 +125,24 @@ DeltaRule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class Level:
-    """The N segments of one depth.
+    """The N segments of one depth."""
 
-    Attributes:
-        lengths: tokens of each.
-        cu_seqlens: (N+1,) int64, their bounds if they are laid one after the other.
-        num_children: (M,) int64, how many of them continue each of the M segments one depth above, whose children are
-            next to each other and in its order; None for the roots.
-        publish: those that end where another chunk goes on.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seqlens: torch.Tensor
+    lengths: tuple[int, ...]  # tokens of each
+    cu_seqlens: torch.Tensor  # (N+1,) int64, their bounds if they are laid one after the other
+    # (M,) int64, how many of them continue each of the M segments one depth above, whose children are next to each
+    # other and in its order; None for the roots.
     num_children: torch.Tensor | None
-    publish: StateExchange | None
+    publish: StateExchange | None  # of those that end where another chunk goes on
 
 
 @dataclass(frozen=True)
 class Levels:
-    """T packed tokens by the depth of their segments.
+    """T packed tokens by the depth of their segments."""
 
-    Attributes:
-        levels: from the roots down.
-        starts: roots that go on behind cached tokens, which come first.
-        by_depth: the tokens sorted by depth; None where they are.
-        back: the way back.
-    """
-
-    levels: list[Level]
-    starts: StateExchange | None
-    by_depth: Gather | None = None
-    back: Gather | None = None
+    levels: list[Level]  # from the roots down
+    starts: StateExchange | None  # of roots that go on behind cached tokens, which come first
+    by_depth: Gather | None = None  # the tokens sorted by depth; None where they are
+    back: Gather | None = None  # the way back
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> Levels:

@@ -11,15 +11,10 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class PairCost:
-    """(query, key) pairs of some layers.
+    """(query, key) pairs of some layers."""
 
-    Attributes:
-        flops: forward FLOPs of one pair over all of them.
-        window: keys that a query sees, itself included; None for all.
-    """
-
-    flops: float
-    window: int | None = None
+    flops: float  # of the forward, of one pair over all of them
+    window: int | None = None  # keys that a query sees, itself included; None for all
 
 
 @dataclass(frozen=True)

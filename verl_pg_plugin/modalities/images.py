@@ -39,52 +39,32 @@ FIRST_KEY = 1 << 31
 
 @dataclass(frozen=True)
 class Kind:
-    """Images or videos.
+    """Images or videos; two keys of verl's ``multi_modal_inputs``, which are keywords of the model too."""
 
-    Attributes:
-        name: for messages.
-        pixels, grids: keys of verl's ``multi_modal_inputs``, which are keywords of the model too: (patches, numbers)
-            and (images, 3), each a number of frames, rows and columns of patches.
-        token_id: the placeholder.
-    """
-
-    name: str
-    pixels: str
-    grids: str
-    token_id: int
+    name: str  # for messages
+    pixels: str  # key of (patches, numbers)
+    grids: str  # key of (images, 3), each a number of frames, rows and columns of patches
+    token_id: int  # the placeholder
 
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """An image or a frame of a video, where it occurs: the vision encoder looks at each frame alone.
-
-    Attributes:
-        first: its first placeholder, counted from the start of the sequence.
-        num_tokens: placeholders, which follow each other.
-        pixels: (patches, numbers), a view.
-        grid: rows and columns of patches.
-    """
+    """An image or a frame of a video, where it occurs: the vision encoder looks at each frame alone."""
 
     kind: Kind
-    first: int
-    num_tokens: int
-    pixels: torch.Tensor
-    grid: tuple[int, int]
+    first: int  # its first placeholder, counted from the start of the sequence
+    num_tokens: int  # placeholders, which follow each other
+    pixels: torch.Tensor  # (patches, numbers), a view
+    grid: tuple[int, int]  # rows and columns of patches
 
 
 @dataclass(frozen=True)
 class Modality:
-    """Images and videos as placeholders in the tokens, for which the model puts in what its vision encoder computes.
+    """Images and videos as placeholders in the tokens, for which the model puts in what its vision encoder computes."""
 
-    Attributes:
-        kinds: images and videos; empty of language models, which read text alone.
-        merge_size: rows and columns of patches that the vision encoder merges into one token.
-        patch_numbers: numbers of a patch.
-    """
-
-    kinds: tuple[Kind, ...] = ()
-    merge_size: int = 1
-    patch_numbers: int = 0
+    kinds: tuple[Kind, ...] = ()  # empty of language models, which read text alone
+    merge_size: int = 1  # rows and columns of patches that the vision encoder merges into one token
+    patch_numbers: int = 0  # numbers of a patch
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Modality:

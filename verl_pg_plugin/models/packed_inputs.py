@@ -45,21 +45,14 @@ KERNELS = {"flash_attention_2": "flash_attn_2", "sdpa": "sdpa", "eager": "sdpa",
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Inputs of a decoder and how its output returns to the caller's positions.
+    """Inputs of a decoder and how its output returns to the caller's positions."""
 
-    Attributes:
-        input_ids, position_ids: (1, L) packed tokens, or what the caller passed where nothing is packed.
-        prefix_grouper: for the attention layers, in place of a mask; None runs transformers' own attention.
-        padded_index, padded_shape: (T,) places of the tokens in the caller's flattened (B, S), if they were padded.
-        num_sp_padding: tokens appended so that the ranks hold equally many, if they were spread over ranks here.
-    """
-
-    input_ids: torch.Tensor | None
-    position_ids: torch.Tensor | None
-    prefix_grouper: AttentionContext | None = None
-    padded_index: torch.Tensor | None = None
-    padded_shape: tuple[int, ...] = (0, 0)
-    num_sp_padding: int | None = None
+    input_ids: torch.Tensor | None  # (1, L) packed tokens, or what the caller passed where nothing is packed
+    position_ids: torch.Tensor | None  # of the same
+    prefix_grouper: AttentionContext | None = None  # in place of a mask; None runs transformers' own attention
+    padded_index: torch.Tensor | None = None  # (T,) places of the tokens in the caller's flattened (B, S), if padded
+    padded_shape: tuple[int, ...] = (0, 0)  # (B, S)
+    num_sp_padding: int | None = None  # tokens appended for ranks to hold equally many, if they were spread here
 
     def restore(self, x_1LV: torch.Tensor) -> torch.Tensor:
         """Decoder or head output on the caller's positions: (B, S, V), zero at padding; (1, T, V) of packed tokens.
