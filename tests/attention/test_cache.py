@@ -92,7 +92,7 @@ def test_the_gradient_of_head_outputs_that_autograd_holds_is_left_as_it_is() -> 
     layout, tokens = chunk(2, first_label=0, num_read_next=2), cached(torch.float32)
     tokens.pending[OUTPUTS].fill_(5.0)
     own = torch.zeros(len(layout.head_index), 1, requires_grad=True)
-    joined = CacheAccess(layout, read=[], consumed=[tokens]).join_outputs(OUTPUTS, own)
+    joined = CacheAccess(layout, read=[], consumed=[tokens]).join_outputs(own)
     grad = torch.ones_like(joined)
     joined.backward(grad)
     assert own.grad is not None

@@ -23,7 +23,17 @@ from tests.architectures.tiny_configs import save_causal
 from tests.engine.ranks import on_ranks
 from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
-from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
+from tests.support import (
+    Result,
+    assert_same,
+    check_exact,
+    clone,
+    infer,
+    make_engine,
+    old_outputs,
+    run_reference,
+    update,
+)
 from verl_pg_plugin.synthetic import make_batch
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
@@ -89,8 +99,15 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         found[name] = got.metrics["prefix_grouper/physical_tokens"]
 
         engine, own = engines["R2"], tu.index_select_tensor_dict(batch.exclude("routed_experts"), mine)
-        recorded = infer(engine, own)["model_output"]["routed_experts"]
+        recording = infer(engine, own)
+        recorded = recording["model_output"].pop("routed_experts")
         assert recorded.dtype == torch.int16
+        tu.assign_non_tensor(plain := clone(own), enable_routing_replay=False)
+        as_ever = infer(engine, plain)
+        for figure in ("physical_tokens", "dedup_ratio_of_groups", "groups_per_micro_batch"):
+            assert recording["metrics"][f"prefix_grouper/{figure}"] == as_ever["metrics"][f"prefix_grouper/{figure}"]
+        for output, values in as_ever["model_output"].items():
+            assert torch.equal(recording["model_output"][output].values(), values.values())
         own["routed_experts"] = recorded
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, [row.clone() for row in recorded.unbind()])

@@ -53,14 +53,14 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
             if group < (alone := prompt - 1 + response):  # a chunk of one sequence, which publishes if that fits
                 pending *= takes.recomputing * alone + takes.published * pending <= budget
                 group = alone
-        level = levels.choose(group, 0, 0, pending)
+        level = levels.choose(group, pending=pending)
         taken.add(level)
         if level.on_host:
             assert group * sizes.held(level) <= host
         config, labels = CONFIGS[name], min(group, n * response)
         # Few labels run the LM head at once.
         head = weights.head if labels > 4096 else 2 * config.vocab_size * (config.hidden_size + labels)
-        kept = group * sizes.waiting(level) + sizes.beside(0, pending)
+        kept = group * sizes.waiting(level) + sizes.beside(pending=pending)
         used = weights.fixed + kept + max(head, group * sizes.working(level))
         worst[host > 0] = max(worst[host > 0], used / card)
     assert fitting > 10_000
@@ -74,7 +74,7 @@ def test_the_fastest_level_that_fits_is_taken_and_the_smallest_where_none_does()
     most = [int(ROOM.device // sizes.on_device(level)) for level in levels.ladder]
     assert [levels.choose(tokens) for tokens in most] == list(levels.ladder)
     assert [levels.choose(tokens + 1) for tokens in most] == [*levels.ladder[1:], Level.INPUTS_ON_HOST]
-    assert levels.choose(most[0], 0, 1000) is levels.choose(most[0], 0, 0, 1000) is Level.ATTENTION_ON_HOST
+    assert levels.choose(most[0], cached=1000) is levels.choose(most[0], pending=1000) is Level.ATTENTION_ON_HOST
     assert replace(levels, logits_at_once=True).choose(most[0], labels=1000) is Level.ATTENTION_ON_HOST
 
 
@@ -162,7 +162,7 @@ def test_stock_verl_makes_as_few_micro_batches_as_it_can_and_evens_them() -> Non
 def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     sizes = SIZES["8b"]
     assert sizes.held(Level.ATTENTION) == sizes.held(Level.ATTENTION_ON_HOST) == 36 * 1024 * (8 + 8 + 0.125)
-    assert (sizes.beside(1, 0), sizes.beside(0, 1)) == ((144 + 288) * 1024, 288 * 1024)
+    assert (sizes.beside(cached=1), sizes.beside(pending=1)) == ((144 + 288) * 1024, 288 * 1024)
     weights = cache_weights(Levels(sizes=sizes), forward_only=False)
     assert weights.cached == pytest.approx(0.745, abs=0.002)
     assert weights.published == pytest.approx(0.497, abs=0.002)

@@ -210,13 +210,13 @@ class CacheAccess:
                 self.publish.put(place._replace(position=position), published[index], has_gradient=self.prefill)
         return found, beside
 
-    def join_outputs(self, place: Place, outputs_NC: Tensor) -> Tensor:
+    def join_outputs(self, outputs_NC: Tensor) -> Tensor:
         """(cached heads + N, C) head outputs, as ``response_head`` indexes them, of (N, C) own ones of all ranks."""
         cached, heads = (self.index(name, outputs_NC.device) for name in ("cached_heads", "head_index"))
         # Cached as keys and values are: spread over all tokens. Who has no label computes one head that nobody reads.
         own_TC = outputs_NC.new_zeros(self.layout.num_tokens, outputs_NC.shape[1])
         own_TC = own_TC.index_copy(0, heads, outputs_NC[: len(heads)])
-        joined = _JoinOutputs.apply(own_TC, self, place)
+        joined = _JoinOutputs.apply(own_TC, self)
         at_labels = torch.cat([cached, self.layout.num_cached + heads])
         return torch.cat([joined.index_select(0, at_labels), outputs_NC[len(heads) :]])
 
@@ -225,15 +225,15 @@ class _JoinOutputs(torch.autograd.Function):
     """(c + T, C) cached outputs in front of the own ones, whose gradients are rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, own_TC: Tensor, access: CacheAccess, place: Place) -> Tensor:
-        ctx.access, ctx.place = access, place
-        access.publish_values(place, own_TC)
-        return access.in_front(place, own_TC)
+    def forward(ctx: Any, own_TC: Tensor, access: CacheAccess) -> Tensor:
+        ctx.access = access
+        access.publish_values(OUTPUTS, own_TC)
+        return access.in_front(OUTPUTS, own_TC)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
-        return ctx.access.settle(ctx.place, total).to(grads[0].dtype), None, None
+        return ctx.access.settle(OUTPUTS, total).to(grads[0].dtype), None
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class SharedPrefixEngine(FSDPEngine):
             MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
         """
         plan = self.plan(data, forward_only)
-        loss_weights = self._tell_loss(plan)
+        loss_weights = self._count_loss_tokens(plan)
         if uses_top_k(plan.data):
             tu.assign_non_tensor(plan.data, **{LOSS_OF_LOGITS: loss_function})
         returns_outputs = forward_only or tu.get_non_tensor_data(plan.data, "return_model_output", default=False)
@@ -328,8 +328,8 @@ class SharedPrefixEngine(FSDPEngine):
         dtype = self._autocast_dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
-    def _tell_loss(self, plan: Plan) -> list[float]:
-        """Add what verl's losses scale by; returns loss tokens of each micro-batch, over their mean on all ranks."""
+    def _count_loss_tokens(self, plan: Plan) -> list[float]:
+        """Of each micro-batch, over their mean on all ranks; verl's losses scale by the sum, which the batch gets."""
         mask, dp_size = plan.data["loss_mask"], self.get_data_parallel_size()
         of_ranks = mask.sum().to(self._device)
         dist.all_reduce(of_ranks, group=self.get_data_parallel_group())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.ulysses import gather_outputs_and_unpad
 
-from verl_pg_plugin.attention.cache import OUTPUTS, CacheAccess, Place
+from verl_pg_plugin.attention.cache import CacheAccess
 from verl_pg_plugin.attention.context import AttentionContext, PackedAttention, PaddedGroupsAttention
 from verl_pg_plugin.attention.gather import send, to_device
 from verl_pg_plugin.attention.kernels import Kernel
@@ -39,6 +39,7 @@ class ModelInputs:
     num_own: int = 0  # tokens of this rank where they are shared
     all_labels: torch.Tensor | None = None  # (A,) tokens with a label of all ranks where they are shared
     num_padding: int = 0  # tokens of all ranks that are not the layout's
+    places: torch.Tensor | None = None  # where experts are recorded, of all sequences' tokens in [cached | packed] ones
     content: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -58,10 +59,10 @@ class ModelInputs:
         x_NV = x_GWV.flatten(0, 1)
         return x_NV if self.head_place is None else x_NV.index_select(0, self.head_place)
 
-    def on_sequences(self, x_NC: torch.Tensor, place: Place = OUTPUTS) -> torch.Tensor:
+    def on_sequences(self, x_NC: torch.Tensor) -> torch.Tensor:
         """(C, logical tokens) with the values where verl reads them and zero elsewhere.
 
-        ``x_NC`` are those of this rank's labels, ``place`` theirs in the cache; a collective where ranks share tokens.
+        ``x_NC`` are those of this rank's labels; a collective where ranks share the tokens.
         """
         if self.all_labels is not None:
             x_LC = x_NC.new_zeros(self.num_own, x_NC.shape[-1]).index_copy(0, self.head_columns, x_NC)
@@ -70,7 +71,7 @@ class ModelInputs:
             x_TC = gather_outputs_and_unpad(x_LC, gather_dim=0, group=self.context.group)
             x_NC = x_TC.index_select(0, self.all_labels)
         if self.context.cache is not None:
-            x_NC = self.context.cache.join_outputs(place, x_NC)
+            x_NC = self.context.cache.join_outputs(x_NC)
         index, label = (_sent(at, x_NC.device) for at in (self.layout.response_index, self.layout.response_head))
         values_CL = x_NC.new_zeros(x_NC.shape[-1], self.layout.num_logical_tokens)
         return values_CL.index_copy(1, index, x_NC.T.index_select(1, label))

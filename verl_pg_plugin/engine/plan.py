@@ -118,7 +118,7 @@ def plan_mini_batch(
             prefill = sequences.select(micro_batch.sequences[:1]).lay_out_idle_prefill()
         level = Level.ATTENTION  # of a forward without gradient nothing is kept
         if not forward_only:
-            level = levels.choose(layout.num_tokens, len(layout.head_index), *layout.cache_use)
+            level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     num_split_groups = sum(len(group) > 1 for group in draft)
     return Plan(data, sequences, planned, num_split_groups, any(rank.needs_encoder for rank in told), levels)

@@ -62,11 +62,13 @@ class PrefixGrouperFSDPEngineWithValueHead(_Entry):
     stock = StockValueModelOnCPU if get_device_name() == "cpu" else FSDPEngineWithValueHead
 
 
-_ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {}
+_ENTRIES: dict[tuple[str, str], type[BaseEngine]] = {
+    ("language_model", "fsdp"): PrefixGrouperFSDPEngineWithLMHead,
+    ("language_model", "fsdp2"): PrefixGrouperFSDPEngineWithLMHead,
+    ("value_model", "fsdp"): PrefixGrouperFSDPEngineWithValueHead,
+    ("value_model", "fsdp2"): PrefixGrouperFSDPEngineWithValueHead,
+}
 """Ours, by model type and strategy."""
-for strategy in FSDP_STRATEGIES:
-    _ENTRIES["language_model", strategy] = PrefixGrouperFSDPEngineWithLMHead
-    _ENTRIES["value_model", strategy] = PrefixGrouperFSDPEngineWithValueHead
 
 if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where the package veomni can be imported
     from verl.workers.engine.veomni import VeOmniEngineWithLMHead

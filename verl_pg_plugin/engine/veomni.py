@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import nn
 from veomni.distributed.parallel_state import get_parallel_state
 from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.utils.veomni.router_replay import RouterReplayAction, VeOmniRouterReplay
 from verl.workers.engine.veomni import VeOmniEngineWithLMHead
 
@@ -29,11 +31,13 @@ from verl_pg_plugin.engine.engine import SharedPrefixLanguageModel
 from verl_pg_plugin.engine.inputs import ModelInputs
 from verl_pg_plugin.engine.prepare import prepare_config
 from verl_pg_plugin.issue import BatchError
-from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import Modality
 
 ROUTES = "routed_experts"
 """verl's name of the (tokens, layers, experts of a token) of every sequence, in batches and among outputs."""
+RECORDED = Place(-1, ROUTES)
+"""Of tokens that one chunk of a split group computes and others read."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,8 @@ class RoutedText(Modality):
             BatchError: the batch names none, or one for each token, of which zeros do not tell that there is none.
         """
         sequences = super().read(data, sequences)
-        if _action(self.router) is RouterReplayAction.DISABLED:
+        if _action(self.router) is not RouterReplayAction.REPLAY:
             return sequences
-        if _action(self.router) is RouterReplayAction.RECORD:  # an output, of prompts as of responses
-            return replace(sequences, prompt_lengths=np.ones_like(sequences.prompt_lengths))
         routed = data.get(ROUTES, None)
         if routed is None or not routed.is_nested or routed.shape[-1] < 2:
             raise BatchError(
@@ -61,13 +63,32 @@ class RoutedText(Modality):
             )
         routes_NLK = routed.values().cpu().numpy()
         # A token's key has the experts of the token before: up to a label, what is shared depends on those alone.
-        before = [b"", *(experts.tobytes() for experts in routes_NLK[:-1])]
-        for first in sequences.offsets[:-1].tolist():
-            before[first] = b""
-        numbers: dict[tuple[int, bytes], int] = {}
-        named = zip(sequences.tokens.tolist(), before, strict=True)
-        keys = np.array([numbers.setdefault(name, len(numbers)) for name in named])
+        before = np.roll(_numbers(routes_NLK.reshape(len(routes_NLK), -1)), 1)
+        before[sequences.offsets[:-1]] = -1
+        keys = np.unique(sequences.tokens.astype(np.int64) * (len(before) + 1) + before, return_inverse=True)[1]
         return replace(sequences, keys=keys, routes=np.moveaxis(routes_NLK, 0, -1))
+
+
+def _numbers(rows_NE: IntArray) -> IntArray:
+    """(N,) from 0, equal where rows are: equal random sums find rows that may be, and then these are compared."""
+    random = np.random.default_rng(0)
+    while True:
+        sums = np.einsum("ne,e->n", rows_NE, random.integers(1 << 62, size=rows_NE.shape[1]))
+        _, first, numbers = np.unique(sums, return_index=True, return_inverse=True)
+        if np.array_equal(rows_NE[first[numbers]], rows_NE):
+            return numbers
+
+
+def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:
+    """(N,) index into [cached | packed] tokens of each token of the sequences; behind them for the last of each."""
+    cached = layout.num_cached
+    tokens, ends = (np.full(offsets[-1], cached + layout.num_tokens) for _ in range(2))
+    ends[layout.response_index] = np.append(layout.cached_heads, cached + layout.head_index)[layout.response_head]
+    for first, last in zip(offsets[:-1].tolist(), (offsets[1:] - 1).tolist(), strict=True):
+        segment = np.searchsorted(layout.cu_seqlens_q, ends[last - 1] - cached, side="right") - 1
+        path = layout.kv_index[layout.cu_seqlens_k[segment] :] if segment >= 0 else np.arange(cached)
+        tokens[first:last] = path[: last - first]
+    return tokens
 
 
 def _action(router: VeOmniRouterReplay | None) -> RouterReplayAction:
@@ -120,28 +141,35 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
 
     def _inputs(self, layout: Layout, sequences: Sequences, *args: Any, **kwargs: Any) -> ModelInputs:
         """Also tells the routers, whose forward comes next, what they take."""
-        inputs = super()._inputs(layout, sequences, *args, **kwargs)
-        if _action(self._router_replay) is RouterReplayAction.DISABLED:
+        inputs, router = super()._inputs(layout, sequences, *args, **kwargs), self._router_replay
+        if _action(router) is RouterReplayAction.DISABLED:
             return inputs
-        targets = None
-        if sequences.routes is not None:
-            assert isinstance(layout, PackedLayout)
-            routes_LKT = np.pad(sequences.routes[..., layout.token_index], [(0, 0), (0, 0), (0, inputs.num_padding)])
-            group = self.ulysses_parallel_group
-            start = 0 if group is None else inputs.num_own * dist.get_rank(group)
-            own_LKT = to_device(routes_LKT[..., start : start + inputs.num_own], torch.int64, self._device)
-            targets = list(own_LKT.transpose(1, 2).unbind())
-        self._router_replay.begin_microbatch(targets)
+        assert isinstance(layout, PackedLayout)
+        if sequences.routes is None:
+            router.begin_microbatch()
+            return replace(inputs, places=to_device(_places(layout, sequences.offsets), torch.int64, self._device))
+        routes_LKT = np.pad(sequences.routes[..., layout.token_index], [(0, 0), (0, 0), (0, inputs.num_padding)])
+        group = self.ulysses_parallel_group
+        start = 0 if group is None else inputs.num_own * dist.get_rank(group)
+        own_LKT = to_device(routes_LKT[..., start : start + inputs.num_own], torch.int64, self._device)
+        router.begin_microbatch(list(own_LKT.transpose(1, 2).unbind()))
         return inputs
 
     def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
-        outputs, router = super().compute(inputs, micro_batch), self._router_replay
-        if _action(router) is RouterReplayAction.RECORD:
-            routes_NE = router.take_recorded().flatten(1).index_select(0, inputs.head_columns)
-            # As int32: NCCL gathers no int16.
-            routes_EL = inputs.on_sequences(routes_NE.int(), Place(-1, ROUTES)).to(routes_NE.dtype)
-            routes_LNK = routes_EL.unflatten(0, (router.num_fired, -1)).permute(2, 0, 1).contiguous()
-            outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_LNK, micro_batch["input_ids"].offsets())
-        elif router is not None and router.num_fired != router.num_targets:
+        """Where experts are recorded also those, (tokens, layers, experts of a token) of every sequence."""
+        outputs, router, cache = super().compute(inputs, micro_batch), self._router_replay, inputs.context.cache
+        if _action(router) is RouterReplayAction.REPLAY and router.num_fired != router.num_targets:
             raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, and {router.num_fired} of the model route")
+        if inputs.places is None:
+            return outputs
+        routes_TLK = router.take_recorded()
+        if (group := inputs.context.group) is not None:  # as bytes: NCCL sends no int16
+            of_all = gather_outputs_and_unpad(routes_TLK.view(torch.uint8), gather_dim=0, group=group)
+            routes_TLK = of_all.view(torch.int16)
+        routes_TLK = routes_TLK[: inputs.layout.num_tokens]
+        if cache is not None:
+            cache.publish_values(RECORDED, routes_TLK)
+            routes_TLK = cache.in_front(RECORDED, routes_TLK)
+        routes_NLK = F.pad(routes_TLK, (0, 0, 0, 0, 0, 1)).index_select(0, inputs.places)
+        outputs[ROUTES] = torch.nested.nested_tensor_from_jagged(routes_NLK, micro_batch["input_ids"].offsets())
         return outputs

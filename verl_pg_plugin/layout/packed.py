@@ -136,9 +136,10 @@ class PackedLayout:
         return np.unique(self.segment_start[(self.segment_parent < 0) & (self.segment_start > 0)])
 
     @property
-    def cache_use(self) -> tuple[int, int, int, int]:
-        """Tokens that are cached and that are published, and how many states are behind some of either."""
-        return self.num_cached, len(self.publish), self.num_states, len(self.published_states)
+    def cache_use(self) -> dict[str, int]:
+        """Tokens and states that are read from the cache, and those that gather gradients from their readers."""
+        pending = {"pending": len(self.publish), "pending_states": len(self.published_states)}
+        return {"cached": self.num_cached, "states": self.num_states, **pending}
 
 
 def build_packed_layout(

@@ -8,6 +8,7 @@ As in ``PackedLayout`` the sequences fork one token before they differ, so every
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class PaddedLayout:
     is_chunk = False
     shares_tokens = reads_ancestors = True
     num_gathered_kv = num_cached = 0
-    cache_use = (0, 0, 0, 0)
+    cache_use: ClassVar[dict[str, int]] = {}
     prefill = None
 
     @property

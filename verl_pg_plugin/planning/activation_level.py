@@ -93,14 +93,14 @@ class Levels:
             return 1.0
         return max(1.0, self.stock / max(self.room.device + self.room.reserve, 1.0))
 
-    def choose(self, tokens: int, labels: int = 0, *cache_use: int) -> Level:
+    def choose(self, tokens: int, labels: int = 0, **cache_use: int) -> Level:
         """The fastest level that fits; where none does the smallest, since the micro-batch must run.
 
         All ranks that share them compute ``tokens``, and ``labels`` of the head; ``cache_use`` is the layout's.
         """
         if self.asked or self.sizes is None or self.room is None:
             return self.ladder[0]
-        beside = self.sizes.beside(*cache_use)
+        beside = self.sizes.beside(**cache_use)
         beside += labels * self.sizes.logits if self.logits_at_once else 0
         device = min(self.room.device, OVER_STOCK * self.stock) * self.ranks
         smallest = Level.INPUTS
@@ -130,7 +130,7 @@ class Levels:
             held = self.room.host * self.ranks / self.sizes.held(level) if level.on_host else math.inf
             stock = min(self.room.device, self.stock) / computed
             most = (self.room.device + self.room.reserve) / computed
-            limits.append((min(stock, held), min(most, held), self.sizes.beside(0, 1) / self.ranks / computed))
+            limits.append((min(stock, held), min(most, held), self.sizes.beside(pending=1) / self.ranks / computed))
         nothing_fits = longest > max(most for _, most, _ in limits)
         return any(
             tokens <= stock or (tokens <= (1 + sums) * shared and (tokens <= most or nothing_fits))

@@ -124,7 +124,7 @@ def forecast(
         priced = np.zeros(3)
         for layout in (layout for group in groups for layout in lay_out(group, batch, forward_only)):
             labels, seen = len(layout.head_index), float(flops.attention(*layout.segments).sum())
-            level = levels.choose(layout.num_tokens, labels, *layout.cache_use)
+            level = levels.choose(layout.num_tokens, labels, **layout.cache_use)
             priced += price(forward_only, layout.num_tokens, seen, labels, attends_again=not level.keeps_attention)
             if layout.prefill is not None:
                 priced[0] += flops.without_head(layout.prefill)
@@ -138,7 +138,7 @@ def forecast(
         return old_log_prob, update
 
     def kept(layout: PackedLayout, level: Level) -> float:
-        return (layout.num_tokens * sizes.waiting(level) + sizes.beside(*layout.cache_use)) / levels.ranks
+        return (layout.num_tokens * sizes.waiting(level) + sizes.beside(**layout.cache_use)) / levels.ranks
 
     def peak(layout: PackedLayout, level: Level) -> float:
         return kept(layout, level) + layout.num_tokens * sizes.working(level) / levels.ranks

@@ -126,7 +126,7 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         # With a half to spare: stock verl fills what is reserved here.
         host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
         recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
-    cached, published, state = (sizes.beside(*use) / computed for use in ((1, 0), (0, 1), (0, 0, 1)))
+    cached, published, state = (sizes.beside(**{of: 1}) / computed for of in ("cached", "pending", "states"))
     return CacheWeights(cached, published, min(recomputing, 1.0), state)
 
 
