@@ -100,11 +100,14 @@ def convolve(
 
     ``convolution`` is the plain one, (B, D, L) -> (B, D, L), causal, with zeros before the first column.
     """
-    x_TD = x.squeeze(0).transpose(0, 1)
     if cache is not None:
-        x_TD, _ = cache.exchange_states(Place(layer, INPUTS), x_TD, windows.tails)
+        x_TD, _ = cache.exchange_states(Place(layer, INPUTS), x.squeeze(0).transpose(0, 1), windows.tails)
         x = x_TD[windows.num_read :].transpose(0, 1).unsqueeze(0)
     plain = convolution(x)
+    # Viewed behind the convolution, so that this gradient comes first and gives its layout to the sum of both: with
+    # the convolution's, whose lines are T long, the projection's backward takes six times as long where T is odd.
+    if cache is None:
+        x_TD = x.squeeze(0).transpose(0, 1)
     gathered = gather_tokens(x_TD, windows.gather)
     window_SLD = gathered.view(*windows.missing.shape, -1).masked_fill(windows.missing.unsqueeze(-1), 0.0)
     edges_KD = convolution(window_SLD.transpose(1, 2)).transpose(1, 2).flatten(0, 1)
