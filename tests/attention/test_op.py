@@ -242,5 +242,3 @@ def test_an_index_is_made_once_for_its_arguments_and_anew_for_others() -> None:
     context, made = PackedAttention(GROUP.layout(), SDPA), Mock(side_effect=lambda layout, width: (layout, width))
     assert [context.index(made, width) for width in (3, 3, 4)] == [(context.layout, width) for width in (3, 3, 4)]
     assert made.call_count == 2
-    with pytest.raises(RuntimeError, match="have no layout"):
-        PackedAttention(None, SDPA).index(made, 3)

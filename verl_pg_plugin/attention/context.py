@@ -88,9 +88,7 @@ class AttentionContext(ABC):
         return out if self.perturb is None else self.perturb(out)
 
     def index(self, make: Callable[..., T], *args: Hashable) -> T:
-        """``make(layout, *args)``, once per forward and not once per layer; RuntimeError where there is no layout."""
-        if self.layout is None:
-            raise RuntimeError("tokens that a model packed by itself have no layout; only attention can mix them")
+        """``make(layout, *args)``, once per forward and not once per layer."""
         key = (make, *args)
         if key not in self._indices:
             self._indices[key] = make(self.layout, *args)

@@ -28,7 +28,7 @@ from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import attention_needs
 from verl_pg_plugin.mixers.mixer import Mixer
-from verl_pg_plugin.modalities import modality_obstacles, modality_of
+from verl_pg_plugin.modalities import modality_of
 
 STOCK = f"{USE_PREFIX_GROUPER}=False (stock verl)"
 TORN_BY_TOKENS = "dynamic micro-batches are cut by token count, through the middle of a group"
@@ -303,9 +303,7 @@ def _mixers(engine: Engine) -> list[Mixer]:
 
 
 def _encodes_images(engine: Engine) -> bool:
-    if engine.hf_config is None or modality_obstacles(engine.hf_config):
-        return False
-    return bool(modality_of(engine.hf_config).encoders)
+    return engine.hf_config is not None and bool(modality_of(engine.hf_config).kinds)
 
 
 Rule = Callable[[Engine], Iterator[Issue]]

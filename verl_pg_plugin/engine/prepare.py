@@ -95,8 +95,8 @@ class SharedModel:
 
 
 def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
-    """Change the config from which a model is built; its encoders keep the attention that was asked for."""
-    kept = {encoder: getattr(config, encoder)._attn_implementation for encoder in modality.encoders}
+    """Change the config from which a model is built; a vision encoder keeps the attention that was asked for."""
+    kept = {"vision_config": config.vision_config._attn_implementation} if modality.kinds else {}
     for name in count_layers(config.get_text_config()):
         MIXERS[name].prepare(config)
     if kept:

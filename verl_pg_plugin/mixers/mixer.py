@@ -19,39 +19,32 @@ class PairCost:
 
 @dataclass(frozen=True)
 class Mixer:
-    """How some layers of a model let tokens see earlier ones; functions of a config take that of the text.
+    """How some layers of a model let tokens see earlier ones; functions of a config take that of the text."""
 
-    Attributes:
-        name: the key in ``MIXERS`` and in ``AttentionContext.calls``.
-        layer_types: entries of a config's ``layer_types`` that it computes.
-        obstacles: why its layers cannot share tokens, by config; empty if they can.
-        machine_obstacles: what this machine lacks to run them, with the command that installs it, by device type.
-        prepare: changes a config before the model is built from it.
-        install: makes the layers of an unwrapped transformers model mix packed tokens.
-        pair_costs: FLOPs that grow with pairs of tokens, by config.
-        state_sizes: numbers of the float32 states at one position that later chunks of a split group read, and of the
-            other activations there, over all of its layers, by config.
-        token_flops: forward FLOPs of one token over all of its layers, beside pairs and weights, by config.
-        stateful_model_types: models that transformers calls stateful, whose state is that of its layers alone.
-        ulysses_obstacle: why a Ulysses group of that many ranks, above 1, cannot share the tokens, by config and ranks;
-            empty if it can.
-        prefix_cache: whether it reads tokens that another micro-batch has computed; in a model with one that does not,
-            each chunk of a split group computes what it shares again.
-        padded_groups: whether it mixes the tokens of upstream's padded groups, and not packed ones only.
-    """
-
-    name: str
-    layer_types: frozenset[str]
+    name: str  # the key in ``MIXERS`` and in ``AttentionContext.calls``
+    layer_types: frozenset[str]  # entries of a config's ``layer_types`` that it computes
+    # Why its layers cannot share tokens; empty if they can.
     obstacles: Callable[[PretrainedConfig], list[str]] = lambda config: []
+    # What this machine lacks to run them, with the command that installs it, by device type.
     machine_obstacles: Callable[[str], list[str]] = lambda device_name: []
+    # Changes a config before the model is built from it.
     prepare: Callable[[PretrainedConfig], None] = lambda config: None
+    # Makes the layers of an unwrapped transformers model mix packed tokens.
     install: Callable[[nn.Module], object] = lambda module: None
+    # FLOPs that grow with pairs of tokens.
     pair_costs: Callable[[PretrainedConfig], tuple[PairCost, ...]] = lambda config: ()
+    # Forward FLOPs of one token over all of its layers, beside pairs and weights.
     token_flops: Callable[[PretrainedConfig], float] = lambda config: 0.0
+    # Over all of its layers, numbers of the float32 states at one position that later chunks of a split group read, and
+    # of the other activations there.
     state_sizes: Callable[[PretrainedConfig], tuple[int, int]] = lambda config: (0, 0)
+    # Models that transformers calls stateful, whose state is that of its layers alone.
     stateful_model_types: frozenset[str] = frozenset()
+    # Why a Ulysses group of that many ranks, above 1, cannot share the tokens; empty if it can.
     ulysses_obstacle: Callable[[PretrainedConfig, int], str] = lambda config, ranks: (
         "tokens that are spread over ranks are not mixed"
     )
+    # Whether it reads tokens that another micro-batch has computed; in a model with one that does not, each chunk of a
+    # split group computes what it shares again.
     prefix_cache: bool = False
-    padded_groups: bool = False
+    padded_groups: bool = False  # whether it mixes the tokens of upstream's padded groups, and not packed ones only

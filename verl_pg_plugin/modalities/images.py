@@ -80,11 +80,6 @@ class Modality:
             patch_numbers=channels * vision.temporal_patch_size * vision.patch_size**2,
         )
 
-    @property
-    def encoders(self) -> tuple[str, ...]:
-        """Sub-configs of the parts that compute what stands in place of tokens."""
-        return ("vision_config",) if self.kinds else ()
-
     def install(self, module: Any) -> None:
         """Under Ulysses every rank runs the vision encoder and the embedding on all tokens, then goes on with its own.
 
