@@ -62,7 +62,7 @@ def test_peak_memory_does_not_grow_with_responses_times_vocabulary(tmp_path: Pat
 
 
 def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> None:
-    """Responses are short, so that chunks of both groups have as many tokens within a few percent."""
+    """Both are split into chunks of as many tokens within a few percent, of which some read and are read from."""
     engine = make_engine(save_tiny_model(tmp_path, **GPU_SIZES), engine=BF16)
 
     def peak(responses: int) -> float:
@@ -71,4 +71,4 @@ def test_peak_memory_does_not_grow_with_the_size_of_a_group(tmp_path: Path) -> N
         assert metrics["prefix_grouper/chains"] == [1.0]
         return found
 
-    assert peak(256) < 1.1 * peak(64)
+    assert peak(512) < 1.05 * peak(128)

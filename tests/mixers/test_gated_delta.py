@@ -23,7 +23,7 @@ from tests.support import check_exact, infer, make_engine
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.engine.verify import MismatchError
 from verl_pg_plugin.mixers import delta_layer
-from verl_pg_plugin.mixers.delta_layer import CONVOLUTION
+from verl_pg_plugin.mixers.delta_layer import CONVOLUTION, Windows, convolve, plain_convolution
 from verl_pg_plugin.synthetic import make_batch
 
 TWO_KINDS = pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
@@ -109,6 +109,18 @@ def test_without_the_state_handed_down_verify_mode_stops_the_run(hybrids: dict) 
     engine = make_engine(hybrids["qwen3_next"], engine={"verify": "first"})
     with patch.object(delta_layer._HandDown, "apply", forget), pytest.raises(MismatchError, match="shared prefixes"):
         infer(engine, make_batch(SAMPLES))
+
+
+def test_the_gradient_of_a_projection_keeps_the_numbers_of_a_token_together() -> None:
+    """Matrix products with lines as long as an odd number of tokens take six times as long on a GPU."""
+    layout = trie_of_depth(2).layout()
+    x = torch.randn(1, layout.num_tokens, 8, requires_grad=True)
+    projected = 2 * x
+    projected.register_hook(lambda grad: strides.append(grad.stride()[1:]))
+    strides: list[tuple[int, ...]] = []
+    windows, weight = Windows.from_layout(layout, 4, x.device), torch.randn(8, 4)
+    convolve(projected.transpose(1, 2), windows, partial(plain_convolution, weight=weight)).sum().backward()
+    assert strides == [(8, 1)]
 
 
 def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error_and_not_a_wrong_number(
