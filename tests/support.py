@@ -191,10 +191,10 @@ def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  
     plan, cut = engine.plan, partial(cut_micro_batches, micro_batch_cost=4.0)
 
     def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
-        with patch.object(plan_module, "cut_micro_batches", cut):
+        with patch.multiple(plan_module, cut_micro_batches=cut, cache_weights=lambda levels, forward_only: weights):
             return plan(data, forward_only)
 
-    engine._cache_weights, engine.plan = lambda levels, forward_only: weights, plan_cheap_micro_batches
+    engine.plan = plan_cheap_micro_batches
 
 
 @contextmanager

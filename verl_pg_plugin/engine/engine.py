@@ -51,8 +51,7 @@ from verl_pg_plugin.issue import Issue
 from verl_pg_plugin.layout import Layout, PackedLayout, Sequences
 from verl_pg_plugin.modalities import modality_of
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
-from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes, cache_weights
-from verl_pg_plugin.planning.micro_batches import CacheWeights
+from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 logger = logging.getLogger(__name__)
 
@@ -177,15 +176,14 @@ class SharedPrefixEngine(FSDPEngine):
 
     def plan(self, data: TensorDict, forward_only: bool) -> Plan:
         """Plan a mini-batch, together with the other ranks; see ``plan_mini_batch``."""
-        levels = self._levels(forward_only)
         plan = plan_mini_batch(
             data,
             self.modality,
             self.shared_model.flops,
             packed=self.packed,
-            weights=self._cache_weights(levels, forward_only),
+            carries=self.packed and self.options.carry != "never" and self.shared_model.prefix_cache,
             forward_only=forward_only,
-            levels=levels,
+            levels=self._levels(forward_only),
             sp_size=self.ulysses_sequence_parallel_size,
             dp_rank=self.get_data_parallel_rank(),
         )
@@ -223,12 +221,6 @@ class SharedPrefixEngine(FSDPEngine):
         """For this rank, measured in front of the first update, when the rollout engine is there and sleeps."""
         config, weights = self.engine_config, self._weight_bytes
         return host_bytes() - config.param_offload * weights.weights - config.optimizer_offload * weights.optimizer
-
-    def _cache_weights(self, levels: Levels, forward_only: bool) -> CacheWeights | None:
-        """What cached tokens take of the budget; None where no group is carried from one micro-batch to the next."""
-        if self.options.carry == "never" or not (self.packed and self.shared_model.prefix_cache):
-            return None
-        return cache_weights(levels, forward_only)
 
     def _run(
         self,

@@ -20,7 +20,8 @@ from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
-from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, cut_micro_batches, lay_out, tokens_of_stock
+from verl_pg_plugin.planning.memory import cache_weights
+from verl_pg_plugin.planning.micro_batches import MicroBatch, cut_micro_batches, lay_out, tokens_of_stock
 from verl_pg_plugin.planning.order import FloatArray, align
 
 
@@ -70,7 +71,7 @@ def plan_mini_batch(
     flops: ModelFlops,
     *,
     packed: bool,
-    weights: CacheWeights | None,
+    carries: bool,
     forward_only: bool,
     levels: Levels,
     sp_size: int = 1,
@@ -81,7 +82,7 @@ def plan_mini_batch(
     Args:
         data: mini-batch in verl's no-padding format, with verl's ``use_dynamic_bsz`` and the limit it selects.
         packed: packed mode, else upstream's padded groups.
-        weights: what cached tokens take of the budget; None where no group is split.
+        carries: chunks of split groups read tokens from each other, which then take a part of the budget.
         levels: from what is free on this rank; the level of each micro-batch is from the rank that has least.
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
@@ -95,6 +96,7 @@ def plan_mini_batch(
         check_batch(data, packed, levels.fused_kernels)
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
+        weights = cache_weights(levels, forward_only) if carries else None
         cut = partial(cut_micro_batches, order, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
         ranks.append(_told(draft, flops, sequences, levels))

@@ -107,9 +107,9 @@ class TokenBytes:
 def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
     """What a cached token and a published one take of a budget of computed tokens.
 
-    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it; elsewhere
-    for what computed tokens keep at the level asked for, on the host their inputs. Unknown sizes count as if every
-    query had a key of its own.
+    Where levels are chosen by the room there is, a budget stands for the memory that stock verl takes for it, or for
+    what there is of that; elsewhere for what computed tokens keep at the level asked for, on the host their inputs.
+    Unknown sizes count as if every query had a key of its own.
     """
     level, sizes = levels.ladder[0], levels.sizes
     if sizes is None:
@@ -126,8 +126,9 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         # With a half to spare: stock verl fills what is reserved here.
         host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
         recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
-    cached, published, state = (sizes.beside(**{of: 1}) / computed for of in ("cached", "pending", "states"))
-    return CacheWeights(cached, published, min(recomputing, 1.0), state)
+    less = levels.shortage
+    cached, published, state = (sizes.beside(**{of: 1}) / computed * less for of in ("cached", "pending", "states"))
+    return CacheWeights(cached, published, min(recomputing * less, 1.0), state)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,7 @@ def cut_micro_batches(
         at_least: number of micro-batches that another rank needs.
         forward_only: there is no backward, so nothing is prefilled.
         micro_batch_cost: in tokens of an update.
-        levels: which groups above ``max_tokens`` stay one micro-batch all the same, and how much less memory than stock
-            verl's there is.
+        levels: which groups above ``max_tokens`` stay one micro-batch all the same.
 
     Returns:
         Chunks of a split group in forward order, or one ordinary micro-batch, in every inner list; none is empty. Split
@@ -113,10 +112,6 @@ def cut_micro_batches(
             f"computation, more than the {limits.max_tokens} a micro-batch may hold; raise ppo_max_token_len_per_gpu "
             "and log_prob_max_token_len_per_gpu"
         )
-    if weights is not None:  # of a budget that may stand for less memory
-        less = levels.shortage
-        recomputing = min(weights.recomputing * less, 1.0)
-        weights = CacheWeights(weights.cached * less, weights.published * less, recomputing, weights.state * less)
     planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
