@@ -3,9 +3,9 @@
 Objects are changed where they are built: the head of one model and the config of one engine in ``engine/``. Names are
 entered into verl's registries where they belong (``cpu/__init__.py``).
 
-Each function says what it changes, why, in which versions, and when it can go. Where what it replaces is gone or takes
-other parameters it raises ``UpstreamChangedError``, instead of half applying. A function is replaced once per process
-and for good, or within a block and put back at its end.
+Each function says what it changes, why, in which versions (verl 0.9.1 where it names none), and when it can go. Where
+what it replaces is gone or takes other parameters it raises ``UpstreamChangedError``, instead of half applying. A
+function is replaced once per process and for good, or within a block and put back at its end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ def call_before(entry_point: str, action: Callable[[Any], None]) -> None:
     Why: ``python -m verl.trainer.main_ppo actor_rollout_ref.actor.use_prefix_grouper=True`` trains without sharing
     anything and says nothing: the flag is in verl's config and in no engine config, and verl has no hook for plugins
     between the composition of a config and the start of Ray.
-    Versions: verl 0.9.1.
     Remove when: verl hands ``actor.use_prefix_grouper`` to its engines, or drops the flag.
     """
 
@@ -87,13 +86,11 @@ def regroup_after_balance(
     """Let trainers assign whole groups by what they cost, whatever their number, and show what updates computed.
 
     What: ``_balance_batch`` of verl's V1 ``PPOTrainer``, its V0 ``RayPPOTrainer`` or a class with methods of its own
-    calls ``regroup(trainer, batch, metrics, logging_prefix)`` at the end, ``_update_actor`` ``updated(trainer,
-    metrics)``. V0's own balance of groups, behind the attribute ``use_prefix_grouper`` that nothing else reads, is left
-    out.
+    calls ``regroup`` at the end, ``_update_actor`` ``updated``. V0's own balance of groups, behind the attribute
+    ``use_prefix_grouper`` that nothing else reads, is left out.
     Why: verl assigns single samples. V0's balance of groups refuses a number of them that the ranks do not divide,
     weighs a prompt once for each of its responses, and lets mini-batches fall where they may. Task runners name their
     trainer's class or look it up in a registry that others fill at any time.
-    Versions: verl 0.9.1.
     Remove when: trainers take a balance, or the order of groups is verl's own.
     """
 
@@ -146,7 +143,6 @@ def value_models_loaded_by(load: Callable[..., Any]) -> AbstractContextManager[N
     What: ``verl.utils.model.load_valuehead_model``, which ``FSDPEngine._build_module`` imports when it is called.
     Why: the function loads every value model with ``attn_implementation="flash_attention_2"``, whatever the model
     config says, and has no argument for it.
-    Versions: verl 0.9.1.
     Remove when: verl loads value models with the attention of their config.
     """
     import verl.utils.model as patched
@@ -161,7 +157,6 @@ def forwards_left_alone() -> AbstractContextManager[None]:
     Why: for Qwen3.5 it puts its own forwards into transformers' classes, for all models of the process. They take no
     ``logits_to_keep`` and drop the keywords that say which tokens are shared. What else the engine asks of it, Ulysses
     and fused kernels, packed mode does by other means.
-    Versions: verl 0.9.1.
     Remove when: verl's forwards of Qwen3.5 hand on the keywords that they do not know.
     """
     from verl.workers.engine.fsdp import transformer_impl
@@ -176,7 +171,6 @@ def activation_offload_left_out() -> AbstractContextManager[None]:
     What: ``enable_activation_offloading`` as ``verl.workers.engine.fsdp.transformer_impl`` sees it does nothing.
     Why: ``engine/activations.py`` takes what layers keep to the host. verl's handler wraps each layer into a reentrant
     checkpoint of its own, which recomputes attention, and fails behind an error or a forward without backward.
-    Versions: verl 0.9.1.
     Remove when: the engine asks a method for it that can be overridden.
     """
     from verl.workers.engine.fsdp import transformer_impl

@@ -42,9 +42,7 @@ def run(args: argparse.Namespace) -> None:
 def patch(folder: Path) -> None:
     """Copy the modeling file and set ``auto_map``, or bring a patched folder up to date.
 
-    Raises:
-        CommandError: not a Qwen3 checkpoint, or it already brings code of its own; nothing is changed.
-        OSError: a file could not be written; the checkpoint loads as before, and another call does the rest.
+    Behind a CommandError nothing is changed, behind an OSError the checkpoint loads as before and another call goes on.
     """
     config_path, modeling, backup = folder / "config.json", folder / MODELING_FILE, folder / BACKUP_FILE
     try:

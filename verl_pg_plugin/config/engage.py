@@ -27,10 +27,7 @@ def engage(config: DictConfig) -> None:
     """Give a config whose flag is set our engine configs and options, in place; again changes nothing.
 
     It is composed from verl's ``ppo_trainer``. What the user has set in a section of ours stays, for the rules to look
-    at.
-
-    Raises:
-        ConfigError: the mode does not support the settings, or the flag is no boolean.
+    at, which may raise ConfigError.
     """
     if not _asks(config):
         return

@@ -15,11 +15,7 @@ from verl_pg_plugin.config.options import PrefixGrouperOptions
 
 @dataclass
 class PrefixGrouperEngineConfig(FSDPEngineConfig):
-    """``FSDPEngineConfig`` with the switch of this plugin.
-
-    Raises:
-        RuntimeError: when ``use_prefix_grouper`` is on and verl would build another engine class.
-    """
+    """``FSDPEngineConfig`` with the switch of this plugin; a RuntimeError where verl would build another engine."""
 
     use_prefix_grouper: bool = False  # store and compute every shared prefix once; off runs the stock engine
     prefix_grouper: PrefixGrouperOptions = field(default_factory=PrefixGrouperOptions)
@@ -50,11 +46,7 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
 
 
 def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
-    """Check that verl would build our engine on this machine, or one derived from it, and return its name.
-
-    Raises:
-        RuntimeError: verl would build another, which shares nothing.
-    """
+    """The name of the engine that verl would build on this machine: ours or one derived from it, or a RuntimeError."""
     engine_cls = EngineRegistry.get_engine_cls(model_type, strategy)
     if not any(base.__module__.startswith("verl_pg_plugin.") for base in engine_cls.__mro__):
         raise RuntimeError(

@@ -55,8 +55,7 @@ def _gpus(config: DictConfig) -> Iterator[Issue]:
     known = asked and (told is None or isinstance(told, (int, float))) and device in ("cuda", "cpu")
     if not known or OmegaConf.select(config, "trainer.nnodes") != 1:
         return
-    beside = 0
-    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    beside, mode = 0, str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     if OmegaConf.select(config, "trainer.use_v1") and mode.endswith("separate_async"):
         beside += count_of(config, f"{ROLLOUT}.nnodes") * count_of(config, f"{ROLLOUT}.n_gpus_per_node")
     if OmegaConf.select(config, "distillation.enabled") is True:
@@ -86,19 +85,17 @@ def _data(config: DictConfig) -> Iterator[Issue]:
         for path in map(str, value if isinstance(value, (list, ListConfig)) else [value] if value else []):
             if "://" in path or any(sign in path for sign in "*?["):
                 continue  # on another machine, or a pattern, which ``datasets`` expands
+            fault, names = "", [prompt]
             if not Path(path).is_file():
-                why = "does not exist" + (": verl does not expand ~" if path.startswith("~") else "")
-                yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
-                continue
-            if not path.endswith(".parquet"):
-                continue
-            try:
-                names = pq.read_schema(path).names
-            except (pa.ArrowException, OSError) as error:
-                why = f"cannot be read as parquet: {str(error).partition(chr(10))[0]}"
-                yield Issue(f"{key}={path}", why, f"{key}=<file>.parquet")
-                continue
-            if prompt not in names:
+                fault = "does not exist" + (": verl does not expand ~" if path.startswith("~") else "")
+            elif path.endswith(".parquet"):
+                try:
+                    names = pq.read_schema(path).names
+                except (pa.ArrowException, OSError) as error:
+                    fault = f"cannot be read as parquet: {str(error).partition(chr(10))[0]}"
+            if fault:
+                yield Issue(f"{key}={path}", fault, f"{key}=<file>.parquet")
+            elif prompt not in names:
                 likely = next((name for name in ("prompt", "messages") if name in names), "<column of the messages>")
                 why = f"{path} has no column {prompt!r}; it has {', '.join(names)}"
                 yield Issue(f"data.prompt_key={prompt}, {key}={path}", why, f"data.prompt_key={likely}")

@@ -116,9 +116,8 @@ def compiled_layers(engine: Engine) -> Iterator[Issue]:
 
 
 def compiler(engine: Engine) -> Iterator[Issue]:
-    if engine.option("compile_layers") is not True:
-        return
-    if why := compiler_obstacle(engine.device, has_flat_parameters(engine)):
+    asked = engine.option("compile_layers") is True
+    if asked and (why := compiler_obstacle(engine.device, has_flat_parameters(engine))):
         yield Issue(f"{COMPILE_LAYERS}=True", why, f"++{COMPILE_LAYERS}=False")
 
 

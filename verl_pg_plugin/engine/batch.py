@@ -61,9 +61,7 @@ def read_sequences(data: TensorDict, modality: Modality = TEXT) -> Sequences:
 
     ``input_ids`` are jagged; ``prompts`` and ``responses`` jagged (V1) or padded beside an ``attention_mask`` (legacy),
     or neither is there and a jagged ``loss_mask`` covers all tokens (SFT); ``position_ids`` are jagged or absent.
-
-    Raises:
-        BatchError: no sequences, a field is missing or of the wrong type, or a prompt or response is empty.
+    Raises BatchError for what is missing, empty, or of the wrong type.
     """
     if not len(data):
         raise BatchError("the mini-batch is empty on this rank; every rank needs at least one sequence of each")

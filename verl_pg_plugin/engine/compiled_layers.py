@@ -65,10 +65,7 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
 
     One by one, so that FSDP can gather and free each one's weights and gradient checkpointing can recompute it.
     Attention stays outside (``attention.interface``), since its index maps differ in every micro-batch, and the last
-    product of layers that are ``recomputed``.
-
-    Raises:
-        ValueError: the model does not say which of its modules are layers.
+    product of layers that are ``recomputed``. A model that does not say which modules are layers is a ValueError.
     """
     layers = decoder_layers(module)
     if not layers:
@@ -144,10 +141,7 @@ def compiling(failures: tuple[type[Exception], ...] = OF_A_BACKWARD) -> Iterator
     """Around compiled layers and their backwards: what torch cannot compile is an error that names the option.
 
     ``failures`` are what torch may raise there: around a whole micro-batch not those of a call, which a loss that is
-    compiled too raises as well.
-
-    Raises:
-        LayerCompilerError: from torch's own error; nothing falls back to slower layers.
+    compiled too raises as well. Nothing falls back to slower layers.
     """
     try:
         yield

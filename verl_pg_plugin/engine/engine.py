@@ -57,12 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedPrefixEngine(FSDPEngine):
-    """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups.
-
-    Raises:
-        ValueError: an option that the mode does not support, or a model it cannot run.
-        RuntimeError: verl's registry holds another engine, the attention kernel is missing, or ranks chose differently.
-    """
+    """What both engines have in common: packed mode with ``use_remove_padding=True``, else upstream's padded groups."""
 
     log_prob_head: LogProbHead | None = None  # None where all logits are held at once
     _told_level = False
@@ -132,13 +127,9 @@ class SharedPrefixEngine(FSDPEngine):
     ) -> dict[str, Any]:
         """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
-        Returns:
-            ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output`` asks),
-            ``loss`` of each micro-batch, and ``metrics``.
-
-        Raises:
-            ValueError, RankError: in front of the first forward, on every rank.
-            MismatchError: verify mode has found a difference; like all that fails later, on its rank alone.
+        Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
+        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong in front of the first forward is raised on
+        every rank, what fails later, as verify mode that finds a difference, on its rank alone.
         """
         plan = self.plan(data, forward_only)
         loss_weights = self._count_loss_tokens(plan)

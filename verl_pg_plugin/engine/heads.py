@@ -159,10 +159,8 @@ class LogProbHead:
 def install_head(module: Any, model_config: Any, chunk_size: int) -> LogProbHead | None:
     """Let the head of a transformers model compute log-probs; None where all logits are held at once.
 
-    That is so with ``chunk_size`` 0, and, with a warning, where chunks could change the numbers.
-
-    Raises:
-        ValueError: verl's config asks for fused kernels, and the head is not a plain matrix or does not come last.
+    That is so with ``chunk_size`` 0, and, with a warning, where chunks could change the numbers: the head is not a
+    plain matrix or does not come last. With fused kernels that is a ValueError.
     """
     if model_config.use_fused_kernels:
         if obstacle := fused_obstacle(module):

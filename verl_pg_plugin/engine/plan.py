@@ -87,9 +87,7 @@ def plan_mini_batch(
         sp_size: neighbouring ranks that share each sequence (Ulysses); multiplies the token budget as in verl.
         dp_rank: this rank's place among those that do not.
 
-    Raises:
-        ValueError: this rank has a batch it cannot compute.
-        RankError: another rank has; every rank raises one of the two.
+    Where a rank has a batch that it cannot compute, it raises ValueError and the others RankError.
     """
     with agreement() as ranks:
         data = regular(data)

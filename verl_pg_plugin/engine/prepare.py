@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import (
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification, PretrainedConfig
 from verl.utils.device import get_device_name
 
 from verl_pg_plugin.architectures import class_issues, config_issues
@@ -37,18 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks decided differently, because their machines differ."""
+    """Ranks decided differently, because their machines differ; raised on every rank."""
 
 
 def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, str]:
     """The attention kernel, whether decoder layers are compiled, and why; what a machine has installed decides both.
 
     With other kernels the log-probs of ranks would differ; where one rank compiles nothing, all others wait for it.
-
-    Raises:
-        ValueError, RuntimeError: an option that the mode does not support, or no kernel; on the other ranks a
-            ``RankError``.
-        RanksDifferError: on every rank; names ranks, choices, reasons and the overrides that fix it.
+    Raises ValueError or RuntimeError for an option that the mode does not support and for a kernel that is not there.
     """
     with agreement() as ranks:
         check_engine(engine_config, model_config)
@@ -106,9 +97,7 @@ def prepare_config(config: PretrainedConfig, modality: Modality) -> None:
 def prepare_model(module: Any, modality: Modality, *, compiles: bool, recomputed: bool = False) -> SharedModel:
     """Let the mixers take over an unwrapped model built from a prepared config, and compile its layers as asked.
 
-    ``recomputed`` layers run a second time in the backward.
-
-    Raises ValueError where the model cannot run over shared prefixes.
+    ``recomputed`` layers run a second time in the backward. A model that cannot run is a ValueError.
     """
     refuse(module, config_issues(module.config) + class_issues(type(module)))
     layers = count_layers(module.config.get_text_config())
@@ -139,11 +128,10 @@ def check_no_dropout(module: nn.Module) -> None:
 
 def load_value_model(
     local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool
-) -> PreTrainedModel:
+) -> Any:
     """A checkpoint's token classifier with one label, with the attention that ``model_config`` names.
 
-    Stands in for ``verl.utils.model.load_valuehead_model``. The head is new where ``local_path`` holds a causal LM.
-    Raises ValueError where the architecture has no token classifier.
+    The head is new where ``local_path`` holds a causal LM. ValueError where the architecture has no token classifier.
     """
     own_class = "AutoModelForTokenClassification" in (getattr(model_config, "auto_map", None) or {})
     if not (own_class and trust_remote_code) and type(model_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:

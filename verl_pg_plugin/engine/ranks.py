@@ -32,9 +32,7 @@ def gather(value: T) -> list[T]:
 def agreement() -> Iterator[list[Any]]:
     """A block that every rank runs and in which each appends one value; behind it the list has those of all ranks.
 
-    Raises:
-        Exception: what the block raised here.
-        RankError: it succeeded here and failed on another rank.
+    What the block raises on one rank is a RankError on the others.
     """
     told: list[Any] = []
     try:

@@ -40,20 +40,16 @@ RECORDED = Place(-1, ROUTES)
 """Of tokens that one chunk of a split group computes and others read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoutedText(Modality):
     """Text whose tokens go to experts that the batch names, or that are recorded, as the router says."""
 
-    router: VeOmniRouterReplay | None = None
+    router: VeOmniRouterReplay
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        """The sequences with their experts.
-
-        Raises:
-            BatchError: the batch names none, or one for each token, of which zeros do not tell that there is none.
-        """
+        """The sequences with their experts; of one for each token zeros would not tell that there is none."""
         sequences = super().read(data, sequences)
-        if _action(self.router) is not RouterReplayAction.REPLAY:
+        if self.router.action is not RouterReplayAction.REPLAY:
             return sequences
         routed = data.get(ROUTES, None)
         if routed is None or not routed.is_nested or routed.shape[-1] < 2:
@@ -89,10 +85,6 @@ def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:
         path = layout.kv_index[layout.cu_seqlens_k[segment] :] if segment >= 0 else np.arange(cached)
         tokens[first:last] = path[: last - first]
     return tokens
-
-
-def _action(router: VeOmniRouterReplay | None) -> RouterReplayAction:
-    return RouterReplayAction.DISABLED if router is None else router.action
 
 
 class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWithLMHead):
@@ -142,7 +134,7 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
     def _inputs(self, layout: Layout, sequences: Sequences, *args: Any, **kwargs: Any) -> ModelInputs:
         """Also tells the routers, whose forward comes next, what they take."""
         inputs, router = super()._inputs(layout, sequences, *args, **kwargs), self._router_replay
-        if _action(router) is RouterReplayAction.DISABLED:
+        if router is None or router.action is RouterReplayAction.DISABLED:
             return inputs
         assert isinstance(layout, PackedLayout)
         if sequences.routes is None:
@@ -158,9 +150,9 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
     def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
         """Where experts are recorded also those, (tokens, layers, experts of a token) of every sequence."""
         outputs, router, cache = super().compute(inputs, micro_batch), self._router_replay, inputs.context.cache
-        if _action(router) is RouterReplayAction.REPLAY and router.num_fired != router.num_targets:
-            raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, and {router.num_fired} of the model route")
         if inputs.places is None:
+            if router is not None and router.num_fired != router.num_targets:
+                raise RuntimeError(f"{ROUTES} has {router.num_targets} layers, {router.num_fired} of the model route")
             return outputs
         routes_TLK = router.take_recorded()
         if (group := inputs.context.group) is not None:  # as bytes: NCCL sends no int16

@@ -181,11 +181,7 @@ class Verifier:
         micro_batch: TensorDict,
         kind: str,
     ) -> float:
-        """The largest error of some samples of a micro-batch against the same alone, also with ``rounding_noise``.
-
-        Raises:
-            MismatchError: they differ by more than the tolerances; on this rank alone.
-        """
+        """The largest error of some samples of a micro-batch against the same alone, also with ``rounding_noise``."""
         if (given := self.options.verify_tolerance) is not None:
             tolerances = dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         else:

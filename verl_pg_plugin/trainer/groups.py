@@ -82,11 +82,8 @@ def actor_flops(config: DictConfig) -> ModelFlops:
 def updated(trainer: Any, metrics: dict[str, Any]) -> None:
     """Log what sharing saved in an update, and at the last step in all steps of this process.
 
-    The numbers are tokens of a mini-batch, as in the metrics; no seconds, which nobody measures without sharing. A
-    trainer that never called its balance is warned about once.
-
-    ``metrics`` are those of an update, numbers or one for each rank or mini-batch. V1's hold those of the balance too,
-    and get the tokens that it expected over those that the engine has computed.
+    The numbers are tokens of a mini-batch. ``metrics`` are those of an update, numbers or one for each rank or
+    mini-batch. V1's hold those of the balance too, and get the tokens that it expected over those that were computed.
     """
     logical, physical, padding = (f"actor/prefix_grouper/{name}_tokens" for name in ("logical", "physical", "padding"))
     if physical not in metrics:
