@@ -1,57 +1,149 @@
-"""Code in interpreters of its own, each of which has imported what verl needs, but neither verl nor the plugin.
+"""Interpreters that have imported what verl needs, but neither verl nor the plugin.
 
-Importing torch, transformers and Ray takes most of the seconds of a new interpreter, so one imports them and forks.
+Importing torch and transformers takes most of the seconds of a new process. So one process imports them, once in a
+session of pytest, and forks: for code in an interpreter of its own, for ranks, and for Ray's workers.
 """
 
+import atexit
+import fcntl
+import functools
+import gc
 import json
 import os
+import runpy
+import select
+import shlex
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import traceback
+import types
 from collections.abc import Sequence
+from pathlib import Path
 
-_SERVER = """
-import json, os, sys, tempfile
-import accelerate, hydra, numpy, pandas, peft, ray, tensordict, torch, transformers.modeling_utils
-answers = []
-for code, environment in json.load(sys.stdin):
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if not child:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            os.environ.update(environment)
-            status = 1
-            try:
-                exec(compile(code, "case", "exec"), {"__name__": "__main__"})
-                status = 0
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        _, status = os.waitpid(child, 0)
-        out.seek(0)
-        err.seek(0)
-        answers.append([os.waitstatus_to_exitcode(status), out.read().decode(), err.read().decode()])
-json.dump(answers, sys.stdout)
+# Without Ray, which reads variables when it is imported.
+MODULES = """
+accelerate codetiming datasets fastapi hydra numpy pandas peft tensordict torch torch.distributed.fsdp
+torchdata.stateful_dataloader transformers.modeling_utils uvicorn zmq
 """
-
-
 Ended = subprocess.CompletedProcess[str]
+
+
+@functools.cache
+def python() -> str:
+    """The path of a command that runs a script, a module behind ``-m`` or code behind ``-c``, as ``python`` does."""
+    folder = tempfile.mkdtemp()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        server = [sys.executable, "-W", "ignore", __file__, "serve", str(listener.fileno())]
+        # Its stdin ends with this process, and so does it.
+        subprocess.Popen(server, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    client = shlex.join([sys.executable, "-I", "-S", __file__, "ask", f"{folder}/socket"])
+    command = Path(folder, "python")
+    command.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+    command.chmod(0o755)
+    return str(command)
 
 
 def run_fresh(cases: Sequence[tuple[str, dict[str, str]]]) -> list[Ended]:
     """Run every case, code and environment variables, in a process of its own."""
-    request = json.dumps([(textwrap.dedent(code), environment) for code, environment in cases])
-    server = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SERVER],
-        input=request,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ,
-        check=True,
-    )
-    return [Ended([], *answer) for answer in json.loads(server.stdout)]
+    ended = []
+    for code, variables in cases:
+        command, variables = [python(), "-c", textwrap.dedent(code)], {**os.environ, **variables}
+        ended.append(subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280))
+    return ended
+
+
+def ask(path: str, arguments: list[str]) -> int:
+    """The exit code of a process that the server forks, with the open files, folder and variables of this one."""
+    files = [int(name) for name in os.listdir("/dev/fd")]
+    files = [number for number in files if os.path.exists(f"/dev/fd/{number}")]  # without that of the listing
+    request = {"arguments": arguments, "files": files, "folder": os.getcwd(), "variables": dict(os.environ)}
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        socket.send_fds(server, [b"\n"], files)
+        server.sendall(json.dumps(request).encode() + b"\n")
+        return (server.recv(1) or b"\1")[0]
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork for whoever asks, until stdin ends."""
+    del sys.path[0]  # the folder of this file
+    for name in MODULES.split():
+        __import__(name)
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+        client, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            _attend(client)
+        client.close()
+
+
+def _attend(client: socket.socket) -> None:
+    """Run what a client asks for; it ends with the client."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, files, *_ = socket.recv_fds(client, 1, 253)
+    request = json.loads(client.makefile().readline())
+    process = os.fork()
+    if not process:
+        client.close()
+        _run(files, **request)
+    for number in files:
+        os.close(number)
+    if client in select.select([client, os.pidfd_open(process)], [], [])[0]:
+        os.kill(process, signal.SIGKILL)
+    else:
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        client.sendall(bytes([code % 256]))
+    os._exit(0)
+
+
+def _run(received: list[int], arguments: list[str], files: list[int], folder: str, variables: dict[str, str]) -> None:
+    apart = [fcntl.fcntl(number, fcntl.F_DUPFD, 512) for number in received]
+    for number in received:
+        os.close(number)
+    for number, copy in zip(files, apart, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    while not (arguments[0] in ("-c", "-m") or arguments[0].endswith(".py")):  # flags are those of the server
+        arguments = arguments[1:]
+    code = 0
+    try:
+        if arguments[0] == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *arguments[2:]]
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+        elif arguments[0] == "-m":
+            sys.path.insert(0, folder)
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(arguments[0]))
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        sys.exit(ask(sys.argv[2], sys.argv[3:]))

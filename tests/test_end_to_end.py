@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fresh import python
 from verl_pg_plugin.config import Mode
 
 REPOSITORY = Path(__file__).parent.parent
@@ -32,7 +33,7 @@ def train(
         if script != IMAGES and not (folder / name).exists():
             (folder / name).symlink_to(made)
     result = subprocess.run(
-        ["bash", f"examples/{script}", *overrides],
+        ["bash", f"examples/{script}", f"++ray_kwargs.ray_init.runtime_env.py_executable={python()}", *overrides],
         cwd=REPOSITORY,
         env={**os.environ, **variables, **environment},
         capture_output=True,

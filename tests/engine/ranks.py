@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.conftest import free_port
+from tests.fresh import python
 from tests.precision import in_float64
 from tests.support import Result, check_exact, make_engine, run_reference
 
@@ -29,8 +30,8 @@ def on_ranks(
     """``function(rank, *args)`` in ``world_size`` processes; an error in any of them is raised here.
 
     With ``device="cuda"`` every process has a GPU of its own, and collectives go through nccl. Two CPU ranks are the
-    same processes in all tests, since importing torch and verl takes longer than most of what they run; with a
-    ``folder`` of packages that only they see they are others.
+    same processes in all tests, which takes less than new ones; with a ``folder`` of packages that only they see they
+    are others.
     """
     # Processes start with the path of this one.
     with patch.object(sys, "path", [*sys.path, str(folder)]) if folder else nullcontext():
@@ -99,6 +100,7 @@ atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 def _start(world_size: int, device: str) -> list[ProcessPoolExecutor]:
     """A process for each rank of a new group."""
     store, context = f"tcp://127.0.0.1:{free_port()}", mp.get_context("spawn")
+    context.set_executable(python() if device == "cpu" else sys.executable)  # CUDA may not have run where one forks
     return [ProcessPoolExecutor(1, context, _join, (rank, world_size, device, store)) for rank in range(world_size)]
 
 
