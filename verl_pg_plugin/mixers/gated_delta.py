@@ -18,8 +18,6 @@ from transformers import PretrainedConfig
 from verl_pg_plugin.mixers.delta_layer import GATED_DELTA, install
 from verl_pg_plugin.mixers.mixer import Mixer
 
-__all__ = ["GATED_DELTA", "MIXER", "MULTIMODAL_MODEL_TYPES", "has_fla", "kernel_obstacles"]
-
 LINEAR = "linear_attention"
 TEXT_MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 MULTIMODAL_MODEL_TYPES = frozenset({"qwen3_5", "qwen3_5_moe"})

@@ -50,8 +50,7 @@ class ModelInputs:
     input_ids: torch.Tensor | None  # (1, L) packed tokens, or what the caller passed where nothing is packed
     position_ids: torch.Tensor | None  # of the same
     prefix_grouper: AttentionContext | None = None  # in place of a mask; None runs transformers' own attention
-    padded_index: torch.Tensor | None = None  # (T,) places of the tokens in the caller's flattened (B, S), if padded
-    padded_shape: tuple[int, ...] = (0, 0)  # (B, S)
+    padded: tuple[Any, ...] = ()  # (T,) places of the tokens in the caller's flattened (B, S), B and S, if padded
     num_sp_padding: int | None = None  # tokens appended for ranks to hold equally many, if they were spread here
 
     def restore(self, x_1LV: torch.Tensor) -> torch.Tensor:
@@ -62,9 +61,7 @@ class ModelInputs:
         """
         if self.num_sp_padding is not None:
             x_1LV = gather_outputs_and_unpad(x_1LV, gather_dim=1, unpad_dim=1, padding_size=self.num_sp_padding)
-        if self.padded_index is not None:
-            return pad_input(x_1LV.squeeze(0), self.padded_index, *self.padded_shape)
-        return x_1LV
+        return pad_input(x_1LV.squeeze(0), *self.padded) if self.padded else x_1LV
 
 
 def pack_padded(
@@ -99,7 +96,7 @@ def pack_padded(
     cu_seqlens = torch.unique_consecutive(cu_seqlens)  # a sequence of padding alone is no segment
     kernel = kernel_of(config._attn_implementation, input_ids.device.type)
     segments = PackedAttention.unshared(kernel, cu_seqlens, int(max_seqlen), len(tokens))
-    return _over_ranks(ModelInputs(tokens.T, positions.T, segments, indices, tuple(input_ids.shape)))
+    return _over_ranks(ModelInputs(tokens.T, positions.T, segments, (indices, *input_ids.shape)))
 
 
 def shared_inputs(

@@ -143,9 +143,7 @@ def pad_sequence_to_length(sequence: ArrayLike, target_length: int, pad_value: f
         raise ValueError(f"sequence must be 1-D, got shape {array.shape}")
     if len(array) > target_length:
         raise ValueError(f"a sequence of {len(array)} cannot be padded to {target_length}: it would lose tokens")
-    padded = np.full(target_length, pad_value, dtype=array.dtype)
-    padded[: len(array)] = array
-    return padded
+    return np.pad(array, (0, target_length - len(array)), constant_values=pad_value)
 
 
 def _fill_row(samples: list[_Tokens], pack_num: int, seq_length: int, pad_token_id: int) -> dict[str, np.ndarray]:

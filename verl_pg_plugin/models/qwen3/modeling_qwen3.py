@@ -10,10 +10,8 @@ Copy this file next to a Qwen3 checkpoint's ``config.json``, add
 and load with ``trust_remote_code=True``; ``python -m verl_pg_plugin patch-model CHECKPOINT_DIR`` does both. The
 package verl_pg_plugin must be installed; weights and everything not defined here are those of transformers' Qwen3.
 
-``prefix_grouper`` goes through ``forward`` down to attention. It is a ``prefix_grouper.PrefixGrouper`` (padded samples
-of whole groups, two attention passes) or a ``verl_pg_plugin.layout.PackedLayout`` (packed tokens, one pass).
-``forward(input_ids, attention_mask)`` drops the padding, runs packed tokens and pads the result back. Packed tokens are
-spread over verl's Ulysses sequence-parallel group where one is set.
+``forward`` packs padded input, takes ``prefix_grouper`` and spreads tokens over a Ulysses group (see
+``PackedInputsMixin``).
 """
 
 from transformers import Qwen3Config
