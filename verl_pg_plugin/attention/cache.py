@@ -146,8 +146,8 @@ class PrefixCache:
 class CacheAccess:
     """What one forward of a chunk, or of its prefill, reads from the cache, publishes and consumes."""
 
-    layout: PackedLayout  # of its T tokens, behind c cached ones
-    read: Sequence[CachedTokens]  # these
+    layout: PackedLayout  # of its T tokens, in front of which c are cached
+    read: Sequence[CachedTokens]  # the cached ones
     publish: CachedTokens | None = None  # filled with what later chunks read; None in training, where a prefill does it
     # The same tokens, taken off the cache; their pending gradients are added here. Empty outside training.
     consumed: Sequence[CachedTokens] = ()

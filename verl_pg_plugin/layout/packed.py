@@ -240,25 +240,23 @@ def build_packed_layout(
 def share_states(layouts: list[PackedLayout]) -> list[PackedLayout]:
     """The chunks of a split group, in forward order, each told where later ones go on behind what it publishes."""
     published: list[set[int]] = [set() for _ in layouts]
-    for reader, layout in enumerate(layouts):
+    owners: list[IntArray] = []  # of each chunk, which one in front of it has published each token of the cache
+    owner = _empty()
+    for number, layout in enumerate(layouts):
+        owners.append(owner)
         prefilled = () if layout.prefill is None else layout.prefill.resumed_at.tolist()
         for position in {*layout.resumed_at.tolist(), *prefilled}:
-            # Of the last chunk before that has published the token in front.
-            owners = (i for i in range(reader) if 0 < position - layouts[i].publish_start <= len(layouts[i].publish))
-            published[max(owners)].add(position)
-    told = []
-    for reader, layout in enumerate(layouts):
-        behind, top = [], layout.num_cached
-        for i in range(reader - 1, -1, -1):
-            start = layouts[i].publish_start
-            behind += [position for position in published[i] if start < position <= top]
-            top = min(top, start)
+            published[owner[position - 1]].add(position)
+        owner = np.append(owner[: layout.publish_start], np.full(len(layout.publish), number))
+    positions, told = sorted(set().union(*published)), []
+    for layout, owner, own in zip(layouts, owners, published, strict=True):
+        behind = [p for p in positions if p <= layout.num_cached and p in published[owner[p - 1]]]
         prefill = layout.prefill
         if prefill is not None:
-            of_prefill = np.array(sorted(p for p in behind if p > prefill.publish_start), dtype=np.int64)
+            of_prefill = np.array([p for p in behind if p > prefill.publish_start], dtype=np.int64)
             prefill = replace(prefill, published_states=of_prefill)
-        own = np.array(sorted(published[reader]), dtype=np.int64)
-        told.append(replace(layout, published_states=own, num_states=len(behind), prefill=prefill))
+        states = np.array(sorted(own), dtype=np.int64)
+        told.append(replace(layout, published_states=states, num_states=len(behind), prefill=prefill))
     return told
 
 
