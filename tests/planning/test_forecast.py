@@ -13,9 +13,10 @@ from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
 from verl_pg_plugin.cli.estimate import ACCURACY
 from verl_pg_plugin.layout import Sequences
+from verl_pg_plugin.planning import forecast as forecasts
 from verl_pg_plugin.planning.activation_level import Level, Levels, Room
 from verl_pg_plugin.planning.cost import ModelFlops
-from verl_pg_plugin.planning.forecast import Forecast, batch_of_lengths, forecast
+from verl_pg_plugin.planning.forecast import COMPILED, Forecast, batch_of_lengths, forecast
 from verl_pg_plugin.planning.memory import TokenBytes, WeightBytes
 
 FLOPS = ModelFlops.of_config(CONFIGS["4b"])
@@ -98,17 +99,23 @@ OPTIONS = {"attention_kernel", "compile_layers", "recompute_attention", "carry"}
 BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 
 
-def test_predictions_are_what_was_measured_on_h200s() -> None:
+def test_predictions_are_fitted_to_two_thirds_of_what_was_measured_on_h200s_and_meet_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The figures that ``estimate`` names for its accuracy."""
     flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("4b", "8b")}
 
     @cache
-    def predicted(model: str, case: str, levels: Levels, budget: int, **settings: Any) -> Forecast:
+    def with_speeds(compiled: float, kernel: float, model: str, case: str, budget: int, **options: str) -> Forecast:
+        monkeypatch.setattr(forecasts, "COMPILED", compiled)
+        monkeypatch.setitem(forecasts.KERNELS, "any", kernel)
         prompt, response, n, groups = (*map(int, case.split(",")), 1)[:4]
         batch = batch_of_lengths([prompt] * groups, [[response] * n] * groups)
-        return forecast(batch, flops[model], levels, budget, **settings)
+        asked = Level.INPUTS if options.get("recompute_attention") == "True" else None
+        levels, carry = Levels(asked, TokenBytes.of(CONFIGS[model])), options.get("carry") != "never"
+        return forecast(batch, flops[model], levels, budget, carry=carry, kernel="any")
 
-    errors = []
+    known, rows = dict(forecasts.KERNELS), []
     for file in sorted((Path(__file__).parents[2] / "docs/data").glob("actor_[48]b_*.csv")):
         for row in csv.DictReader(file.open()):
             path, _, given = row["path"].partition(":")
@@ -117,19 +124,29 @@ def test_predictions_are_what_was_measured_on_h200s() -> None:
             is_single = row["world_size"] == "1" and row["phase"] in ("old_log_prob", "update_actor") and lengths
             if path != "packed" or not is_single or "@" in given or options.keys() - OPTIONS:
                 continue
-            model = row["model"].removeprefix("qwen3-")
-            asked = Level.INPUTS if options.get("recompute_attention") == "True" else None
-            found = predicted(
-                model,
-                row["case"],
-                Levels(asked, TokenBytes.of(CONFIGS[model])),
-                BUDGETS.get(file.stem, 20480),
-                carry=options.get("carry") != "never",
-                compile_layers=row.get("layers_compiled", options.get("compile_layers")) == "True",
-                kernel=row["kernel"],
+            compiled = row.get("layers_compiled", options.pop("compile_layers", None)) == "True"
+            options = {name: options[name] for name in options.keys() & {"recompute_attention", "carry"}}
+            model, budget = row["model"].removeprefix("qwen3-"), BUDGETS.get(file.stem, 20480)
+            speedup = "update" if row["phase"] == "update_actor" else "old_log_prob"
+            # Of stock verl's time: all, and twice what is saved with layers or the kernel twice as fast.
+            total, faster_layers, faster_kernel = (
+                1 / getattr(with_speeds(*speeds, model, row["case"], budget, **options), speedup)
+                for speeds in ((1, 1), (2, 1), (1, 2))
             )
-            speedup = found.update if row["phase"] == "update_actor" else found.old_log_prob
-            errors.append(abs(speedup / float(row["speedup"]) - 1))
-    assert (len(errors), round(float(np.median(errors)), 2)) == (138, 0.04)
-    assert np.mean(np.array(errors) < 0.1) > 0.9
-    assert f"fitted to {len(errors)} measurements" in ACCURACY
+            parts = total, 2 * (total - faster_layers), 2 * (total - faster_kernel)
+            rows.append((*parts, compiled, known[row["kernel"]] > 1, float(row["speedup"])))
+    total, layers, attention, compiled, is_fast, measured = np.array(rows).T
+
+    def errors(of_compiled: float, of_kernel: float) -> np.ndarray:
+        saved = layers * compiled * (1 - 1 / of_compiled) + attention * is_fast * (1 - 1 / of_kernel)
+        return np.abs(1 / (total - saved) / measured - 1)
+
+    held_out = np.arange(len(rows)) % 3 == 2
+    grid = np.arange(1, 3, 0.05)
+    best = min(((a, b) for a in grid for b in grid), key=lambda speeds: errors(*speeds)[~held_out].mean())
+    assert best == pytest.approx((COMPILED, known["flash_attn_4"]))
+    fitted, judged = errors(*best)[~held_out], errors(*best)[held_out]
+    assert (
+        f"fitted to {len(fitted)} measurements of dense models on H200s, median error {np.median(fitted):.0%}; on "
+        f"{len(judged)} others {np.median(judged):.0%}, and {np.mean(judged > 0.1):.0%} of them are off by over 10%"
+    ) == ACCURACY
