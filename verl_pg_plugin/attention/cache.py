@@ -157,7 +157,7 @@ class CacheAccess:
     def index(self, name: str, device: torch.device) -> Tensor:
         """An index map of the layout on the device."""
         if name not in self._indices:
-            self._indices[name] = to_device(getattr(self.layout, name), torch.int64, device)
+            self._indices[name] = to_device(getattr(self.layout, name), device)
         return self._indices[name]
 
     def in_front(self, place: Place, own: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class StateExchange:
             return None
         num_read = len(read) * published.shape[1]
         rows, index = np.unique(np.append(np.arange(num_read), published), return_inverse=True)
-        sent = (to_device(array, torch.int64, device) for array in (rows, index[num_read:].reshape(published.shape)))
+        sent = (to_device(array, device) for array in (rows, index[num_read:].reshape(published.shape)))
         return cls(tuple(read.tolist()), tuple(publish.tolist()), *sent)
 
 

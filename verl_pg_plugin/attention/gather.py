@@ -43,7 +43,7 @@ class Gather:
         total.copy_(total + found if add else found)
 
 
-def to_device(array: np.ndarray, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """An index map on the device, see ``send``."""
     return send(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
 

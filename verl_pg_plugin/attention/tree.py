@@ -118,7 +118,7 @@ def _causal_pieces(
     kv, cu_q, cu_k = layout.kv_index, layout.cu_seqlens_q, layout.cu_seqlens_k
     if kept is not None:
         kv, cu_k = kv[kept], np.append(0, np.cumsum(np.add.reduceat(kept, cu_k[:-1], dtype=np.int64)))
-    on_device = to_device(kv, torch.int32, device)
+    on_device = to_device(kv, device, torch.int32)
     pieces, start = [], 0
     while start < len(cu_q) - 1:
         stop = max(int(np.searchsorted(cu_k, cu_k[start] + most, side="right")) - 1, start + 1)
@@ -134,7 +134,7 @@ def _causal_pieces(
 
 def _varlen(cu_q: IntArray, cu_k: IntArray, device: torch.device | str, causal: bool = True) -> Varlen:
     longest_q, longest_k = int(np.diff(cu_q).max()), int(np.diff(cu_k).max())
-    on_device = to_device(cu_q, torch.int32, device), to_device(cu_k, torch.int32, device)
+    on_device = to_device(cu_q, device, torch.int32), to_device(cu_k, device, torch.int32)
     return Varlen(*on_device, longest_q, longest_k, causal=causal)
 
 

@@ -29,7 +29,6 @@ from verl.workers.engine.utils import postprocess_batch_func
 from verl_pg_plugin import upstream
 from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
-from verl_pg_plugin.config.engine_config import assert_in_force
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import uses_top_k
 from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
@@ -66,7 +65,6 @@ class SharedPrefixEngine(FSDPEngine):
         # First: a setting is refused in our words, not in verl's.
         self.kernel, self.compiles, why = choose_alike(engine_config, model_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
-        assert_in_force(engine_config.strategy, model_config.model_type)
         self.packed = bool(model_config.use_remove_padding)
         self.modality = modality_of(model_config.hf_config)
         self.options = engine_config.prefix_grouper

@@ -72,7 +72,7 @@ class ModelInputs:
             x_NC = x_TC.index_select(0, self.all_labels)
         if self.context.cache is not None:
             x_NC = self.context.cache.join_outputs(x_NC)
-        index, label = (_sent(at, x_NC.device) for at in (self.layout.response_index, self.layout.response_head))
+        index, label = (to_device(at, x_NC.device) for at in (self.layout.response_index, self.layout.response_head))
         values_CL = x_NC.new_zeros(x_NC.shape[-1], self.layout.num_logical_tokens)
         return values_CL.index_copy(1, index, x_NC.T.index_select(1, label))
 
@@ -121,14 +121,14 @@ def make_inputs(
     return ModelInputs(
         layout=layout,
         context=PackedAttention(layout, kernel, cache, sp_group),
-        input_ids=_sent(input_ids[None], device),
-        position_ids=_sent(position_ids[..., None, :], device),
-        head_columns=_sent(columns, device),
-        labels=_sent(padded(layout.labels)[start + columns], device),
-        label_sequence=_sent(label_sequence, device),
-        label_index=_sent(padded(layout.token_index)[start + columns], device),
+        input_ids=to_device(input_ids[None], device),
+        position_ids=to_device(position_ids[..., None, :], device),
+        head_columns=to_device(columns, device),
+        labels=to_device(padded(layout.labels)[start + columns], device),
+        label_sequence=to_device(label_sequence, device),
+        label_index=to_device(padded(layout.token_index)[start + columns], device),
         num_own=num_own,
-        all_labels=_sent(layout.head_index, device) if sp_group else None,
+        all_labels=to_device(layout.head_index, device) if sp_group else None,
         num_padding=num_tokens - layout.num_tokens,
         content={name: send(tensor, device) for name, tensor in (content or {}).items()},
     )
@@ -143,15 +143,11 @@ def _padded_inputs(layout: PaddedLayout, kernel: Kernel, device: torch.device) -
     return ModelInputs(
         layout=layout,
         context=PaddedGroupsAttention(PrefixGrouper(layout.group_info, device=device), kernel),
-        input_ids=_sent(layout.input_ids, device),
-        position_ids=_sent(layout.position_ids, device),
-        head_columns=_sent(head_columns, device),
-        head_place=_sent(line * len(head_columns) + place, device),
-        labels=_sent(layout.labels.reshape(-1)[layout.head_index], device),
-        label_sequence=_sent(layout.head_sequence, device),
-        label_index=_sent(layout.response_index, device),
+        input_ids=to_device(layout.input_ids, device),
+        position_ids=to_device(layout.position_ids, device),
+        head_columns=to_device(head_columns, device),
+        head_place=to_device(line * len(head_columns) + place, device),
+        labels=to_device(layout.labels.reshape(-1)[layout.head_index], device),
+        label_sequence=to_device(layout.head_sequence, device),
+        label_index=to_device(layout.response_index, device),
     )
-
-
-def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return to_device(array, torch.int64, device)

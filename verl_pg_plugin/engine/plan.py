@@ -128,12 +128,11 @@ def _laid_out(
     group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool
 ) -> list[tuple[MicroBatch, Layout]]:
     """The micro-batches of a group as they run."""
-    layouts: list[Layout] = []
     if packed:
-        layouts += lay_out(group, sequences, forward_only)
+        layouts: list[Layout] = [*lay_out(group, sequences, forward_only)]
     else:
         selected = (sequences.select(micro_batch.sequences) for micro_batch in group)
-        layouts += [build_padded_layout(own.tokens, own.offsets, own.prompt_lengths) for own in selected]
+        layouts = [build_padded_layout(own.tokens, own.offsets, own.prompt_lengths) for own in selected]
     running = list(zip(group, layouts, strict=True))
     return running if forward_only else running[::-1]
 

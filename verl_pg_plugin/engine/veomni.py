@@ -139,11 +139,11 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         assert isinstance(layout, PackedLayout)
         if sequences.routes is None:
             router.begin_microbatch()
-            return replace(inputs, places=to_device(_places(layout, sequences.offsets), torch.int64, self._device))
+            return replace(inputs, places=to_device(_places(layout, sequences.offsets), self._device))
         routes_LKT = np.pad(sequences.routes[..., layout.token_index], [(0, 0), (0, 0), (0, inputs.num_padding)])
         group = self.ulysses_parallel_group
         start = 0 if group is None else inputs.num_own * dist.get_rank(group)
-        own_LKT = to_device(routes_LKT[..., start : start + inputs.num_own], torch.int64, self._device)
+        own_LKT = to_device(routes_LKT[..., start : start + inputs.num_own], self._device)
         router.begin_microbatch(list(own_LKT.transpose(1, 2).unbind()))
         return inputs
 

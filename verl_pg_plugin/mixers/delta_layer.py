@@ -82,10 +82,10 @@ class Windows:
         return cls(
             tails=StateExchange.of(resumed_at, publish, last_inputs, device),
             num_read=num_read,
-            gather=Gather(to_device(tokens.reshape(-1), torch.int32, device), num_read + layout.num_tokens),
-            missing=to_device(missing, torch.bool, device),
-            fixed=to_device(tokens[segment, column] - num_read, torch.int64, device),
-            place=to_device(segment * 2 * reach + column, torch.int64, device),
+            gather=Gather(to_device(tokens.reshape(-1), device, torch.int32), num_read + layout.num_tokens),
+            missing=to_device(missing, device, torch.bool),
+            fixed=to_device(tokens[segment, column] - num_read, device),
+            place=to_device(segment * 2 * reach + column, device),
         )
 
 
@@ -167,7 +167,7 @@ class Levels:
             depth[segment] = depth[parent] + 1 if parent >= 0 else 0
 
         def sent(index: np.ndarray) -> torch.Tensor:
-            return to_device(index, torch.int64, device)
+            return to_device(index, device)
 
         levels, above, nothing = [], None, np.zeros(0, dtype=np.int64)
         for d in range(int(depth.max()) + 1):
@@ -186,7 +186,7 @@ class Levels:
         order = np.argsort(np.repeat(depth, lengths), kind="stable")
         if (np.diff(order) == 1).all():
             return cls(levels, starts)
-        sorts = (to_device(places, torch.int32, device) for places in (order, np.argsort(order, kind="stable")))
+        sorts = (to_device(places, device, torch.int32) for places in (order, np.argsort(order, kind="stable")))
         return cls(levels, starts, *(Gather(places, layout.num_tokens) for places in sorts))
 
 
