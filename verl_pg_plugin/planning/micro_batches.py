@@ -128,20 +128,15 @@ def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
     return int(max(lengths.max(), -(-lengths.sum() // micro_batches)))
 
 
-def first_label(group: list[MicroBatch], prompt_lengths: IntArray) -> int:
-    """Lowest position whose label lies in a response of a split group; ``prompt_lengths`` (B,) of the mini-batch."""
-    members = [s for part in group if part.chunk for s in part.sequences[: part.chunk.num_sequences]]
-    return int(prompt_lengths[members].min()) - 1
-
-
 def lay_out(group: list[MicroBatch], sequences: Sequences, forward_only: bool) -> list[PackedLayout]:
     """The packed tokens of each chunk of a split group, in forward order, or of one ordinary micro-batch.
 
     ``sequences`` are those of the mini-batch.
     """
-    label = first_label(group, sequences.prompt_lengths) if group[0].chunk else 0
+    of_split_group = [s for part in group if part.chunk for s in part.sequences[: part.chunk.num_sequences]]
+    first_label = int(sequences.prompt_lengths[of_split_group].min()) - 1 if of_split_group else 0
     selected = ((sequences.select(micro_batch.sequences), micro_batch.chunk) for micro_batch in group)
-    return share_states([part.lay_out(chunk, label, forward_only) for part, chunk in selected])
+    return share_states([part.lay_out(chunk, first_label, forward_only) for part, chunk in selected])
 
 
 class _Span(NamedTuple):
