@@ -46,11 +46,6 @@ def test_tokens_of_several_bytes_are_sorted_as_numbers(dtype: type) -> None:
     assert build_prefix_order(tokens, np.arange(0, 13, 3)).sequences.tolist() == [1, 3, 0, 2]
 
 
-def test_a_sequence_of_one_token_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="sequence 1 has fewer than two tokens"):
-        build_prefix_order(np.array([1, 2, 3]), np.array([0, 2, 3]))
-
-
 PART = st.one_of(st.integers(0, 2), st.integers(10, 11))
 """A token of text, or an image of three tokens."""
 SEQUENCES = st.lists(

@@ -43,16 +43,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of packed tokens, with the signature of transformers' attention functions.
 
+    Returns (B, T, H, D) and None for the attention weights. RuntimeError where there is no ``prefix_grouper``, or
+    something that the kernels do not compute (a mask, dropout, biases, non-causal layers).
+
     Args:
         query: (B, H, T, D); key, value: (B, G, T, D); B is 1 unless the tokens are padded groups.
         s_aux: (H,) learned sinks.
-
-    Returns:
-        (B, T, H, D) and None for the attention weights.
-
-    Raises:
-        RuntimeError: no ``prefix_grouper``, or something that the kernels do not compute (a mask, dropout, biases,
-            non-causal layers).
     """
     if prefix_grouper is None:
         raise RuntimeError(

@@ -39,21 +39,16 @@ class PrefixOrder:
 def build_prefix_order(
     tokens: IntArray, offsets: IntArray, classes: IntArray | None = None, inside: IntArray | None = None
 ) -> PrefixOrder:
-    """Sort sequences by their tokens and count what neighbours share.
+    """Sort sequences by their tokens and count what neighbours share; ValueError where a token id is out of range.
 
     Args:
         tokens, offsets, classes: see ``build_packed_layout``.
         inside: (N,) optional; tokens in front of this one that belong to the same image, 0 for a first one and for
             text. An image is computed whole or not at all: no sequence forks where this is positive, or may end there.
-
-    Raises:
-        ValueError: a token id is out of range or a sequence has fewer than two tokens.
     """
     lengths = np.diff(offsets)
     if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**32):
         raise ValueError(f"token ids must lie in [0, 2**32), got {tokens.min()} .. {tokens.max()}")
-    if (lengths < 2).any():
-        raise ValueError(f"sequence {int(np.argmax(lengths < 2))} has fewer than two tokens: nothing to predict")
 
     # Big-endian bytes compare like the integers they hold, so the sort is one memcmp per comparison.
     keys = tokens.astype(">u4").tobytes()

@@ -89,11 +89,7 @@ class Modality:
             module.model.language_model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True)
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        """The sequences of a batch in verl's no-padding format, with what they hold beside tokens.
-
-        Raises:
-            BatchError: it holds something else.
-        """
+        """The sequences of a batch in verl's no-padding format, with what they hold beside tokens, or BatchError."""
         offsets, given = sequences.offsets, data.get("multi_modal_inputs", None)
         of_each = [] if given is None else [dict(getattr(of_one, "data", of_one) or {}) for of_one in given]
         images = self._find_images(sequences, of_each)

@@ -92,16 +92,13 @@ def balance_groups(
     """The same number of sequences in every bin, groups whole where that costs no time.
 
     A group is cut where it fits nowhere whole, and where that lets the slowest rank finish earlier although what the
-    parts share is computed twice.
+    parts share is computed twice. ValueError where B is no multiple of ``num_ranks * num_mini_batches``.
 
     Args:
         order: what the B sequences share; the sequences of a group are neighbours in it.
         group: (B,) equal values mark sequences that belong together, in the caller's order.
         response_lengths: (B,) tokens, in the caller's order.
         num_mini_batches: optimizer steps that a rank's piece is divided into.
-
-    Raises:
-        ValueError: B is no multiple of ``num_ranks * num_mini_batches``.
     """
     num_bins = num_ranks * num_mini_batches
     if len(group) % num_bins:

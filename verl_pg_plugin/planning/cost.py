@@ -87,8 +87,7 @@ class ModelFlops:
     def of(cls, module: nn.Module) -> ModelFlops:
         """Count the matrices of an unsharded transformers model; a device of ``meta`` will do.
 
-        Raises:
-            ValueError: it has experts, and its config does not say how many a token visits.
+        ValueError where it has experts, and its config does not say how many a token visits.
         """
         config = module.config.get_text_config()
         head = module.get_output_embeddings()

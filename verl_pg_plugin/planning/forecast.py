@@ -91,10 +91,7 @@ def forecast(
     """Predict one rank's mini-batch under a budget of tokens of all GPUs that share a sequence.
 
     ``levels`` have sizes. ``compile_layers`` and ``kernel`` are packed mode's: stock verl runs flash_attn_2, and
-    compiles nothing.
-
-    Raises:
-        ValueError: the budget does not hold the longest sequence.
+    compiles nothing. ValueError where the budget does not hold the longest sequence.
     """
     order, limits, tokens = batch.order(), MicroBatchLimits(budget), int(batch.lengths.sum())
     levels, sizes = levels.within_stock(tokens_of_stock(batch.lengths, limits)), levels.sizes

@@ -81,7 +81,7 @@ def cut_micro_batches(
     micro_batch_cost: float = MICRO_BATCH_COST,
     levels: Levels = Levels(),  # noqa: B008
 ) -> list[list[MicroBatch]]:
-    """Partition the sequences of a mini-batch.
+    """Partition the sequences of a mini-batch; ValueError where ``at_least`` exceeds them, or one exceeds the limits.
 
     Args:
         order: the B sequences and what they share.
@@ -95,9 +95,6 @@ def cut_micro_batches(
     Returns:
         Chunks of a split group in forward order, or one ordinary micro-batch, in every inner list; none is empty. Split
         groups come first, then those with most tokens. Where fewer than ``at_least`` would do, there are as many.
-
-    Raises:
-        ValueError: a single sequence exceeds the limits, or ``at_least`` exceeds the number of sequences.
     """
     if at_least > len(order.sequences):
         raise ValueError(
