@@ -7,9 +7,9 @@ import pytest
 import transformers
 from config_support import TINY, save_checkpoint
 
-from verl_pg_plugin.config import Mode, checkpoints
-from verl_pg_plugin.config.checkpoints import read_checkpoint
+from verl_pg_plugin.config import Mode, machine
 from verl_pg_plugin.config.keys import CRITIC_MODEL, MODEL
+from verl_pg_plugin.config.machine import read_checkpoint
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_folder_that_is_missing_or_no_checkpoint_is_refused_in_every_mode(issu
 
 def test_a_model_in_the_cache_is_looked_at(issues_of, tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path, transformers.Qwen3Config(**TINY, attention_dropout=0.1))
-    monkeypatch.setattr(checkpoints, "try_to_load_from_cache", lambda repo, name: f"{folder}/config.json")
+    monkeypatch.setattr(machine, "try_to_load_from_cache", lambda repo, name: f"{folder}/config.json")
     assert "attention_dropout" in issues_of("somebody/model")[0].why
 
 

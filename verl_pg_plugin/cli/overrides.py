@@ -15,10 +15,9 @@ from verl.utils.device import auto_set_device, get_device_name
 from verl_pg_plugin.architectures import rmpad_fault, text_skeleton
 from verl_pg_plugin.attention.kernels import ATTENTION_KERNEL, KERNELS, select_kernel
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, CommandError
-from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.compile import COMPILE_LAYERS, layer_compilation
 from verl_pg_plugin.config.keys import ACTOR, MODEL, OPTIONS, REF, ROLLOUT, USE_PREFIX_GROUPER, USE_REMOVE_PADDING
-from verl_pg_plugin.config.machine import count_of
+from verl_pg_plugin.config.machine import count_of, read_checkpoint
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import added
 from verl_pg_plugin.config.preflight import micro_batch_limits, preflight
@@ -151,10 +150,9 @@ def _memory_lines(config: DictConfig, hf_config: Any, group: Sequences, budget: 
 
 def _levels(engine: Engine) -> Levels:
     """Those that the settings allow."""
-    asked = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
-    return Levels(
-        None if asked == "auto" else Level(asked), host_alone=bool(engine.of_model("enable_activation_offload"))
-    )
+    name = engine.option("activations") if engine.of_model("enable_gradient_checkpointing") else Level.ALL.value
+    asked = None if name == "auto" else Level(name)
+    return Levels(asked, host_alone=bool(engine.of_model("enable_activation_offload")))
 
 
 def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Check]:

@@ -23,7 +23,6 @@ from verl.utils.config import validate_config
 
 from verl_pg_plugin import compat
 from verl_pg_plugin.config import rules
-from verl_pg_plugin.config.checkpoints import read_checkpoint
 from verl_pg_plugin.config.keys import (
     ACTOR,
     CRITIC,
@@ -37,7 +36,7 @@ from verl_pg_plugin.config.keys import (
     USE_REMOVE_PADDING,
     VEOMNI,
 )
-from verl_pg_plugin.config.machine import count_of, machine_issues
+from verl_pg_plugin.config.machine import count_of, machine_issues, read_checkpoint
 from verl_pg_plugin.config.mode import Engine, Mode, mode_of
 from verl_pg_plugin.config.options import option_issues
 from verl_pg_plugin.issue import ConfigError, Issue

@@ -32,12 +32,11 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
         )
     if not fused_head:
         return
+    sums = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)
     missing = {
         "a temperature of each sample (it takes one for all)": isinstance(data["temperature"], torch.Tensor),
         "the logits that forward_kl_topk reads": uses_top_k(data),
-        "the probabilities that calculate_sum_pi_squared=True sums": tu.get_non_tensor_data(
-            data, "calculate_sum_pi_squared", default=False
-        ),
+        "the probabilities that calculate_sum_pi_squared=True sums": sums,
     }
     for what, is_wanted in missing.items():
         if is_wanted:

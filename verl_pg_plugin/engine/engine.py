@@ -199,7 +199,8 @@ class SharedPrefixEngine(FSDPEngine):
         if forward_only or get_device_name() != "cuda":
             return levels
         weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
-        unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
+        whole = getattr(self.engine_config, "use_no_sync_for_gradient_accumulation", False)  # never in VeOmni
+        unsharded = weights.gradients * others if whole else 0
         rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
         with rooms as found:  # of ranks that share tokens: they cut them alike
             found.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from tensordict import TensorDict
@@ -54,6 +54,10 @@ class Plan:
     def selector(self) -> SequenceSelector:
         """Of ``data`` as it is at the first use."""
         return SequenceSelector(self.data)
+
+
+_LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
+"""The micro-batches of a group as they run."""
 
 
 class _Told(NamedTuple):
@@ -124,10 +128,7 @@ def plan_mini_batch(
     return Plan(data, sequences, planned, num_split_groups, any(rank.needs_encoder for rank in told), levels)
 
 
-def _laid_out(
-    group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool
-) -> list[tuple[MicroBatch, Layout]]:
-    """The micro-batches of a group as they run."""
+def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
     if packed:
         layouts: list[Layout] = [*lay_out(group, sequences, forward_only)]
     else:
@@ -137,9 +138,7 @@ def _laid_out(
     return running if forward_only else running[::-1]
 
 
-def _told(
-    draft: list[list[tuple[MicroBatch, Layout]]], flops: ModelFlops, sequences: Sequences, levels: Levels
-) -> _Told:
+def _told(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels: Levels) -> _Told:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
