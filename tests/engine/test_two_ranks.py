@@ -1,20 +1,26 @@
-"""Two processes: no rank waits for one that was refused; runs resume from checkpoints of either mode in either mode."""
+"""Two processes: no rank waits for one that failed, and runs resume from checkpoints of either mode in either mode."""
 
 import os
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp import transformer_impl
 
-from tests.engine.ranks import graphs_as_they_are, on_ranks
+from tests.conftest import free_port
+from tests.engine.carried_cases import ONE_GROUP
+from tests.engine.ranks import SECONDS_BEHIND_A_FAILURE, graphs_as_they_are, on_ranks
 from tests.engine.test_exactness import MIXED
+from tests.fresh import python
 from tests.support import actor_loss, clone, group, make_engine, update
 from verl_pg_plugin.attention import kernels, passes
 from verl_pg_plugin.attention.kernels import KERNELS
@@ -88,6 +94,35 @@ def build_on_unlike_machines(rank: int, path: str) -> None:
 
 def test_a_rank_whose_machine_lacks_what_the_other_runs_stops_both(qwen3: str) -> None:
     on_ranks(2, build_on_unlike_machines, qwen3)
+
+
+def run_to_the_end(rank: int, path: str, store: str, failing: Any) -> None:
+    """An update whose loss fails on rank 1, in a process that ends with the error, as verl's worker does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    engine = make_engine(path, splits=True)
+    batch = make_batch(SAMPLES if rank else ONE_GROUP, max_token_len_per_gpu=36)  # the first is split
+    failing.wait()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, actor_loss() if rank == 0 else Mock(side_effect=ZeroDivisionError))
+
+
+def test_an_error_in_a_forward_of_one_rank_ends_both_processes(qwen3: str) -> None:
+    context = mp.get_context("spawn")
+    context.set_executable(python())
+    store, failing = f"tcp://127.0.0.1:{free_port()}", context.Barrier(3)
+    processes = [context.Process(target=run_to_the_end, args=(rank, qwen3, store, failing)) for rank in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        failing.wait(timeout=120)
+        start = time.monotonic()
+        for process in processes:
+            process.join(timeout=max(start + SECONDS_BEHIND_A_FAILURE - time.monotonic(), 0))
+        assert [process.exitcode for process in processes] == [1, 1], "a rank waits for one that is gone"
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def state_of(engine: Any) -> list[torch.Tensor]:
