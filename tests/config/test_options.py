@@ -47,6 +47,9 @@ def test_a_wrong_value_is_named_with_those_that_are_taken(name, value, why):
 def test_a_misspelt_option_is_met_with_the_one_that_was_meant():
     (issue,) = option_issues({"verfy": "first"})
     assert issue.fix == "did you mean ++prefix_grouper.verify=first?"
+    replaced = option_issues({"keep_activations": "all", "recompute_attention": True, "verify_every": 50})
+    fixes = [issue.fix.removeprefix("++prefix_grouper.") for issue in replaced]
+    assert fixes == ["activations=auto", "activations=inputs", "verify=every_50"]
     (issue,) = option_issues({"zzz": 1})
     assert issue.why == f"there is no such option; there are {', '.join(OPTION_NAMES)}"
     assert issue.fix == "remove it"
