@@ -15,10 +15,7 @@ waiting: list[Callable[[], object]] = []
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
-    """Call ``action`` now if the module is there, else as soon as its import has ended, and raises what it raises.
-
-    Asked twice, it calls once.
-    """
+    """Call ``action`` now if the module is there, else once, as soon as its import has ended; its errors are raised."""
     finder = _AfterImport(name, action)
     if name in sys.modules:
         action()

@@ -1,8 +1,4 @@
-"""Whether decoder layers are compiled: one decision, for the engines, preflight and the doctor alike.
-
-``prefix_grouper.compile_layers=auto`` compiles them on a GPU unless something speaks against it. True compiles them
-unless they cannot work, and is refused then.
-"""
+"""Whether decoder layers are compiled: one decision, for the engines, preflight and the doctor alike."""
 
 from __future__ import annotations
 
@@ -45,10 +41,7 @@ def layer_compilation(engine: Engine) -> tuple[bool, str]:
 
 
 def compiled_by_auto(model_type: str, device: str, unsafe: str = "") -> tuple[bool, str]:
-    """What ``compile_layers=auto`` comes to in packed mode where a compiler works, and why.
-
-    ``unsafe`` is what else speaks against it, if anything.
-    """
+    """What ``compile_layers=auto`` comes to where a compiler works, and why; ``unsafe`` is what else is against it."""
     if model_type in WRONG_COMPILED:
         return False, f"{COMPILE_LAYERS}=auto: compiled layers of {model_type} {WRONG_COMPILED[model_type]}"
     if device != "cuda":

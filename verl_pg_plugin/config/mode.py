@@ -51,11 +51,7 @@ def mode_by_flags(use_prefix_grouper: Any, use_remove_padding: Any) -> Mode:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine of a run, as its two configs describe it.
-
-    In a worker these are verl's dataclasses, before Ray starts the sections of the trainer's config: the fields have
-    the same names.
-    """
+    """One engine of a run by its two configs: verl's dataclasses in a worker, sections of the same keys before Ray."""
 
     role: str  # ``ACTOR``, ``REF`` or ``CRITIC``
     config: Any  # of the engine

@@ -196,10 +196,9 @@ def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:
 
 
 def _joins_cluster(config: DictConfig) -> bool:
-    """Whether the run's processes may be on machines that this one need not be like.
+    """Whether the run's processes may have other machines or packages than this one.
 
-    verl's ``ray.init`` without an address joins a cluster that was started on this machine; workers may have another
-    interpreter, which has other packages.
+    Without an address verl's ``ray.init`` joins a cluster that was started here, and workers may have an interpreter.
     """
     address = OmegaConf.select(config, f"{RAY_INIT}.address") or os.environ.get("RAY_ADDRESS")
     interpreters = ("py_executable", "pip", "uv", "conda", "container", "image_uri")

@@ -237,11 +237,14 @@ def not_padded(model_section: str, setting: str, why: str) -> Issue:
     return Issue(setting, why, fix)
 
 
-def padded_library(engine: Engine) -> Iterator[Issue]:
+def packages(engine: Engine) -> Iterator[Issue]:
     if engine.mode is Mode.PADDED_GROUPS and importlib.util.find_spec("prefix_grouper") is None:
         why = "padded groups are made by upstream's library, which is not installed"
         packed = f"{engine.model_section}.use_remove_padding=True (packed mode)"
         yield Issue(engine.model_setting("use_remove_padding"), why, f"pip install prefix_grouper, or {packed}")
+    if engine.on_veomni and importlib.util.find_spec("veomni") is None:
+        why = "verl's VeOmni engine needs the package veomni, which is not installed"
+        yield Issue(f"{engine.role}.strategy={VEOMNI}", why, "pip install veomni, or model_engine=dp")
 
 
 def attention_kernel(engine: Engine) -> Iterator[Issue]:
@@ -284,12 +287,6 @@ def veomni(engine: Engine) -> Iterator[Issue]:
             yield Issue(f"{engine.section}.{name}={asked}", why, f"{engine.section}.{name}={proven}")
 
 
-def veomni_package(engine: Engine) -> Iterator[Issue]:
-    if engine.on_veomni and importlib.util.find_spec("veomni") is None:
-        why = "verl's VeOmni engine needs the package veomni, which is not installed"
-        yield Issue(f"{engine.role}.strategy={VEOMNI}", why, "pip install veomni, or model_engine=dp")
-
-
 def _fuses(engine: Engine) -> bool:
     return engine.mode is Mode.PACKED and engine.role != CRITIC and bool(engine.of_model("use_fused_kernels"))
 
@@ -312,8 +309,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     fused_backend,
     attn_implementation,
     mixer_kernels,
-    padded_library,
-    veomni_package,
+    packages,
 )
 """What they find on this machine is no more than a warning where the run's machines are others."""
 RULES: tuple[Rule, ...] = (

@@ -9,10 +9,7 @@ from verl_pg_plugin.cpu.device import selected
 
 
 def register() -> None:
-    """Where the platform ``cpu`` is selected, enter the rollout ``hf`` beside it; calling it again changes nothing.
-
-    The rollout's own module, and transformers' model classes with it, load on first use.
-    """
+    """Where the platform ``cpu`` is selected, enter the rollout ``hf`` beside it, whose module loads on first use."""
     if not selected():
         return
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY

@@ -25,19 +25,16 @@ def derived_seed(*parts: Any) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. ``temperature=0`` is greedy, ``top_k<=0`` and ``top_p=1`` switch a filter off.
-
-    ``prompt_logprobs`` asks what the model says of the prompt: 0 for its own tokens, K for the K likeliest.
-    """
+    """How one response is drawn."""
 
     max_tokens: int
     seed: int
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = -1  # no filter at 0 and below
+    top_p: float = 1.0  # no filter at 1
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # what the model says of the prompt: 0 for its own tokens, K for the K likeliest
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
@@ -65,16 +62,12 @@ class Request:
 
 @dataclass
 class Completion:
-    """A response: token ids, and their log-probs (nats) under the distribution they were drawn from.
-
-    ``aborted`` until it has come to its end. ``of_prompt`` holds ``prompt_ids`` and ``prompt_logprobs`` if the request
-    asks for them, see ``read_prompt``.
-    """
+    """A response."""
 
     token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    aborted: bool = True
-    of_prompt: dict[str, list[list[Any]]] = field(default_factory=dict)
+    log_probs: list[float] = field(default_factory=list)  # nats, under the distribution that tokens were drawn from
+    aborted: bool = True  # until it has come to its end
+    of_prompt: dict[str, list[list[Any]]] = field(default_factory=dict)  # ``read_prompt``, if the request asks
 
 
 @torch.inference_mode()

@@ -34,11 +34,10 @@ from verl_pg_plugin.cpu.images import PromptImages, reads_images
 class HFServer:
     """Samples token ids and log-probs; every public method is called by verl through Ray.
 
-    Concurrent requests are answered in one batch, and weights only move between batches.
-
-    A request without a seed gets one that follows from the run's seed, the training step, its prompt and how many
-    requests of the step had that prompt before it. So with one server two runs with one seed and equal weights draw the
-    same responses to each prompt, whatever else they answer at the time.
+    Concurrent requests are answered in one batch, and weights only move between batches. A request without a seed gets
+    one that follows from the run's seed, the training step, its prompt and how many requests of the step had that
+    prompt before it. So with one server two runs with one seed and equal weights draw the same responses to each
+    prompt, whatever else they answer at the time.
     """
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, replica_rank: int) -> None:
@@ -128,10 +127,7 @@ class HFServer:
         self._asked.clear()
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Stop every response where it stands and close the gate.
-
-        Requests that arrive at it wait for :meth:`resume_generation`, or get an empty aborted response at once.
-        """
+        """Stop every response where it stands; later ones wait for ``resume_generation``, or end empty at once."""
         self._rejects = reject_request
         self._gate.clear()
         await self.sleep()

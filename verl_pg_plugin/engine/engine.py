@@ -347,10 +347,7 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
 
 
 class SharedPrefixValueModel(SharedPrefixEngine):
-    """Value-model engine: ``values`` of the tokens in front of responses, which verl's critic reads.
-
-    The model is the checkpoint's token classifier with one label: transformers' own or the checkpoint's.
-    """
+    """Value-model engine: ``values`` of the tokens in front of responses, by a token classifier with one label."""
 
     def _build_module(self) -> nn.Module:
         # verl loads value models for flash-attn only, which shared prefixes cannot use.

@@ -40,10 +40,7 @@ TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
 
 
 def teacher_top_k(micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
-    """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each.
-
-    ``index`` (N,) is the place of each label's token in the sequences laid one after the other.
-    """
+    """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each; ``index`` is ``label_index``."""
     loss = tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None)
     names = "teacher_logprobs", "teacher_ids"
     teacher_NK = {name: micro_batch[name].values().index_select(0, index) for name in names}
