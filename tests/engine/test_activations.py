@@ -265,3 +265,21 @@ def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, le
         assert not any(call() for call in calls)
     finally:
         gc.enable()
+
+
+def test_an_update_behind_one_that_failed_in_a_layer_is_exact(qwen3: str) -> None:
+    engine, batch = make_engine(qwen3), make_batch(SAMPLES)
+    kernel, calls = engine.kernel, []
+
+    def fail(name: str) -> None:
+        calls.append(name)
+        if len(calls) == 2:  # in the forward of the second layer
+            raise ZeroDivisionError
+
+    recording(engine, fail)
+    for level in KEEPING:
+        calls.clear()
+        with pytest.raises(ZeroDivisionError):
+            update_at(level, engine, batch)
+    engine.kernel = kernel
+    assert_same(update_at(Level.ATTENTION_ON_HOST, engine, batch), run_reference(qwen3, batch))
