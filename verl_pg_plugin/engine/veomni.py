@@ -62,7 +62,7 @@ class RoutedText(Modality):
         before = np.roll(_numbers(routes_NLK.reshape(len(routes_NLK), -1)), 1)
         before[sequences.offsets[:-1]] = -1
         keys = np.unique(sequences.tokens.astype(np.int64) * (len(before) + 1) + before, return_inverse=True)[1]
-        return replace(sequences, keys=keys, routes=np.moveaxis(routes_NLK, 0, -1))
+        return replace(sequences, keys=keys, routes=routes_NLK)
 
 
 def _numbers(rows_NE: IntArray) -> IntArray:
@@ -140,11 +140,11 @@ class SharedPrefixVeOmniLanguageModel(SharedPrefixLanguageModel, VeOmniEngineWit
         if sequences.routes is None:
             router.begin_microbatch()
             return replace(inputs, places=to_device(_places(layout, sequences.offsets), self._device))
-        routes_LKT = np.pad(sequences.routes[..., layout.token_index], [(0, 0), (0, 0), (0, inputs.num_padding)])
+        routes_TLK = np.pad(sequences.routes[layout.token_index], [(0, inputs.num_padding), (0, 0), (0, 0)])
         group = self.ulysses_parallel_group
         start = 0 if group is None else inputs.num_own * dist.get_rank(group)
-        own_LKT = to_device(routes_LKT[..., start : start + inputs.num_own], self._device)
-        router.begin_microbatch(list(own_LKT.transpose(1, 2).unbind()))
+        own_TLK = to_device(routes_TLK[start : start + inputs.num_own], self._device, torch.int16).long()
+        router.begin_microbatch(list(own_TLK.unbind(1)))
         return inputs
 
     def compute(self, inputs: ModelInputs, micro_batch: TensorDict) -> dict[str, torch.Tensor]:

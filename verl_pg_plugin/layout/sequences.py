@@ -25,7 +25,7 @@ class Sequences:
     positions: IntArray | None = None  # (P, N) as the model takes them; None where they count from 0 in every sequence
     inside: IntArray | None = None  # (N,) tokens of the same image in front of this one; None where there are no images
     images: Sequence[Sequence[Any]] = ()  # of each sequence, in their order; empty where a model reads text alone
-    routes: IntArray | None = None  # (layers, experts of a token, N) that tokens go to; None where the model chooses
+    routes: IntArray | None = None  # (N, layers, experts of a token) that tokens go to; None where the model chooses
 
     @property
     def lengths(self) -> IntArray:
@@ -53,7 +53,7 @@ class Sequences:
             positions=take(self.positions),
             inside=take(self.inside),
             images=[self.images[i] for i in indices] if self.images else (),
-            routes=take(self.routes),
+            routes=None if self.routes is None else np.concatenate([self.routes[span] for span in spans]),
         )
 
     def unshared(self) -> Sequences:
