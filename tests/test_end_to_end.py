@@ -16,7 +16,8 @@ from verl_pg_plugin.config import Mode
 REPOSITORY = Path(__file__).parent.parent
 # What a process that dies of an exception or a signal leaves in the log of a run.
 DEATHS = re.compile(r"Traceback \(most recent call last\)|is killed by signal|\*\*\* SIG[A-Z]+ received")
-IMAGES = "run_qwen3_vl_pg.sh"
+PLAIN, IMAGES = "run_qwen3_pg.sh", "run_qwen3_vl_pg.sh"
+SPLITS = ("train", "test")
 MADE: dict[str, Path] = {}
 """Checkpoints and data of the arithmetic task: they take as long as a step to make, and later runs read them."""
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def train(
-    folder: Path, *overrides: str, script: str = "run_qwen3_pg.sh", **environment: str
+    folder: Path, *overrides: str, script: str = PLAIN, **environment: str
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """Run a script of ``examples/``; its summary line and the metrics of each step. ``folder`` gets a console.log."""
     variables = {"WORK_DIR": str(folder), "TOTAL_STEPS": "2", "TRAIN_BATCH_SIZE": "8", "PPO_MINI_BATCH_SIZE": "4"}
@@ -32,6 +33,9 @@ def train(
     for name, made in MADE.items():
         if script != IMAGES and not (folder / name).exists():
             (folder / name).symlink_to(made)
+    if script == PLAIN and "model-qwen3" in MADE and "ARCHITECTURE" not in environment:
+        variables |= {"DEVICE": "cpu", "PYTHON": python(), "MODEL_PATH": str(MADE["model-qwen3"])}
+        variables["TRAIN_FILES"], variables["VAL_FILES"] = (str(MADE["data"] / f"{of}.parquet") for of in SPLITS)
     result = subprocess.run(
         ["bash", f"examples/{script}", f"++ray_kwargs.ray_init.runtime_env.py_executable={python()}", *overrides],
         cwd=REPOSITORY,

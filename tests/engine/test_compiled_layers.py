@@ -1,9 +1,11 @@
 """Compiled decoder layers keep the numbers, and ragged micro-batches compile them once."""
 
+import os
 from collections import Counter
 from functools import partial
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,9 +37,14 @@ def forget_graphs() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(qwen3: str) -> Any:
-    """An engine whose layers Inductor compiles once, for all tests of it, which come first."""
+    """An engine whose layers are compiled once, for all tests of it, which come first.
+
+    By Inductor, which takes most of the seconds; what other versions of transformers change are the graphs it is given.
+    """
     forget_graphs()
-    return make_engine(qwen3, splits=True, engine={"compile_layers": True})
+    compiler = partial(torch.compile, backend=os.environ.get("COMPILER_OF_TESTS", "inductor"))
+    with patch.object(compiled_layers.torch, "compile", compiler):
+        return make_engine(qwen3, splits=True, engine={"compile_layers": True})
 
 
 def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compiled: Any, qwen3: str) -> None:
