@@ -121,11 +121,7 @@ def dense_outcome(
 
 
 def packed_outcome(
-    tensors: Tensors,
-    layout: PackedLayout,
-    window_size: int = -1,
-    kernel: Kernel | None = None,
-    softcap: float = 0.0,
+    tensors: Tensors, layout: PackedLayout, window_size: int = -1, kernel: Kernel | None = None, softcap: float = 0.0
 ) -> Outcome:
     """``PackedAttention`` of the same tensors."""
     device = tensors.q.device

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,11 +91,8 @@ def test_a_kernel_that_cannot_run_here_is_refused_with_what_helps(
 def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, error) -> None:
     """The second is that of flash-attn 2's early copy of flash-attn 4 beside a newer cutlass."""
 
-    def broken() -> Any:
-        raise error
-
     machine((9, 0), *FLASH)
-    monkeypatch.setattr(passes, "flash_attn_4", broken)
+    monkeypatch.setattr(passes, "flash_attn_4", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=rf"flash_attn_4 is installed but cannot be imported \({error}\); reinstall"):
         select_kernel("auto", "cuda")
 
@@ -241,12 +239,8 @@ def test_a_kernel_that_does_not_cap_scores_is_told_by_what_it_computes(pair, cap
 
 def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that raises is passed over by auto, and named; the widest heads are tried."""
-    needs, widths = AttentionNeeds(head_dims=frozenset({(64, 32), (96, 128)}), softcap=True), []
-
-    def raises(q: torch.Tensor, *others: Any) -> Any:
-        widths.append(q.shape[-1])
-        raise AssertionError("this build does not support softcap")
-
+    needs = AttentionNeeds(head_dims=frozenset({(64, 32), (96, 128)}), softcap=True)
+    raises = Mock(side_effect=AssertionError("this build does not support softcap"))
     pairs = {"raises": (raises, BACKWARD), "uncapped": (without_caps, without_caps), "sdpa": passes.sdpa()}
     for name in ("raises", "uncapped"):
         monkeypatch.setitem(KERNELS, name, KernelSpec(package="torch", install="pip install it"))
@@ -256,15 +250,12 @@ def test_a_model_that_caps_scores_is_refused_on_a_kernel_built_without(monkeypat
     assert chosen.name == "sdpa"
     assert "raises does not take capped scores (softcap): AssertionError: this build does not" in chosen.reason
     assert "uncapped does not cap scores (softcap) as it is built" in chosen.reason
-    assert widths == [128]
+    assert raises.call_args.args[0].shape[-1] == 128
     with pytest.raises(RuntimeError, match=r"uncapped does not cap scores.*: pip install it"):
         select_kernel("uncapped", "cpu", needs)
     assert select_kernel("uncapped", "cpu").name == "uncapped"
 
 
 def test_memory_that_ends_while_looking_is_no_fault_of_the_kernel() -> None:
-    def out_of_memory(*tensors: Any) -> Any:
-        raise torch.OutOfMemoryError
-
     with pytest.raises(torch.OutOfMemoryError):
-        softcap_fault((out_of_memory, BACKWARD), 64, "cpu")
+        softcap_fault((Mock(side_effect=torch.OutOfMemoryError), BACKWARD), 64, "cpu")

@@ -125,28 +125,28 @@ def test_a_kernel_is_told_how_long_the_longest_segment_is() -> None:
     assert (problem.max_seqlen_q, problem.max_seqlen_k) == (11, 11 + 7), "the prompt but its last; the longest response"
 
 
-def many_responses() -> Batch:
-    return batch_of(*[((*PROMPT, *range(60)), (1000 + i, 7, i)) for i in range(40)])
+MANY = batch_of(*[((*PROMPT, *range(60)), (1000 + i, 7, i)) for i in range(40)])
+LAYOUT = MANY.layout()
+TENSORS = random_tensors(LAYOUT.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=7, dtype=torch.float64)
+BF16 = TENSORS.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [-1, 72])
 def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window, monkeypatch) -> None:
     """A window of all keys but one hides none from a segment."""
     cut(monkeypatch, (4, 1e9))
-    batch, kernel = many_responses(), recorded()
-    layout = batch.layout()
-    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
-    found = packed_outcome(tensors, layout, window, kernel=kernel)
-    assert_equal(found, dense_outcome(tensors, layout, batch.sequences, window))
+    kernel = recorded()
+    found = packed_outcome(TENSORS, LAYOUT, window, kernel=kernel)
+    assert_equal(found, dense_outcome(TENSORS, LAYOUT, MANY.sequences, window))
     for calls, most in ((problems(kernel.forward), 4), (problems(kernel.backward), 2)):
         assert len(calls) > 10 / most
-        assert max(keys for keys, _ in calls) <= most * layout.num_tokens
-        assert sum(keys for keys, _ in calls) == len(layout.kv_index) > 10 * layout.num_tokens
+        assert max(keys for keys, _ in calls) <= most * LAYOUT.num_tokens
+        assert sum(keys for keys, _ in calls) == len(LAYOUT.kv_index) > 10 * LAYOUT.num_tokens
 
 
 def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, (4, 1e9))
-    layout, gathered, gather = many_responses().layout(), [], Piece.read
+    gathered, gather = [], Piece.read
 
     def gather_alone(piece: Piece, *tensors: torch.Tensor) -> Any:
         assert [of for of in gathered if of() is not None] == []
@@ -157,20 +157,18 @@ def test_what_a_piece_has_gathered_is_gone_when_the_next_gathers(monkeypatch: py
         SDPA.backward(*given)
 
     monkeypatch.setattr(Piece, "read", gather_alone)
-    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.bfloat16)
-    packed_outcome(tensors, layout, kernel=replace(SDPA, backward=backward))
+    packed_outcome(BF16, LAYOUT, kernel=replace(SDPA, backward=backward))
     assert len(gathered) > 2 * 8
 
 
 def test_a_backward_gathers_no_key_of_a_prompt_and_reads_it_by_no_other_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries without keys, and keys of nobody, would be filled with zeros and added up."""
-    layout, kernel, gathers = many_responses().layout(), recorded(), []
-    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.float64)
+    kernel, gathers = recorded(), []
     monkeypatch.setattr(Gather, "sum", lambda *args, **options: gathers.append(args))
-    packed_outcome(tensors, layout, kernel=kernel)
+    packed_outcome(TENSORS, LAYOUT, kernel=kernel)
     assert gathers == []
     (keys, rest), (prompt_keys, prompt) = problems(kernel.backward)
-    assert (keys, rest.causal) == (layout.num_tokens, True)
+    assert (keys, rest.causal) == (LAYOUT.num_tokens, True)
     assert (prompt_keys, prompt.causal) == (len(PROMPT) + 59, False)
     assert (prompt.cu_seqlens_q.tolist(), prompt.cu_seqlens_k.tolist()) == ([0, 40 * 3], [0, prompt_keys])
 
@@ -179,10 +177,8 @@ def test_a_backward_gathers_no_key_of_a_prompt_and_reads_it_by_no_other_token(mo
 def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cuts, monkeypatch) -> None:
     """In bf16, where sums in float32 are rounded into memory of their own."""
     cut(monkeypatch, cuts)
-    layout = many_responses().layout()
-    tensors = random_tensors(layout.num_tokens, heads=4, kv_heads=2, head_dim=8, seed=0, dtype=torch.bfloat16)
-    expected = packed_outcome(tensors, layout)
-    actual = packed_outcome(tensors, layout, kernel=replace(SDPA, heads_first=True))
+    expected = packed_outcome(BF16, LAYOUT)
+    actual = packed_outcome(BF16, LAYOUT, kernel=replace(SDPA, heads_first=True))
     assert_equal(actual, expected, tolerance=0.0)
     assert {x.dtype for x in (actual.out, actual.dq, actual.dk, actual.dv)} == {torch.bfloat16}
     assert all(x.transpose(0, 1).is_contiguous() for x in (actual.dq, actual.dk, actual.dv))
@@ -190,13 +186,10 @@ def test_gradients_that_compiled_layers_take_lie_heads_first_and_are_the_same(cu
 
 def test_gradients_of_many_pieces_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of rounded sums lose a bit for every doubling of the group."""
-    layout = many_responses().layout()
-    tensors = random_tensors(layout.num_tokens, 2, 1, 8, seed=7, dtype=torch.bfloat16)
-    expected = packed_outcome(tensors.to(torch.float64), layout)
-    errors = []
+    expected, errors = packed_outcome(BF16.to(torch.float64), LAYOUT), []
     for cuts in ((4, 3), (0.5, 1e9)):
         cut(monkeypatch, cuts)
-        errors.append((packed_outcome(tensors, layout).dk - expected.dk).norm())
+        errors.append((packed_outcome(BF16, LAYOUT).dk - expected.dk).norm())
     assert errors[1] < 1.3 * errors[0]
 
 

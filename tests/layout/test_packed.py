@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout.tries import (
-    Batch,
-    Key,
-    LaidOut,
-    batch_of,
-    batches,
-    lay_out,
-    num_of_group,
-    part_keys,
-    plans,
-    tries,
+from tests.layout.tries import Batch, Key, LaidOut, batch_of, batches, lay_out, num_of_group, part_keys, plans, tries
+from verl_pg_plugin.layout import (
+    Chunk,
+    IntArray,
+    PackedLayout,
+    Sequences,
+    build_packed_layout,
+    build_padded_layout,
+    build_prefix_order,
 )
-from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, Sequences, build_packed_layout, build_prefix_order
 
 
 @given(batches(with_classes=True))
@@ -63,17 +60,14 @@ def laid_out(sequences: list[list[int]]) -> tuple[IntArray, IntArray, IntArray]:
 
 
 @given(SEQUENCES)
-def test_no_fork_lies_inside_an_image_and_nothing_else_is_shared_less(sequences: list[list[int]]) -> None:
+def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_they_come_from(
+    sequences: list[list[int]],
+) -> None:
     keys, offsets, inside = laid_out(sequences)
     broken, whole = build_prefix_order(keys, offsets), build_prefix_order(keys, offsets, None, inside)
     assert (inside[offsets[whole.sequences] + whole.num_shared] == 0).all()
     lost = broken.num_shared - whole.num_shared
     assert (lost == inside[offsets[broken.sequences] + broken.num_shared]).all()
-
-
-@given(SEQUENCES.filter(lambda sequences: all(len(parts) > 2 for parts in sequences)))
-def test_images_of_a_layout_are_whole_and_tokens_know_where_they_come_from(sequences: list[list[int]]) -> None:
-    keys, offsets, inside = laid_out(sequences)
     layout = build_packed_layout(keys, offsets, np.ones(len(sequences), dtype=np.int64), None, inside)
     assert (keys[layout.token_index] == layout.input_ids).all()
     assert (keys[layout.token_index + 1] == layout.labels).all()
@@ -127,9 +121,13 @@ def test_every_token_is_computed_by_one_chunk_of_its_split_group_and_sees_its_an
 ) -> None:
     at_least = data.draw(st.just(1) | st.integers(1, len(batch.sequences)))
     for group in data.draw(plans(batch, at_least=at_least)):
-        parts, rows = lay_out(batch, group, forward_only), group_keys(batch, group)
+        parts = lay_out(batch, group, forward_only)
+        # Of the split group's sequences; of an ordinary micro-batch, all.
+        rows = batch.take([s for part in group for s in part.sequences[: num_of_group(part) or None]]).rows()
+        # What fills chunks reads none of the others, so prefixes that it shares are computed again.
+        fillers = [batch.take(part.sequences[num_of_group(part) :]) for part in group if part.chunk]
         owned = Counter(key for p in parts for key in p.own_keys if key in rows)
-        once = Counter(rows) + Counter(key for key in filler_keys(batch, group) if key in rows)
+        once = Counter(rows) + Counter(key for filler in fillers for key in filler.rows() & rows)
         # A chunk that only another rank's number asks for may compute again what it has no room to read.
         assert owned == once or (at_least > 1 and owned >= once)
         for p in parts:
@@ -139,16 +137,6 @@ def test_every_token_is_computed_by_one_chunk_of_its_split_group_and_sees_its_an
             check_attends(p)
         if all(len(part.sequences) == num_of_group(part) for part in group):
             assert sum((p.layout.segment_start == 0).sum() for p in parts) == 1
-
-
-def group_keys(batch: Batch, group: list) -> set[tuple[int, Key]]:
-    """Tokens of the split group's sequences; of an ordinary micro-batch, all."""
-    return batch.take([s for part in group for s in part.sequences[: num_of_group(part) or None]]).rows()
-
-
-def filler_keys(batch: Batch, group: list) -> list[tuple[int, Key]]:
-    """Tokens of what fills chunks: it reads none of the others, so prefixes that it shares are computed again."""
-    return [key for part in group if part.chunk for key in batch.take(part.sequences[num_of_group(part) :]).rows()]
 
 
 def check_attends(p: LaidOut) -> None:
@@ -225,8 +213,7 @@ def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_compu
                 own = p.keys[len(cache) : c]
                 check_tokens(prefill, own)
                 assert [[p.keys[row] for row in rows] for rows in readable(prefill)] == [ancestors(key) for key in own]
-                assert not len(prefill.response_index)
-                assert not len(prefill.response_head)
+                assert not len(prefill.response_index) + len(prefill.response_head)
                 assert prefill.head_sequence.tolist() == [0] * len(prefill.head_index)
                 cache.extend(with_heads(prefill, own))
                 pending.extend(Counter() for _ in own)
@@ -294,8 +281,8 @@ def test_numbers_of_another_batch_are_refused(wrong: dict) -> None:
 @given(batches(with_classes=True))
 def test_every_token_is_computed_once_and_segments_end_only_where_sequences_part(batch: Batch) -> None:
     """Sequences of different temperature never share a token."""
-    layout, whole = batch.layout(), LaidOut(None, batch, batch.layout(), part_keys(batch, 0))
-    keys = batch.rows()
+    layout, keys = batch.layout(), batch.rows()
+    whole = LaidOut(None, batch, layout, part_keys(batch, 0))
     assert len(whole.keys) == len(keys)
     assert set(whole.keys) == keys
     check_tokens(layout, whole.keys)
@@ -328,7 +315,8 @@ def test_sequences_that_are_none_are_refused(tokens: list[int], prompt_lengths: 
 def test_a_padded_group_is_a_line_wherever_its_sequences_stand_and_another_token_begins_another() -> None:
     """Lines of upstream's groups: a prompt once, then every response with the prompt's last token in front."""
     samples = ((1, 2, 3), (7, 8)), ((4, 5), (6,)), ((1, 2, 3), (9,)), ((1, 4, 3), (7,))
-    layout = batch_of(*samples).padded_layout()
+    batch = batch_of(*samples)
+    layout = build_padded_layout(batch.tokens, batch.offsets, np.array(batch.prompt_lengths))
     assert layout.group_info == [[2, 2, 1], [1, 1], [2, 1]]
     assert layout.input_ids.tolist() == [[1, 2, 3, 7, 3], [4, 5, 0, 0, 0], [1, 4, 3, 0, 0]]
     assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2], [0, 1, 0, 0, 0], [0, 1, 2, 0, 0]]

@@ -13,14 +13,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from verl_pg_plugin.layout import (
-    PackedLayout,
-    PaddedLayout,
-    PrefixOrder,
-    Sequences,
-    build_padded_layout,
-    build_prefix_order,
-)
+from verl_pg_plugin.layout import PackedLayout, PrefixOrder, Sequences, build_prefix_order
 from verl_pg_plugin.planning import micro_batches
 from verl_pg_plugin.planning.micro_batches import CacheWeights, MicroBatch, MicroBatchLimits, cut_micro_batches
 
@@ -54,9 +47,6 @@ class Batch:
 
     def layout(self) -> PackedLayout:
         return self.as_numbers.lay_out()
-
-    def padded_layout(self) -> PaddedLayout:
-        return build_padded_layout(self.tokens, self.offsets, self.as_numbers.prompt_lengths)
 
     def order(self) -> PrefixOrder:
         return self.as_numbers.order()
