@@ -45,10 +45,7 @@ from verl_pg_plugin.architectures import (
 )
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-SAMPLES = [
-    *CASES["uneven_groups_and_prompts_of_different_length"],
-    *CASES["multi_turn_branches_three_deep"],
-]
+SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["multi_turn_branches_three_deep"]]
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.

@@ -1,5 +1,6 @@
 """Architectures on a GPU in bf16, their layers compiled: as close to float32 as stock rmpad is."""
 
+import itertools
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -61,18 +62,13 @@ UNSCALED = {"gemma4_text": "q_norm.weight"}
 """Weights that stand for the scale of scores, which is 1: without it rounding alone moves gradients by a quarter."""
 STOCK_ATTENTION = {"ministral3": "sdpa"}
 """Where stock rmpad is wrong on flash-attn: positions do not reach it, and rows see those packed before them."""
-EXPERT_IMPLEMENTATIONS = ("eager", "grouped_mm")
+SHAPES = (300, [60, 33, 90, 5, 71, 64]), (150, [100, 40, 77]), (90, [64])
+"""Lengths of prompts and responses."""
 
 
-def batches() -> list[Any]:
-    shapes = [[(300, [60, 33, 90, 5, 71, 64]), (150, [100, 40, 77]), (90, [64])]] * 3
-    return [
-        make_batch(
-            [sample for place, shape in enumerate(rows) for sample in group(*shape, 10 * seed + place)],
-            max_token_len_per_gpu=1200,
-        )
-        for seed, rows in enumerate(shapes)
-    ]
+def draw_batch(seed: int) -> Any:
+    samples = [sample for place, shape in enumerate(SHAPES, 10 * seed) for sample in group(*shape, place)]
+    return make_batch(samples, max_token_len_per_gpu=1200)
 
 
 def save_dense(folder: Path, model_type: str) -> str:
@@ -93,26 +89,17 @@ def zero_gradients(model_type: str) -> Set[str]:
 
 
 def assert_as_close_as_stock(
-    path: str,
-    kernel: str,
-    compiled: bool = False,
-    zero: Set[str] = frozenset(),
-    rmpad: bool = True,
-    **overrides: Any,
+    path: str, kernel: str, compiled: bool = False, zero: Set[str] = frozenset(), rmpad: bool = True, **overrides: Any
 ) -> None:
     """Outputs and gradients, but those of ``zero``, of which float32 has nothing but rounding."""
     model = {"override_config": {**FLASH, **overrides}}
-    drawn, loss = batches(), actor_loss(**SMOOTH_LOSS)
+    drawn, loss = [draw_batch(seed) for seed in range(3)], actor_loss(**SMOOTH_LOSS)
     for batch in drawn:
         tu.assign_non_tensor(batch, use_remove_padding=rmpad)  # which ours does not read
     references = [without(run_reference(path, batch, loss), zero) for batch in drawn]
     padded = {} if rmpad else {"use_remove_padding": False}
     stock = make_engine(path, packed=False, engine=BF16, model=model | padded)
-    packed = make_engine(
-        path,
-        engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled},
-        model=model,
-    )
+    packed = make_engine(path, engine={**BF16, "attention_kernel": kernel, "compile_layers": compiled}, model=model)
     found = [
         pooled([errors(run_engine(engine, batch, loss), want) for batch, want in zip(drawn, references, strict=True)])
         for engine in (packed, stock)
@@ -136,18 +123,17 @@ def test_learned_sinks_are_as_exact_as_stock_in_eager_mode(tmp_path: Path, name:
     assert_as_close_as_stock(path, name, rmpad=False, **eager)
 
 
-@pytest.mark.parametrize("experts", EXPERT_IMPLEMENTATIONS)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str, experts: str) -> None:
-    path = save_tiny_model(tmp_path, model_type, **SIZES, **MODELS[model_type])
-    assert_as_close_as_stock(path, "auto", _experts_implementation=experts)
+COMPILED_EXPERTS = [(name, "grouped_mm", True) for name in sorted(MODELS.keys() & set(MODEL_TYPES))]
 
 
-@pytest.mark.parametrize("model_type", sorted(MODELS.keys() & set(MODEL_TYPES)))
-def test_compiled_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str) -> None:
-    """With the grouped products that a GPU runs by default; on a CPU they are loops that do not compile."""
+@pytest.mark.parametrize(
+    ("model_type", "experts", "compiled"),
+    [*itertools.product(("qwen3_moe", "mixtral"), ("eager", "grouped_mm"), (False,)), *COMPILED_EXPERTS],
+)
+def test_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str, experts: str, compiled: bool) -> None:
+    """Compiled with the grouped products that a GPU runs by default; on a CPU they are loops that do not compile."""
     path = save_tiny_model(tmp_path, model_type, **SIZES, **MODELS[model_type])
-    assert_as_close_as_stock(path, "auto", compiled=True, _experts_implementation="grouped_mm")
+    assert_as_close_as_stock(path, "auto", compiled=compiled, _experts_implementation=experts)
 
 
 @pytest.mark.parametrize("model_type", DENSE)

@@ -21,10 +21,7 @@ HYBRID_KINDS = ("qwen3_5", "qwen3_5_moe")
 """With Gated DeltaNet layers."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 VOCAB, PATCH, MERGE, FRAMES = 96, 4, 2, 2
-MEDIA = {
-    "image": ("pixel_values", "image_grid_thw", IMAGE),
-    "video": ("pixel_values_videos", "video_grid_thw", VIDEO),
-}
+MEDIA = {"image": ("pixel_values", "image_grid_thw", IMAGE), "video": ("pixel_values_videos", "video_grid_thw", VIDEO)}
 
 TEXT = {**TINY, "vocab_size": VOCAB, "num_hidden_layers": 3, "initializer_range": 0.15, "pad_token_id": 0}
 ENCODER = {

@@ -111,10 +111,7 @@ def grouped(model: Any) -> Result:
     suffixes, suffix_mask = pad([Sample([], s.response) for s in SAMPLES], "right")
     grouper = PrefixGrouper.from_ungrouped_masks(prompt_mask, suffix_mask, [3, 2, 1])
     input_ids = grouper.concat_input(prompts, prompt_mask, suffixes, suffix_mask)
-    masks = {
-        "attention_mask": grouper.padding_mask,
-        "position_ids": build_position_ids_for_prefix_grouper(grouper),
-    }
+    masks = {"attention_mask": grouper.padding_mask, "position_ids": build_position_ids_for_prefix_grouper(grouper)}
     logits = model(input_ids, prefix_grouper=grouper, **masks).logits
     *_, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
     return result(model, [row[valid][:-1] for row, valid in zip(suffix, suffix_mask, strict=True)])

@@ -186,13 +186,9 @@ def test_tokens_that_keep_less_make_cached_ones_dearer_and_those_that_keep_all_c
     [("4b", (3_900, 627, 171, 328, 154, 514)), ("8b", (4_950, 773, 211, 473, 195, 640))],
 )
 def test_levels_take_what_was_measured(name: str, kilobytes: tuple[int, ...]) -> None:
-    sizes = SIZES[name]
-    found = [*(sizes.on_device(level) for level in Level), sizes.stock()]
-    expected = [
-        pytest.approx(1000 * kilobytes[0], rel=0.05),
-        *(pytest.approx(1000 * x, rel=0.01) for x in kilobytes[1:]),
-    ]
-    assert found == expected
+    of_all, *others = (SIZES[name].on_device(level) / 1000 for level in Level)
+    assert of_all == pytest.approx(kilobytes[0], rel=0.05)
+    assert [*others, SIZES[name].stock() / 1000] == pytest.approx(kilobytes[1:], rel=0.01)
 
 
 def test_latent_attention_caches_narrow_values_as_wide_as_its_keys() -> None:

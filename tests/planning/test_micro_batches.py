@@ -40,8 +40,10 @@ def num_split(plan: Plan) -> int:
     return sum(len(group) > 1 for group in plan)
 
 
-def prefilled(plan: Plan) -> int:
-    return sum(part.chunk.num_cached - part.chunk.num_kept for part in parts_of(plan) if part.chunk)
+def prefills(plan: Plan) -> list[int]:
+    """Tokens of each."""
+    missing = (part.chunk.num_cached - part.chunk.num_kept for part in parts_of(plan) if part.chunk)
+    return [tokens for tokens in missing if tokens]
 
 
 def recomputed(plan: Plan, order: PrefixOrder) -> int:
@@ -50,12 +52,8 @@ def recomputed(plan: Plan, order: PrefixOrder) -> int:
 
 def cost(plan: Plan, order: PrefixOrder, forward_only: bool) -> float:
     """What a plan takes beyond tokens that are computed once, in tokens of an update."""
-    total = recomputed(plan, order) + MICRO_BATCH_COST * len(parts_of(plan))
-    for part in parts_of(plan):
-        missing = part.chunk.num_cached - part.chunk.num_kept if part.chunk else 0
-        if missing and not forward_only:
-            total += PREFILL_COST * (missing + MICRO_BATCH_COST)
-    return total
+    of_prefills = 0 if forward_only else PREFILL_COST * sum(tokens + MICRO_BATCH_COST for tokens in prefills(plan))
+    return recomputed(plan, order) + MICRO_BATCH_COST * len(parts_of(plan)) + of_prefills
 
 
 @given(st.data(), ANY_BATCH)
@@ -201,7 +199,7 @@ CUTS = {
 def test_a_group_is_cut(cut: tuple, sizes: list[int], computed_again: int, prefill: int) -> None:
     plan = cut_group(*cut)
     assert sorted(len(part.sequences) for part in parts_of(plan)) == sizes
-    assert (recomputed(plan, GROUP.order()), prefilled(plan)) == (computed_again, prefill)
+    assert (recomputed(plan, GROUP.order()), sum(prefills(plan))) == (computed_again, prefill)
     assert num_split(plan) == (prefill > 0)
 
 
@@ -265,22 +263,18 @@ def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
     assert sum(len(part.sequences) - num_of_group(part) for part in plan[0]) == 3
 
 
-def behind(preamble: tuple[int, ...]) -> Batch:
-    """Four groups of 8, with a prompt of 100 tokens each, and one short prompt; all begin with ``preamble``."""
-    prompts = [preamble + tuple(range(1000 * (g + 1), 1000 * (g + 1) + 100)) for g in range(4)]
-    return batch_of(*[(prompt, (i,) * 30) for prompt in prompts for i in range(8)], ((*preamble, 7), (1, 2, 3)))
-
-
-def test_a_chat_template_that_all_prompts_share_does_not_make_one_split_group_of_them() -> None:
+@pytest.mark.parametrize(("preamble", "num_groups", "num_prompts"), [(0, 4, 1), (3, 4, 1), (60, 1, 5)])
+def test_a_short_template_of_all_prompts_makes_no_split_group_of_them_and_a_long_one_is_cached(
+    preamble: int, num_groups: int, num_prompts: int
+) -> None:
     """Else chunks of other prompts would wait for each other, and their labels would begin where the shortest does."""
-    alone, together = (
-        cut_micro_batches(batch.order(), MicroBatchLimits(256), FREE, micro_batch_cost=4.0)
-        for batch in (behind(()), behind((1, 2, 3)))
-    )
-    assert num_split(together) == num_split(alone) == 4
-    split = [group for group in together if len(group) > 1]
-    assert all(len({s // 8 for part in group for s in part.sequences[: num_of_group(part)]}) == 1 for group in split)
-    assert max(part.num_tokens for part in parts_of(together)) <= 256
+    prompts = [(*range(preamble), *range(1000 * g, 1000 * g + 100)) for g in range(1, 5)]
+    pairs = [(prompt, (i,) * 30) for prompt in prompts for i in range(8)]
+    batch = batch_of(*pairs, ((*range(preamble), 7), (1, 2, 3)))
+    plan = cut_micro_batches(batch.order(), MicroBatchLimits(256), FREE, micro_batch_cost=4.0)
+    split = [[s for part in group for s in part.sequences[: num_of_group(part)]] for group in plan if len(group) > 1]
+    assert [len({s // 8 for s in sequences}) for sequences in split] == [num_prompts] * num_groups
+    assert max(part.num_tokens for part in parts_of(plan)) <= 256
 
 
 def test_groups_that_fit_stay_whole_where_their_prompts_are_short_for_the_budget() -> None:
@@ -289,8 +283,3 @@ def test_groups_that_fit_stay_whole_where_their_prompts_are_short_for_the_budget
     order = batch_of(*[(prompt, (i,) * 60) for prompt in prompts for i in range(8)]).order()
     plan = cut_micro_batches(order, MicroBatchLimits(60 * SHORT_PREFIX))
     assert recomputed(plan, order) == len(plan) - 1, "the template"
-
-
-def test_a_long_preamble_is_cached_from_group_to_group() -> None:
-    plan = cut_micro_batches(behind(tuple(range(60))).order(), MicroBatchLimits(256), FREE, micro_batch_cost=4.0)
-    assert any(len({s // 8 for part in group for s in part.sequences[: num_of_group(part)]}) > 1 for group in plan)
