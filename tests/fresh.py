@@ -35,7 +35,9 @@ Ended = subprocess.CompletedProcess[str]
 @functools.cache
 def python() -> str:
     """The path of a command that runs a script, a module behind ``-m`` or code behind ``-c``, as ``python`` does."""
-    folder = tempfile.mkdtemp()
+    temporary = tempfile.TemporaryDirectory()
+    atexit.register(temporary.cleanup)
+    folder = temporary.name
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/socket")
         listener.listen()

@@ -100,7 +100,8 @@ atexit.register(lambda: [_kill(pool) for pool in _pools.values()])
 def _start(world_size: int, device: str) -> list[ProcessPoolExecutor]:
     """A process for each rank of a new group."""
     store, context = f"tcp://127.0.0.1:{free_port()}", mp.get_context("spawn")
-    context.set_executable(python() if device == "cpu" else sys.executable)  # CUDA may not have run where one forks
+    # CUDA refuses to run in a process that is forked from one that asked for its devices.
+    context.set_executable(sys.executable if torch.cuda.is_available() else python())
     return [ProcessPoolExecutor(1, context, _join, (rank, world_size, device, store)) for rank in range(world_size)]
 
 
