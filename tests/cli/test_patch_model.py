@@ -40,34 +40,37 @@ def rejected(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 PATCHED = """
 import torch, transformers as t
 load = dict(trust_remote_code=True, dtype=torch.float32)
-model = t.AutoModelForCausalLM.from_pretrained(folder, **load)
-value = t.AutoModelForTokenClassification.from_pretrained(folder, **load)
-assert type(model).__name__ == "Qwen3ForCausalLM" and "transformers_modules" in type(model).__module__
-assert type(value).__name__ == "Qwen3ForValue"
-assert (model.lm_head.weight is model.model.embed_tokens.weight) == folder.endswith("/tied")
-ids = torch.arange(12).view(2, 6)
-model.save_pretrained(folder + "/saved")
-again = t.AutoModelForCausalLM.from_pretrained(folder + "/saved", **load)
-assert torch.equal(again(ids).logits, model(ids).logits)
+for folder in ("untied", "tied"):
+    model = t.AutoModelForCausalLM.from_pretrained(folder, **load)
+    value = t.AutoModelForTokenClassification.from_pretrained(folder, **load)
+    assert type(model).__name__ == "Qwen3ForCausalLM" and "transformers_modules" in type(model).__module__
+    assert type(value).__name__ == "Qwen3ForValue"
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (folder == "tied")
+    ids = torch.arange(12).view(2, 6)
+    model.save_pretrained(folder + "/saved")
+    again = t.AutoModelForCausalLM.from_pretrained(folder + "/saved", **load)
+    assert torch.equal(again(ids).logits, model(ids).logits)
 """
 REGISTERED = """
 import transformers as t
 import verl_pg_plugin.models.register_on_import
 verl_pg_plugin.models.register()
-causal = t.AutoModelForCausalLM.from_pretrained(folder)
-value = t.AutoModelForTokenClassification.from_pretrained(folder)
+causal = t.AutoModelForCausalLM.from_pretrained("registered")
+value = t.AutoModelForTokenClassification.from_pretrained("registered")
 assert type(causal).__module__ == "verl_pg_plugin.models.qwen3.modeling_qwen3", type(causal)
 assert type(value).__name__ == "Qwen3ForValue", type(value)
 """
 
 
-def test_a_patched_checkpoint_loads_in_a_new_process_and_a_registered_class_copies_no_file(tmp_path: Path) -> None:
-    codes = {tmp_path / "untied": PATCHED, tmp_path / "tied": PATCHED, tmp_path / "registered": REGISTERED}
-    for folder in codes:
-        save_tiny_model(folder, "qwen3", tie_word_embeddings=folder.name == "tied")
+def test_a_patched_checkpoint_loads_in_a_new_process_and_a_registered_class_copies_no_file(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("untied", "tied", "registered"):
+        save_tiny_model(tmp_path / folder, "qwen3", tie_word_embeddings=folder == "tied")
     before = contents(tmp_path / "registered")
-    assert main(["patch-model", str(tmp_path / "untied")]) == main(["patch-model", str(tmp_path / "tied")]) == 0
-    for ended in run_fresh([(f"folder = {str(folder)!r}\n{code}", {}) for folder, code in codes.items()]):
+    assert main(["patch-model", "untied"]) == main(["patch-model", "tied"]) == 0
+    for ended in run_fresh([(PATCHED, {}), (REGISTERED, {})]):
         assert ended.returncode == 0, ended.stderr
     assert contents(tmp_path / "registered") == before
 

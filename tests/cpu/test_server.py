@@ -31,8 +31,17 @@ def make_server(checkpoint: Path, **config: Any) -> HFServer:
     return HFServer(rollout_config(**config), HFModelConfig(path=str(checkpoint)), replica_rank=0)
 
 
-def ask(server: HFServer, prompt: list[int] = PROMPT, **params: Any) -> Any:
-    return server.generate(prompt_ids=prompt, sampling_params={"ignore_eos": True, **params}, request_id="r")
+def ask(server: HFServer, prompt: list[int] = PROMPT, image: Image.Image | None = None, **params: Any) -> Any:
+    return server.generate(prompt, {"ignore_eos": True, **params}, "r", image_data=image and [image])
+
+
+def ask_together(server: HFServer, *asked: dict[str, Any]) -> list[Any]:
+    """What ``ask`` gives for each, an exception too."""
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(ask(server, **params) for params in asked), return_exceptions=True)
+
+    return asyncio.run(all_of_them())
 
 
 def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Path) -> None:
@@ -57,25 +66,20 @@ def test_a_seed_and_a_prompt_draw_the_same_in_any_order_and_batch(checkpoint: Pa
 def test_a_later_turn_does_not_repeat_the_random_numbers_of_the_first(checkpoint: Path) -> None:
     """An agent loop sends the same seed for every turn of a session."""
     server = make_server(checkpoint)
-    first = asyncio.run(ask(server, [10, 11], seed=7)).token_ids
+    first, later = (asyncio.run(ask(server, prompt, seed=7)).token_ids for prompt in ([10, 11], [10, 11, 12]))
     # The model is random and nearly uniform, so equal random numbers would give nearly equal tokens.
-    later = asyncio.run(ask(server, [10, 11, 12], seed=7)).token_ids
     assert sum(a == b for a, b in zip(first, later, strict=True)) < len(first) // 2
 
 
 def test_a_response_never_outgrows_the_context(checkpoint: Path) -> None:
-    async def scenario() -> list[int]:
-        server = make_server(checkpoint, max_model_len=10)
-        outputs = await asyncio.gather(ask(server), ask(server, max_tokens=50), ask(server, max_new_tokens=2))
-        return [len(output.token_ids) for output in outputs]
-
-    assert asyncio.run(scenario()) == [6, 6, 2]
+    outputs = ask_together(make_server(checkpoint, max_model_len=10), {}, {"max_tokens": 50}, {"max_new_tokens": 2})
+    assert [len(output.token_ids) for output in outputs] == [6, 6, 2]
 
 
 def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoint: Path) -> None:
     """verl's partial rollout: resend prompt plus tokens so far once generation is open again."""
 
-    async def scenario() -> tuple[list[int], list[int], list[str]]:
+    async def scenario() -> None:
         server = make_server(checkpoint, response_length=400)
         await server.set_global_steps(7)
         whole = await ask(server, temperature=0)
@@ -87,36 +91,29 @@ def test_an_aborted_request_resumes_to_the_response_it_would_have_been(checkpoin
         partial = await request
         assert partial.extra_fields["global_steps"] == 7
         assert 0 < len(partial.log_probs) == len(partial.token_ids) < 400
-        parked = asyncio.create_task(
-            ask(server, PROMPT + partial.token_ids, temperature=0, max_tokens=400 - len(partial.token_ids))
-        )
+        so_far = partial.token_ids
+        parked = asyncio.create_task(ask(server, PROMPT + so_far, temperature=0, max_tokens=400 - len(so_far)))
         await asyncio.sleep(0.1)
         assert not parked.done()
         await server.resume_generation()
         rest = await parked
-        tokens = partial.token_ids + rest.token_ids
+        assert so_far + rest.token_ids == whole.token_ids
+        assert (partial.stop_reason, rest.stop_reason) == ("aborted", "completed")
         await server.abort_all_requests(reject_request=True)
         rejected = await ask(server)
         assert (rejected.stop_reason, rejected.token_ids) == ("aborted", [])
-        return whole.token_ids, tokens, [partial.stop_reason, rest.stop_reason]
 
-    whole, resumed, stop_reasons = asyncio.run(scenario())
-    assert resumed == whole
-    assert stop_reasons == ["aborted", "completed"]
+    asyncio.run(scenario())
 
 
 def test_updated_weights_are_the_ones_that_sample(checkpoint: Path, model: PreTrainedModel) -> None:
     """The server starts from noise."""
-
-    async def scenario() -> Any:
-        server = make_server(checkpoint, load_format="dummy")
-        with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
-            await ask(server)
-        for name, tensor in model.state_dict().items():
-            await server.update_weights({name: tensor})
-        return await ask(server)
-
-    output = asyncio.run(scenario())
+    server = make_server(checkpoint, load_format="dummy")
+    with pytest.raises(RuntimeError, match="before the trainer's first update_weights"):
+        asyncio.run(ask(server))
+    for name, tensor in model.state_dict().items():
+        asyncio.run(server.update_weights({name: tensor}))
+    output = asyncio.run(ask(server))
     sequence = torch.tensor([PROMPT + output.token_ids])
     with torch.no_grad():
         log_probs_RV = model(sequence).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
@@ -166,11 +163,7 @@ def test_every_expert_that_a_trainer_sends_arrives(tmp_path: Path, tokenizer: An
 
 
 def test_one_bad_request_fails_alone(checkpoint: Path) -> None:
-    async def scenario() -> list[Any]:
-        server = make_server(checkpoint)
-        return await asyncio.gather(ask(server), ask(server, []), ask(server, min_p=0.5), return_exceptions=True)
-
-    good, empty, unknown = asyncio.run(scenario())
+    good, empty, unknown = ask_together(make_server(checkpoint), {}, {"prompt": []}, {"min_p": 0.5})
     assert len(good.token_ids) == 16
     assert "at least one token" in str(empty)
     assert "min_p" in str(unknown)
@@ -180,14 +173,10 @@ SEQUENCES = [[10, 11, 12, 13, 14], [10, 11, 40], list(range(20, 32))]
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_prompt_logprobs_are_those_of_the_model_in_verls_order(checkpoint: Path, k: int) -> None:
-    async def scenario() -> list[Any]:
-        server = make_server(checkpoint)
-        sent = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
-        return await asyncio.gather(*(ask(server, sequence, **sent) for sequence in SEQUENCES))
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    for sequence, output in zip(SEQUENCES, asyncio.run(scenario()), strict=True):
+def test_prompt_logprobs_are_those_of_the_model_in_verls_order(checkpoint: Path, model: Any, k: int) -> None:
+    sent = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
+    outputs = ask_together(make_server(checkpoint), *({"prompt": sequence, **sent} for sequence in SEQUENCES))
+    for sequence, output in zip(SEQUENCES, outputs, strict=True):
         log_probs = model(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
         ids = torch.tensor(output.extra_fields["prompt_ids"])
         found = torch.tensor(output.extra_fields["prompt_logprobs"])
@@ -228,16 +217,9 @@ def test_log_probs_are_those_of_the_whole_sequence_with_its_image(tmp_path: Path
     images = [*(draw_squares(count, random.Random(count)) for count in (2, 4, 2)), None]
     prompts = [encode(processor, image) for image in images]
 
-    async def scenario() -> list[Any]:
-        server = make_server(vision_checkpoint, prompt_length=64, response_length=6)
-        params = {"seed": 3, "ignore_eos": True}
-        asked = (
-            server.generate(prompt["input_ids"][0].tolist(), params, "r", image_data=image and [image])
-            for prompt, image in zip(prompts, images, strict=True)
-        )
-        return await asyncio.gather(*asked)
-
-    outputs = asyncio.run(scenario())
+    tokens = [prompt["input_ids"][0].tolist() for prompt in prompts]
+    asked = ({"prompt": ids, "image": image, "seed": 3} for ids, image in zip(tokens, images, strict=True))
+    outputs = ask_together(make_server(vision_checkpoint, prompt_length=64, response_length=6), *asked)
     model = AutoModelForImageTextToText.from_pretrained(vision_checkpoint, dtype=torch.float32)
     placeholders = [model.config.image_token_id, model.config.video_token_id]
     for inputs, output in zip(prompts, outputs, strict=True):

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.tries import Batch, Key, LaidOut, batch_of, batches, lay_out, num_of_group, part_keys, plans, tries
-from verl_pg_plugin.layout import (
-    Chunk,
-    IntArray,
-    PackedLayout,
-    Sequences,
-    build_packed_layout,
-    build_padded_layout,
-    build_prefix_order,
-)
+from verl_pg_plugin.layout import Chunk, IntArray, PackedLayout, Sequences, build_packed_layout, build_prefix_order
+from verl_pg_plugin.layout.padded import build_padded_layout
 
 
 @given(batches(with_classes=True))
