@@ -156,9 +156,7 @@ def test_groups_split_into_chunks_are_exact(model_type: str, tmp_path: Path) -> 
     check_exact(make_engine(path, splits=True), path, make_batch(ONE_GROUP, max_token_len_per_gpu=36), splits=True)
 
 
-def test_sinks_keep_their_gradient_where_attention_is_recomputed_and_are_missed_where_it_is_not_corrected(
-    tmp_path: Path,
-) -> None:
+def test_sinks_keep_their_gradient_where_attention_is_recomputed_and_are_missed_if_not_corrected(tmp_path) -> None:
     engine = make_engine(save_causal(tmp_path, "gpt_oss"), engine={"activations": "inputs"})
     want = run_reference(str(tmp_path), make_batch(SAMPLES))
     assert_same(run_engine(engine, make_batch(SAMPLES, max_token_len_per_gpu=160)), want)

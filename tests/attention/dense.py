@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.layout.tries import sequence_rows
+from tests.layout.tries import Batch, sequence_rows
 from verl_pg_plugin.attention import tree
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.kernels import Kernel, select_kernel
@@ -101,17 +101,12 @@ def attend_sequence(
     return torch.einsum("hqk,khd->qhd", scores_HLL.softmax(dim=-1)[..., : len(q_LHD)], v_LHD)
 
 
-def dense_outcome(
-    tensors: Tensors,
-    layout: PackedLayout,
-    sequences: tuple[tuple[int, ...], ...],
-    window_size: int = -1,
-    softcap: float = 0.0,
-) -> Outcome:
+def dense_outcome(tensors: Tensors, batch: Batch, window_size: int = -1, softcap: float = 0.0) -> Outcome:
     """Each sequence gathered by its tokens, not by the layout's own index maps; a shared token counts once."""
+    layout = batch.layout()
     q, k, v, *sinks = leaves = tensors.leaves()
     out, seen = torch.zeros_like(tensors.grad_out), torch.zeros(len(q), dtype=torch.bool)
-    for tokens in sequences:
+    for tokens in batch.sequences:
         rows = torch.tensor(sequence_rows(layout, tokens))
         attended = attend_sequence(q[rows], k[rows], v[rows], q.shape[-1] ** -0.5, window_size, softcap, *sinks)
         fresh = ~seen[rows]

@@ -58,9 +58,7 @@ SINKS = torch.zeros(4)
     ],
     ids=["none", "scaling", "window", "softcap and sinks", "no effect"],
 )
-def test_keywords_of_the_model_and_its_layers_number_are_used_and_decoders_get_the_shape_that_they_reshape(
-    keywords: dict, options: dict
-) -> None:
+def test_keywords_and_the_layers_number_are_used_and_decoders_get_the_shape_they_reshape(keywords, options) -> None:
     """Cached tokens lie in the cache by the number of their layer."""
     asked = AttentionOptions(**{"softmax_scale": 8**-0.5, "layer_idx": 7, **options})
     context = packed()

@@ -79,9 +79,7 @@ def test_a_kernel_is_taken_by_name_or_the_fastest_here_and_says_why(
         ("auto", "cuda", (7, 0), FLASH, "or set ++prefix_grouper.attention_kernel=sdpa (slow)"),
     ],
 )
-def test_a_kernel_that_cannot_run_here_is_refused_with_what_helps(
-    asked: str, device: str, capability: Any, packages: Any, message: str, machine: Machine
-) -> None:
+def test_what_cannot_run_here_is_refused_with_what_helps(asked, device, capability, packages, message, machine) -> None:
     machine(capability, *packages)
     with pytest.raises(RuntimeError, match=re.escape(message)):
         select_kernel(asked, device)

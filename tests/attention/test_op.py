@@ -49,7 +49,7 @@ def test_random_trees_attend_like_their_sequences_alone(
     with pytest.MonkeyPatch.context() as monkeypatch:
         cut(monkeypatch, cuts)
         actual = packed_outcome(tensors, layout, window, softcap=softcap)
-    assert_equal(actual, dense_outcome(tensors, layout, batch.sequences, window, softcap))
+    assert_equal(actual, dense_outcome(tensors, batch, window, softcap))
 
 
 CHUNKED = {
@@ -71,7 +71,7 @@ def test_chunks_of_a_split_group_give_what_the_whole_group_gives(batch, most, wi
     whole = batch.layout()
     row_of = {key: row for row, (_, key) in enumerate(part_keys(batch, 0))}
     tensors = random_tensors(whole.num_tokens, 4, 2, 4, seed=0, dtype=torch.float64, sinks=sinks)
-    expected = dense_outcome(tensors, whole, batch.sequences, window)  # its scale is that of four numbers
+    expected = dense_outcome(tensors, batch, window)  # its scale is that of four numbers
     found = [torch.full_like(x, torch.nan) for x in (expected.out, expected.dq, expected.dk, expected.dv)]
     dsinks = torch.zeros_like(tensors.sinks) if sinks else None
     cache, options = PrefixCache(), AttentionOptions(0.5, window, 0.0, 3, tensors.sinks)
@@ -137,7 +137,7 @@ def test_no_more_keys_are_gathered_at_once_than_are_stated_for_each_token(window
     cut(monkeypatch, (4, 1e9))
     kernel = recorded()
     found = packed_outcome(TENSORS, LAYOUT, window, kernel=kernel)
-    assert_equal(found, dense_outcome(TENSORS, LAYOUT, MANY.sequences, window))
+    assert_equal(found, dense_outcome(TENSORS, MANY, window))
     for calls, most in ((problems(kernel.forward), 4), (problems(kernel.backward), 2)):
         assert len(calls) > 10 / most
         assert max(keys for keys, _ in calls) <= most * LAYOUT.num_tokens

@@ -62,9 +62,7 @@ assert type(value).__name__ == "Qwen3ForValue", type(value)
 """
 
 
-def test_a_patched_checkpoint_loads_in_a_new_process_and_a_registered_class_copies_no_file(
-    tmp_path, monkeypatch
-) -> None:
+def test_patched_checkpoints_load_in_a_new_process_and_registered_classes_copy_no_file(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("untied", "tied", "registered"):
         save_tiny_model(tmp_path / folder, "qwen3", tie_word_embeddings=folder == "tied")
@@ -119,9 +117,7 @@ def test_what_is_no_qwen3_checkpoint_or_has_a_modeling_file_of_its_own_is_reject
     assert "was not put there by patch-model" in rejected(tmp_path, capsys)
 
 
-def test_a_disk_that_is_full_leaves_a_checkpoint_that_loads_and_the_next_call_does_the_rest(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_a_checkpoint_that_loads_and_a_new_call_does_the_rest(folder, capsys, monkeypatch) -> None:
     def full(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(target))
 

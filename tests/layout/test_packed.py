@@ -53,9 +53,7 @@ def laid_out(sequences: list[list[int]]) -> tuple[IntArray, IntArray, IntArray]:
 
 
 @given(SEQUENCES)
-def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_they_come_from(
-    sequences: list[list[int]],
-) -> None:
+def test_images_stay_whole_nothing_else_is_shared_less_and_tokens_know_where_they_come_from(sequences) -> None:
     keys, offsets, inside = laid_out(sequences)
     broken, whole = build_prefix_order(keys, offsets), build_prefix_order(keys, offsets, None, inside)
     assert (inside[offsets[whole.sequences] + whole.num_shared] == 0).all()
@@ -109,9 +107,7 @@ def check_tokens(layout: PackedLayout, own_keys: list[tuple[int, Key]]) -> None:
 
 
 @given(st.data(), ANY_BATCH, st.booleans())
-def test_every_token_is_computed_by_one_chunk_of_its_split_group_and_sees_its_ancestors(
-    data: st.DataObject, batch: Batch, forward_only: bool
-) -> None:
+def test_every_token_is_computed_by_one_chunk_of_its_group_and_sees_its_ancestors(data, batch, forward_only) -> None:
     at_least = data.draw(st.just(1) | st.integers(1, len(batch.sequences)))
     for group in data.draw(plans(batch, at_least=at_least)):
         parts = lay_out(batch, group, forward_only)
@@ -188,9 +184,7 @@ def test_without_gradient_a_chunk_finds_in_the_cache_what_earlier_chunks_left(da
 
 
 @given(st.data(), ANY_BATCH)
-def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_computes_the_token_exactly_once(
-    data: st.DataObject, batch: Batch
-) -> None:
+def test_prefills_fill_the_cache_and_every_gradient_reaches_the_chunk_that_computes_the_token_once(data, batch) -> None:
     """Keys' gradients by (reader, row), and head outputs' by response token: counted, none lost, none twice."""
     for group in data.draw(plans(batch)):
         laid_out = lay_out(batch, group, forward_only=False)

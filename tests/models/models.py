@@ -41,17 +41,10 @@ def assemble(first: str | Path, first_layers: int, last: str | Path, last_layers
     script["assemble"](Path(first), first_layers, Path(last), last_layers, output)
 
 
-def load(
-    path: str,
-    attn_implementation: str = "sdpa",
-    auto_class: Any = transformers.AutoModelForCausalLM,
-    stock: bool = False,
-    **options: Any,
-) -> Any:
+def load(path: str, attention: str = "sdpa", kind: str = "CausalLM", stock: bool = False, **options: Any) -> Any:
     """The checkpoint's own class, or transformers'."""
-    return auto_class.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=not stock, **options
-    )
+    options |= {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": not stock}
+    return getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path, **options)
 
 
 def pad(samples: Sequence[Sample], side: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from prefix_grouper import PrefixGrouper
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -31,13 +30,11 @@ from tests.models.models import (
     save_qwen3,
     unpack,
 )
-from tests.support import Result, assert_same, check_exact, group, make_engine, save_tiny_model
+from tests.support import Result, assert_same, check_exact, make_engine, save_tiny_model
 from verl_pg_plugin.attention.context import PackedAttention
 from verl_pg_plugin.attention.interface import ATTENTION, ATTENTION_NAME
 from verl_pg_plugin.attention.kernels import select_kernel
 from verl_pg_plugin.synthetic import Sample, make_batch
-
-TOKEN_CLASSIFICATION = transformers.AutoModelForTokenClassification
 
 
 @pytest.mark.parametrize(("side", "attention"), [("right", "eager"), ("both", ATTENTION_NAME), ("both", "sdpa")])
@@ -63,10 +60,10 @@ def test_sliding_window_survives_every_way_of_packing(tmp_path: Path) -> None:
 
 def test_value_models_read_checkpoints_of_token_classifiers(tmp_path: Path, checkpoint: str) -> None:
     stock = "qwen3" in checkpoint
-    load(checkpoint, auto_class=TOKEN_CLASSIFICATION, stock=stock, num_labels=1).save_pretrained(tmp_path)
+    load(checkpoint, kind="TokenClassification", stock=stock, num_labels=1).save_pretrained(tmp_path)
     if stock:
         shutil.copy(Path(checkpoint) / "modeling_qwen3.py", tmp_path)
-    model = load(str(tmp_path), auto_class=TOKEN_CLASSIFICATION).train()
+    model = load(str(tmp_path), kind="TokenClassification").train()
     assert type(model).__name__.endswith("ForValue")
     for way in (padded, packed):
         assert_same(way(model), reference(str(tmp_path), critic=True))
@@ -166,13 +163,7 @@ def test_sources_that_do_not_fit_are_rejected_before_anything_is_written(tmp_pat
         assemble(llama, 1, llama, 1, output)
 
 
-ALSO_MASKED = [
-    *group(12, [5, 9, 1], seed=1),
-    *group(1, [4, 2], seed=2),
-    Sample(range(20, 26), range(5), mask=[1, 1, 0, 0, 1]),
-    Sample([5] * 7, [7]),
-    Sample([5] * 7, [7]),
-]
+ALSO_MASKED = [*SAMPLES, Sample(range(20, 26), range(5), mask=[1, 1, 0, 0, 1]), *2 * [Sample([5] * 7, [7])]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 on the CPU; on a GPU the engine runs on the GPU")
@@ -245,7 +236,7 @@ def test_attention_dropout_is_rejected_while_training(checkpoint: str) -> None:
 
 
 def test_an_attention_implementation_without_a_kernel_is_named(qwen3: str) -> None:
-    model = load(qwen3, attn_implementation="flex_attention")
+    model = load(qwen3, attention="flex_attention")
     with pytest.raises(ValueError, match="no kernel for attn_implementation='flex_attention'"):
         model(IDS, attention_mask=ONES)
 

@@ -99,9 +99,7 @@ OPTIONS = {"attention_kernel", "compile_layers", "recompute_attention", "carry"}
 BUDGETS = {"actor_8b_budget_81920": 81920, "actor_4b_p32768": 40960}
 
 
-def test_predictions_are_fitted_to_two_thirds_of_what_was_measured_on_h200s_and_meet_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_predictions_are_fitted_to_two_thirds_of_what_was_measured_on_h200s_and_meet_the_rest(monkeypatch) -> None:
     """The figures that ``estimate`` names for its accuracy."""
     flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("4b", "8b")}
 

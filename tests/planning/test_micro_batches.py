@@ -140,9 +140,7 @@ WEIGHTS_4B = CacheWeights(0.914, 0.610, 0.381), CacheWeights(0.305, 0.305, 0.0)
         (30_000, [32] * 64, 40_960, WEIGHTS_4B, 350, 350),
     ],
 )
-def test_split_groups_of_grpo_cost_what_the_cheapest_cuts_cost(
-    prompt: int, responses: list[int], budget: int, weights: tuple, update: float, log_probs: float
-) -> None:
+def test_groups_of_grpo_cost_what_the_cheapest_cuts_cost(prompt, responses, budget, weights, update, log_probs) -> None:
     """A dynamic programme over all cuts finds these figures."""
     n = len(responses)
     lengths = prompt - 1 + np.array(responses)
@@ -169,12 +167,7 @@ def test_one_group_is_cut_into_as_many_micro_batches_as_sequences_in_seconds() -
         assert len(parts_of(cut_micro_batches(order, MicroBatchLimits(), weights, 1024))) == 1024
 
 
-def cut_group(
-    max_tokens: int | None = None,
-    weights: CacheWeights | None = FREE,
-    at_least: int = 1,
-    max_sequences: int | None = None,
-) -> Plan:
+def cut_group(max_tokens=None, weights=FREE, at_least=1, max_sequences=None) -> Plan:
     """Of 8 sequences: a prompt of 99 tokens, and 3 of each response."""
     limits = MicroBatchLimits(max_tokens, max_sequences)
     return cut_micro_batches(GROUP.order(), limits, weights, at_least, micro_batch_cost=4.0)
@@ -264,9 +257,7 @@ def test_small_groups_fill_the_room_that_chunks_have_left() -> None:
 
 
 @pytest.mark.parametrize(("preamble", "num_groups", "num_prompts"), [(0, 4, 1), (3, 4, 1), (60, 1, 5)])
-def test_a_short_template_of_all_prompts_makes_no_split_group_of_them_and_a_long_one_is_cached(
-    preamble: int, num_groups: int, num_prompts: int
-) -> None:
+def test_a_short_template_does_not_bind_prompts_and_a_long_one_is_cached(preamble, num_groups, num_prompts) -> None:
     """Else chunks of other prompts would wait for each other, and their labels would begin where the shortest does."""
     prompts = [(*range(preamble), *range(1000 * g, 1000 * g + 100)) for g in range(1, 5)]
     pairs = [(prompt, (i,) * 30) for prompt in prompts for i in range(8)]

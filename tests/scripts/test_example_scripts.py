@@ -75,9 +75,7 @@ def test_a_failure_leaves_nothing_half_written(tmp_path: Path) -> None:
     ],
     ids=["one more", "another", "no file"],
 )
-def test_a_run_without_metrics_says_so_in_one_line_and_fails_only_where_it_should_have_some(
-    tmp_path: Path, loggers: str, code: int, stream: str, said: str
-) -> None:
+def test_a_run_without_metrics_says_so_and_fails_if_it_should_have_some(tmp_path, loggers, code, stream, said) -> None:
     roles = "actor_rollout_ref: {actor: {use_prefix_grouper: true}, model: {use_remove_padding: true}}"
     (tmp_path / "config.yaml").write_text(f"{roles}\ntrainer: {{logger: {loggers}}}\n")
     command = [sys.executable, SCRIPTS / "run_summary.py", "none.jsonl", "--config", tmp_path / "config.yaml"]
