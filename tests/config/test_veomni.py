@@ -88,6 +88,11 @@ def test_the_strategy_alone_is_told_which_group_brings_its_section(runnable_over
     assert {issue.fix for issue in found} == {"model_engine=veomni"}
 
 
+def test_no_whole_gradients_wait_from_one_micro_batch_to_the_next() -> None:
+    """verl's FSDP engine, whose loop ours is, keeps them where a config does not say; VeOmni's own loop never does."""
+    assert PrefixGrouperVeOmniEngineConfig().use_no_sync_for_gradient_accumulation is False
+
+
 @pytest.mark.parametrize(("address", "is_warning"), [("local", False), ("auto", True)])
 def test_a_driver_without_the_package_starts_workers_that_may_have_it(
     address: str, is_warning: bool, veomni_config, monkeypatch: pytest.MonkeyPatch

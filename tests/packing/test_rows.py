@@ -170,6 +170,8 @@ def test_padding_appends_and_keeps_the_dtype(values: list[int], extra: int, pad_
 
 
 @pytest.mark.parametrize(("sequence", "message"), [([1, 2, 3], "lose tokens"), ([[1, 2]], "1-D")])
-def test_padding_never_shortens(sequence: Any, message: str) -> None:
+def test_padding_never_shortens_and_wraps_no_value(sequence: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pad_sequence_to_length(sequence, 2, 0)
+    with pytest.raises(OverflowError):
+        pad_sequence_to_length(np.zeros(1, dtype=np.uint8), 2, -100)

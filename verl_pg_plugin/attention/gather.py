@@ -44,7 +44,7 @@ class Gather:
 
 
 def to_device(array: np.ndarray, device: torch.device | str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """An index map on the device, see ``send``."""
+    """An index map on the device, int64 where nothing else is said; see ``send``."""
     return send(torch.from_numpy(np.ascontiguousarray(array)).to(dtype), device)
 
 

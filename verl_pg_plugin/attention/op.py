@@ -24,11 +24,11 @@ from verl_pg_plugin.attention.tree import Piece, Tree
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer asks of attention; the first three as ``passes.Varlen`` has them."""
+    """What one layer asks of attention."""
 
     softmax_scale: float
-    window_size: int = -1
-    softcap: float = 0.0
+    window_size: int = -1  # tokens in front of a query that it sees; -1 for all
+    softcap: float = 0.0  # scores are capped by ``softcap * tanh(score / softcap)``; 0 for no cap
     layer_idx: int = 0  # place of the layer in the model
     sinks: Tensor | None = None  # (H,) learned, one more score of every query of a head, whose value is zero
 

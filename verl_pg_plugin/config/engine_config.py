@@ -39,6 +39,11 @@ class PrefixGrouperVeOmniEngineConfig(VeOmniEngineConfig):
         if self.use_prefix_grouper and importlib.util.find_spec("veomni") is not None:
             _assert_all_in_force(VEOMNI)
 
+    @property
+    def use_no_sync_for_gradient_accumulation(self) -> bool:
+        """FSDP's name for what VeOmni never does: keep whole gradients from one micro-batch to the next."""
+        return False
+
 
 def assert_in_force(strategy: str, model_type: str = "language_model") -> str:
     """The name of the engine that verl would build on this machine: ours or one derived from it, or a RuntimeError."""

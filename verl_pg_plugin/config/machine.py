@@ -97,17 +97,18 @@ def _data(config: DictConfig) -> Iterator[Issue]:
         for path in map(str, value if isinstance(value, (list, ListConfig)) else [value] if value else []):
             if "://" in path or any(sign in path for sign in "*?["):
                 continue  # on another machine, or a pattern, which ``datasets`` expands
-            fault, names = "", [prompt]
+            setting, fix = f"{key}={path}", f"{key}=<file>.parquet"
             if not Path(path).is_file():
-                fault = "does not exist" + (": verl does not expand ~" if path.startswith("~") else "")
-            elif path.endswith(".parquet"):
-                try:
-                    names = pq.read_schema(path).names
-                except (pa.ArrowException, OSError) as error:
-                    fault = f"cannot be read as parquet: {str(error).partition(chr(10))[0]}"
-            if fault:
-                yield Issue(f"{key}={path}", fault, f"{key}=<file>.parquet")
-            elif prompt not in names:
+                yield Issue(setting, "does not exist" + ": verl does not expand ~" * path.startswith("~"), fix)
+                continue
+            if not path.endswith(".parquet"):
+                continue
+            try:
+                names = pq.read_schema(path).names
+            except (pa.ArrowException, OSError) as error:
+                yield Issue(setting, f"cannot be read as parquet: {str(error).partition(chr(10))[0]}", fix)
+                continue
+            if prompt not in names:
                 likely = next((name for name in ("prompt", "messages") if name in names), "<column of the messages>")
                 why = f"{path} has no column {prompt!r}; it has {', '.join(names)}"
                 yield Issue(f"data.prompt_key={prompt}, {key}={path}", why, f"data.prompt_key={likely}")

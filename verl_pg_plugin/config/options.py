@@ -67,8 +67,8 @@ _EVERY = r"every_(n|[1-9]\d*)"
 
 REPLACED = {
     "keep_activations": "activations=auto",
-    "recompute_attention": "activations=inputs",
-    "verify_every": "verify=every_{value}",
+    "recompute_attention": "activations=inputs, or auto for False",
+    "verify_every": "verify=every_<number of micro-batches>",
 }
 """Options of drafts of this plugin, and what to set in their place."""
 
@@ -98,7 +98,7 @@ def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
             why = f"there is no such option; there are {', '.join(OPTION_NAMES)}"
             fix = f"did you mean ++{OPTIONS}.{close[0]}={value}?" if close else "remove it"
             if name in REPLACED:
-                fix = f"++{OPTIONS}.{REPLACED[name].format(value=value)}"
+                fix = f"++{OPTIONS}.{REPLACED[name]}"
             yield Issue(setting, why, fix)
 
 

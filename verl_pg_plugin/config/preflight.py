@@ -198,7 +198,7 @@ def _follows(config: DictConfig, issue: Issue, found: list[Issue]) -> bool:
 def _joins_cluster(config: DictConfig) -> bool:
     """Whether the run's processes may have other machines or packages than this one.
 
-    Without an address verl's ``ray.init`` joins a cluster that was started here, and workers may have an interpreter.
+    Without an address verl's ``ray.init`` joins a cluster that was started here; workers may have another interpreter.
     """
     address = OmegaConf.select(config, f"{RAY_INIT}.address") or os.environ.get("RAY_ADDRESS")
     interpreters = ("py_executable", "pip", "uv", "conda", "container", "image_uri")

@@ -42,7 +42,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, sent: Mapping[str, Any]) -> SamplingParams:
-        """Read what an agent loop sends, with a seed and a number of tokens."""
+        """Read what an agent loop sends, with a seed and a number of tokens; ValueError for what means nothing here."""
         # Log-probs come back in any case, and text in none.
         params = {name: value for name, value in sent.items() if name not in ("logprobs", "detokenize")}
         known = {name: params.pop(name) for name in cls.__dataclass_fields__ if name in params}

@@ -126,8 +126,8 @@ class SharedPrefixEngine(FSDPEngine):
         """Run a mini-batch in verl's no-padding format, as verl's engine does.
 
         Returns ``model_output`` jagged and in the order of ``data`` (of updates only where ``return_model_output``
-        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong in front of the first forward is raised on
-        every rank, what fails later, as verify mode that finds a difference, on its rank alone.
+        asks), ``loss`` of each micro-batch, and ``metrics``. What is wrong in front of the first forward is a
+        ValueError or RankError on every rank; what fails later, as verify mode by MismatchError, on its rank alone.
         """
         plan = self.plan(data, forward_only)
         loss_weights = self._count_loss_tokens(plan)
@@ -199,8 +199,7 @@ class SharedPrefixEngine(FSDPEngine):
         if forward_only or get_device_name() != "cuda":
             return levels
         weights, others = self._weight_bytes, self.device_mesh.shape[-1] - 1
-        whole = getattr(self.engine_config, "use_no_sync_for_gradient_accumulation", False)  # never in VeOmni
-        unsharded = weights.gradients * others if whole else 0
+        unsharded = weights.gradients * others if self.engine_config.use_no_sync_for_gradient_accumulation else 0
         rooms: AbstractContextManager[list[Room]] = agreement() if levels.ranks > 1 else nullcontext([])
         with rooms as found:  # of ranks that share tokens: they cut them alike
             found.append(room_of_rank(self.module, weights.gathered + unsharded, weights.head, self._host_bytes))

@@ -40,7 +40,10 @@ TopKLoss = Callable[[torch.Tensor, slice], list[torch.Tensor]]
 
 
 def teacher_top_k(micro_batch: TensorDict, index: torch.Tensor) -> TopKLoss:
-    """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each; ``index`` is ``label_index``."""
+    """``TOP_K_OUTPUTS`` of labels by verl's loss, with what the teacher said of each.
+
+    ``index`` is ``ModelInputs.label_index``.
+    """
     loss = tu.get_non_tensor_data(micro_batch, LOSS_OF_LOGITS, default=None)
     names = "teacher_logprobs", "teacher_ids"
     teacher_NK = {name: micro_batch[name].values().index_select(0, index) for name in names}

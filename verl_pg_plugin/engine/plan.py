@@ -31,8 +31,8 @@ class PlannedMicroBatch:
 
     sequences: list[int]  # indices into the mini-batch, in the order of the layout
     layout: Layout
-    # Run in front of it, without gradient. One token where only other ranks have something to prefill: FSDP gathers
-    # weights on all ranks or on none.
+    # Run in front of it, without gradient. Where only other ranks have something to prefill it is the shortest forward
+    # there is: FSDP gathers weights on all ranks or on none.
     prefill: PackedLayout | None
     level: Level
     shares_tokens: bool  # whether the n-th micro-batch of any rank computes a token for several sequences

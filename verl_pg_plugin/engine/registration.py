@@ -84,7 +84,10 @@ if VEOMNI in EngineRegistry._engines["language_model"]:  # as verl has it where 
 
 
 def register_engines() -> list[str]:
-    """Register our engines for CUDA (vendor nvidia) and CPU, and tell the strategies; again changes nothing."""
+    """Register our engines for CUDA (vendor nvidia) and CPU, and tell the strategies; again changes nothing.
+
+    RuntimeError where another plugin holds one of the keys.
+    """
     for (model_type, strategy), entry in _ENTRIES.items():
         for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
             key = (device, vendor) if vendor else device

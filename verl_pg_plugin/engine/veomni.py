@@ -47,7 +47,10 @@ class RoutedText(Modality):
     router: VeOmniRouterReplay
 
     def read(self, data: TensorDict, sequences: Sequences) -> Sequences:
-        """The sequences with their experts; of one for each token zeros would not tell that there is none."""
+        """The sequences with their experts; BatchError where the batch lacks them.
+
+        A token that no router saw has zeros, which are no choice of two or more experts; of one they would be.
+        """
         sequences = super().read(data, sequences)
         if self.router.action is not RouterReplayAction.REPLAY:
             return sequences
@@ -78,12 +81,12 @@ def _numbers(rows_NE: IntArray) -> IntArray:
 def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:
     """(N,) index into [cached | packed] tokens of each token of the sequences; behind them for the last of each."""
     cached = layout.num_cached
-    tokens, ends = (np.full(offsets[-1], cached + layout.num_tokens) for _ in range(2))
+    tokens = np.full(offsets[-1], cached + layout.num_tokens)
+    ends = tokens.copy()
     ends[layout.response_index] = np.append(layout.cached_heads, cached + layout.head_index)[layout.response_head]
     for first, last in zip(offsets[:-1].tolist(), (offsets[1:] - 1).tolist(), strict=True):
         segment = np.searchsorted(layout.cu_seqlens_q, ends[last - 1] - cached, side="right") - 1
-        path = layout.kv_index[layout.cu_seqlens_k[segment] :] if segment >= 0 else np.arange(cached)
-        tokens[first:last] = path[: last - first]
+        tokens[first:last] = layout.kv_index[layout.cu_seqlens_k[segment] :][: last - first]
     return tokens
 
 

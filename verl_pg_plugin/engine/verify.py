@@ -181,7 +181,10 @@ class Verifier:
         micro_batch: TensorDict,
         kind: str,
     ) -> float:
-        """The largest error of some samples of a micro-batch against the same alone, also with ``rounding_noise``."""
+        """The largest error of some samples of a micro-batch against the same alone, also with ``rounding_noise``.
+
+        MismatchError on this rank alone where one exceeds its tolerance.
+        """
         if (given := self.options.verify_tolerance) is not None:
             tolerances = dict.fromkeys(alone, Tolerance(per_token=given, mean=given))
         else:

@@ -22,5 +22,7 @@ def modality_obstacles(config: PretrainedConfig) -> list[str]:
 
 
 def modality_of(config: PretrainedConfig) -> Modality:
-    """The modality of a model that has no obstacles."""
+    """The modality of a model; ValueError where none fits."""
+    if obstacles := modality_obstacles(config):
+        raise ValueError("; ".join(obstacles))
     return Modality.of(config) if config.model_type in IMAGE_MODEL_TYPES else TEXT

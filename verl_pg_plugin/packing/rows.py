@@ -143,7 +143,9 @@ def pad_sequence_to_length(sequence: ArrayLike, target_length: int, pad_value: f
         raise ValueError(f"sequence must be 1-D, got shape {array.shape}")
     if len(array) > target_length:
         raise ValueError(f"a sequence of {len(array)} cannot be padded to {target_length}: it would lose tokens")
-    return np.pad(array, (0, target_length - len(array)), constant_values=pad_value)
+    padded = np.full(target_length, pad_value, dtype=array.dtype)  # an error for a value that the dtype does not hold
+    padded[: len(array)] = array
+    return padded
 
 
 def _fill_row(samples: list[_Tokens], pack_num: int, seq_length: int, pad_token_id: int) -> dict[str, np.ndarray]:

@@ -127,7 +127,8 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
         recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
     less = levels.shortage
-    cached, published, state = (sizes.beside(**{of: 1}) / computed * less for of in ("cached", "pending", "states"))
+    uses = sizes.beside(cached=1), sizes.beside(pending=1), sizes.beside(states=1)
+    cached, published, state = (use / computed * less for use in uses)
     return CacheWeights(cached, published, min(recomputing * less, 1.0), state)
 
 
