@@ -84,10 +84,6 @@ def save_dense(folder: Path, model_type: str) -> str:
     return str(folder)
 
 
-def zero_gradients(model_type: str) -> Set[str]:
-    return ZERO_GRADIENTS.get(model_type, set())
-
-
 def assert_as_close_as_stock(
     path: str, kernel: str, compiled: bool = False, zero: Set[str] = frozenset(), rmpad: bool = True, **overrides: Any
 ) -> None:
@@ -139,6 +135,6 @@ def test_experts_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str, ex
 @pytest.mark.parametrize("model_type", DENSE)
 def test_compiled_dense_types_are_as_exact_as_stock_rmpad(tmp_path: Path, model_type: str) -> None:
     """All that ``compile_layers=auto`` compiles; ``test_compiled_layers.py`` does the same on a CPU."""
-    path, zero = save_dense(tmp_path, model_type), zero_gradients(model_type)
+    path, zero = save_dense(tmp_path, model_type), ZERO_GRADIENTS.get(model_type, set())
     attention = STOCK_ATTENTION.get(model_type, "flash_attention_2")
     assert_as_close_as_stock(path, "auto", compiled=True, zero=zero, attn_implementation=attention)

@@ -40,11 +40,10 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 24}
 PER_LAYER = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
 OF_TYPE: dict[str, dict[str, Any]] = {
     "aria_text": {"num_experts_per_tok": 2},
-    "axk1": LATENT,
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"), LATENT),
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
-    "deepseek_v3": LATENT,
     "dots1": {"n_routed_experts": 8},
     # Its config hands these on to its text model's, and since transformers 5.22 has none of them itself.
     "fuyu": {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", *NUMBERS)},
@@ -60,7 +59,6 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"vision_config": {}},
     "gemma4_text": {**PER_LAYER, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
-    "glm4_moe_lite": LATENT,
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_moe": {"moe_topk": 2},
     "jetmoe": {"kv_channels": 8},
@@ -74,11 +72,8 @@ OF_TYPE: dict[str, dict[str, Any]] = {
         "zero_expert_num": 4,
         "routed_scaling_factor": 1.0,
     },
-    "minicpm3": LATENT,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "sarvam_mla": LATENT,
     "xlnet": {"d_head": 8},
-    "youtu": LATENT,
 }
 """Sizes that have names of their own, and what switches a type's peculiarities on."""
 

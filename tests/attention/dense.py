@@ -31,15 +31,7 @@ class Tensors(NamedTuple):
 
 
 def random_tensors(
-    num_tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seed: int,
-    dtype: torch.dtype,
-    device: str = "cpu",
-    value_dim: int | None = None,
-    sinks: bool = False,
+    num_tokens, heads, kv_heads, head_dim, seed, dtype, device="cpu", value_dim=None, sinks=False
 ) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     values = head_dim if value_dim is None else value_dim
@@ -76,15 +68,7 @@ def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = 1e-10) -
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def attend_sequence(
-    q_LHD: torch.Tensor,
-    k_LGD: torch.Tensor,
-    v_LGD: torch.Tensor,
-    softmax_scale: float,
-    window_size: int = -1,
-    softcap: float = 0.0,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend_sequence(q_LHD, k_LGD, v_LGD, softmax_scale, window_size=-1, softcap=0.0, sinks_H=None) -> torch.Tensor:
     """Causal softmax attention of one sequence; ``window_size`` keys to the left of a query, -1 for all."""
     repeats = q_LHD.shape[1] // k_LGD.shape[1]
     k_LHD, v_LHD = k_LGD.repeat_interleave(repeats, dim=1), v_LGD.repeat_interleave(repeats, dim=1)

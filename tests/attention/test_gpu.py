@@ -86,14 +86,7 @@ def assert_as_close(packed: Outcome, replicated: Outcome, exact: Outcome) -> Non
 
 
 def check(
-    name: str,
-    batch: Batch,
-    heads: tuple[int, int] = (16, 4),
-    head_dim: int = 128,
-    window: int = -1,
-    softcap: float = 0.0,
-    heads_first: bool = False,
-    yardstick: str | None = None,
+    name, batch, heads=(16, 4), head_dim=128, window=-1, softcap=0.0, heads_first=False, yardstick=None
 ) -> Outcome:
     """Hold packed attention against ``replicated_outcome`` of the same kernel, or of the yardstick."""
     layout, kernel = batch.layout(), select_kernel(name, "cuda")

@@ -79,7 +79,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True)
 def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Composing verl's config anew takes a second each time."""
-
     monkeypatch.setattr(overrides, "initialize_config_module", lambda *args, **kwargs: nullcontext())
     monkeypatch.setattr(overrides, "compose", lambda name, overrides: config_support.compose_config(*overrides))
 
@@ -232,9 +231,7 @@ def test_a_plugin_that_verl_may_not_load_or_does_not_find_fails(monkeypatch: pyt
 
 def test_environment_variables_that_put_another_engine_in_force_are_named(processes) -> None:
     lines = bad([Check(**engine) for engine in processes[3]["engines"]])
-    assert [line.what for line in lines] == [
-        f"{kind}_model {name}" for kind in ("language", "value") for name in ("fsdp", "fsdp2")
-    ]
+    assert [line.what for line in lines] == [f"{m}_model {s}" for m in ("language", "value") for s in ("fsdp", "fsdp2")]
     assert "unset VERL_ENGINE_DEVICE and VERL_ENGINE_VENDOR" in lines[0].text
 
 

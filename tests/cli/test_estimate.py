@@ -126,14 +126,14 @@ def test_models_that_are_not_there_or_do_not_share_are_named(estimate: Estimate,
     told, _ = estimate(lengths, model="nobody/nothing")
     assert told.startswith("error: --model nobody/nothing cannot be read by AutoConfig: Cannot reach")
     assert "hf download nobody/nothing --include" in told
-    config = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
-    config.save_pretrained(tmp_path)
-    told, _ = estimate(lengths, model=tmp_path)
-    assert "packed mode does not run it: the model's config says attention_dropout=0.1" in told
-    config = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0, architectures=["Qwen3MoeForCausalLM"])
-    config.save_pretrained(tmp_path)
-    told, _ = estimate(lengths, model=tmp_path)
-    assert "qwen3_moe has experts, and its config says neither num_experts_per_tok" in told
+    dropout = Qwen3Config(num_hidden_layers=2, attention_dropout=0.1, architectures=["Qwen3ForCausalLM"])
+    experts = Qwen3MoeConfig(num_hidden_layers=2, num_experts_per_tok=0, architectures=["Qwen3MoeForCausalLM"])
+    for config, why in (
+        (dropout, "packed mode does not run it: the model's config says attention_dropout=0.1"),
+        (experts, "qwen3_moe has experts, and its config says neither num_experts_per_tok"),
+    ):
+        config.save_pretrained(tmp_path)
+        assert why in estimate(lengths, model=tmp_path)[0]
 
 
 def test_the_fastest_budget_is_named_and_not_the_one_that_gains_most_over_stock(estimate: Estimate) -> None:

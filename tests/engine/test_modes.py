@@ -11,7 +11,7 @@ from verl.utils import model as verl_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from tests.engine.test_exactness import MIXED, PADDED
-from tests.models.models import save_qwen3
+from tests.models.test_forward import save_qwen3
 from tests.support import check_exact, clone, critic_batch, default_loss, make_engine, save_tiny_model
 from verl_pg_plugin.cli.patch_model import patch
 from verl_pg_plugin.engine.prepare import prepare_model

@@ -1,7 +1,5 @@
 """examples/run_qwen3_pg.sh stops with one clear line before anything heavy starts, and saves as verl's examples do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -125,13 +125,10 @@ def tries(draw: st.DrawFn) -> Batch:
     return batch_of(*draw(st.permutations(pairs)))
 
 
-@st.composite
-def limits_for(draw: st.DrawFn, batch: Batch) -> MicroBatchLimits:
+def limits_for(batch: Batch) -> st.SearchStrategy[MicroBatchLimits]:
     """Limits that every single sequence meets."""
     longest = max(map(len, batch.sequences)) - 1
-    max_tokens = draw(st.integers(longest, 2 * longest) | st.none())
-    max_sequences = draw(st.none() | st.integers(1, 4))
-    return MicroBatchLimits(max_tokens, max_sequences)
+    return st.builds(MicroBatchLimits, st.integers(longest, 2 * longest) | st.none(), st.none() | st.integers(1, 4))
 
 
 _weight = st.sampled_from([0.0, 0.5, 1.5])

@@ -111,20 +111,14 @@ def test_a_batch_that_cannot_be_packed_is_refused(batch: Any, options: dict[str,
         pack_grpo_data(*batch, **{"seq_length": 9, "pad_token_id": EOS, **options})
 
 
-SAMPLE = {
-    "prompt_completion_ids": np.arange(6),
-    "response_mask": np.ones(6, dtype=np.int64),
-    "advantage": 0.5,
-    "prompt_start_idx": 0,
-    "response_end_index": 5,
-}
+NAMES = ("prompt_completion_ids", "response_mask", "advantage", "prompt_start_idx", "response_end_index")
+SAMPLE = dict(zip(NAMES, (np.arange(6), np.ones(6, dtype=np.int64), 0.5, 0, 5), strict=True))
 
 
 def test_one_row_written_out_by_hand_with_the_dtypes_that_callers_were_told() -> None:
     """The pad token is a token too."""
-    names = ("prompt_completion_ids", "response_mask", "advantage", "prompt_start_idx", "response_end_index")
     written = (([0, 11, EOS, 13], [0, 0, 1, 1], 0.5, 1, 3), ([21, 22, 0, 0], [0, 1, 0, 0], -2.0, 0, 1))
-    samples = [dict(zip(names, sample, strict=True)) for sample in written]
+    samples = [dict(zip(NAMES, sample, strict=True)) for sample in written]
     samples[0]["prompt_completion_ids"] = np.array(written[0][0], dtype=np.int32)
     samples[0]["response_mask"] = np.array(written[0][1], dtype=bool)
     row = pack_grouped_data(samples, pack_num=4, seq_length=11, pad_token_id=EOS)
