@@ -1,7 +1,6 @@
 """The shipped model files: alone, under verl's engine and on ranks, held against one sequence at a time."""
 
 import functools
-import runpy
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from assemble_split_llama import assemble
 from prefix_grouper import PrefixGrouper
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -39,18 +39,8 @@ def save_qwen3(path: Path, **overrides: Any) -> str:
     return str(path)
 
 
-def save_split_llama(path: Path) -> str:
-    first = save_tiny_model(path.parent / "first", "llama", seed=1, num_hidden_layers=3)
-    last = save_tiny_model(
-        path.parent / "last", "llama", seed=2, num_hidden_layers=2, hidden_size=48, head_dim=12, rms_norm_eps=1e-5
-    )
-    assemble(first, 2, last, 1, path)
-    return str(path)
-
-
-def assemble(first: str | Path, first_layers: int, last: str | Path, last_layers: int, output: Path) -> None:
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "assemble_split_llama.py"))
-    script["assemble"](Path(first), first_layers, Path(last), last_layers, output)
+def save_llama(path: Path, **overrides: Any) -> Path:
+    return Path(save_tiny_model(path, "llama", **overrides))
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +52,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def split_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint assembled from two tiny Llamas of different widths."""
-    return save_split_llama(tmp_path_factory.mktemp("split_llama") / "model")
+    folder = tmp_path_factory.mktemp("split_llama")
+    first = save_llama(folder / "first", seed=1, num_hidden_layers=3)
+    other = {"num_hidden_layers": 2, "hidden_size": 48, "head_dim": 12, "rms_norm_eps": 1e-5}
+    assemble(first, 2, save_llama(folder / "last", seed=2, **other), 1, folder / "model")
+    return str(folder / "model")
 
 
 @pytest.fixture(params=["qwen3", "split_llama"])
@@ -246,9 +240,9 @@ def test_labels_give_the_loss_of_transformers(qwen3: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_both_halves_of_one_llama_and_an_identity_adapter_are_that_llama(tmp_path: Path, tied: bool) -> None:
-    source = save_tiny_model(tmp_path / "llama", "llama", num_hidden_layers=4, tie_word_embeddings=tied)
+    source = save_llama(tmp_path / "llama", num_hidden_layers=4, tie_word_embeddings=tied)
     assemble(source, 3, source, 1, tmp_path / "split")
-    split, llama = load(str(tmp_path / "split")), load(source, stock=True)
+    split, llama = load(str(tmp_path / "split")), load(str(source), stock=True)
     torch.nn.init.eye_(split.model.adapter.weight)
     input_ids = random_ids(2, 9)
     mask = torch.ones_like(input_ids)
@@ -260,14 +254,12 @@ def test_both_halves_of_one_llama_and_an_identity_adapter_are_that_llama(tmp_pat
 
 
 def test_sources_that_do_not_fit_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
-    llama = save_tiny_model(tmp_path / "llama", "llama")
-    qwen = save_tiny_model(tmp_path / "qwen", "qwen3")
-    other = save_tiny_model(tmp_path / "other", "llama", vocab_size=50)
+    llama, empty = save_llama(tmp_path / "llama"), save_llama(tmp_path / "empty")
+    qwen, other = save_qwen3(tmp_path / "qwen"), save_llama(tmp_path / "other", vocab_size=50)
     output = tmp_path / "split"
-    empty = save_tiny_model(tmp_path / "empty", "llama")
-    Path(empty, "model.safetensors").unlink()
+    (empty / "model.safetensors").unlink()
     for sources, message in (
-        ((llama, 1, qwen, 1), "not a Llama checkpoint: model_type is 'qwen3'"),
+        ((llama, 1, Path(qwen), 1), "not a Llama checkpoint: model_type is 'qwen3'"),
         ((llama, 3, llama, 1), "has 2 layers, cannot take 3"),
         ((llama, 1, other, 1), "vocab_size is 97 and 50"),
         ((empty, 1, llama, 1), r"no \.safetensors"),
