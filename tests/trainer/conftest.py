@@ -1,6 +1,5 @@
 """Configs of runs that share prefixes, on a checkpoint that has no weights: the driver needs none."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,14 @@ class Workers:
 
 
 @pytest.fixture
-def make_config(tmp_path: Path) -> Callable[..., DictConfig]:
+def config(tmp_path: Path) -> DictConfig:
     """What a trainer's balance reads: mini-batches of two prompts, two responses each."""
-
-    def make(**settings: Any) -> DictConfig:
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-        Qwen3Config(vocab_size=64, **sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
-        config = OmegaConf.create(
-            {
-                "actor_rollout_ref": {
-                    "model": {
-                        "_target_": "verl.workers.config.HFModelConfig",
-                        "path": str(tmp_path),
-                        "tokenizer_path": "/nowhere",
-                        "use_remove_padding": True,
-                    },
-                    "actor": {"ppo_mini_batch_size": 2, "use_prefix_grouper": True},
-                    "rollout": {"n": 2},
-                },
-            }
-        )
-        for key, value in settings.items():
-            OmegaConf.update(config, key.replace("__", "."), value)
-        return config
-
-    return make
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Qwen3Config(vocab_size=64, **sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(tmp_path), "tokenizer_path": "/nowhere"}
+    roles = {
+        "model": {**model, "use_remove_padding": True},
+        "actor": {"ppo_mini_batch_size": 2, "use_prefix_grouper": True},
+        "rollout": {"n": 2},
+    }
+    return OmegaConf.create({"actor_rollout_ref": roles})

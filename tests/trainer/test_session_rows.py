@@ -128,9 +128,7 @@ def test_the_updates_gradient_is_that_of_every_row_alone_with_its_advantage(reco
     assert recorded.metrics["actor/grad_norm"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_engine_computes_each_row_once_and_the_filler_rows_of_the_last_mini_batch_as_one(
-    recorded: Recorded,
-) -> None:
+def test_the_engine_computes_each_row_once_and_the_fillers_of_the_last_mini_batch_as_one(recorded: Recorded) -> None:
     fillers = [row for row in recorded.rows if row.filler]
     assert len(fillers) == -len(recorded.real) % ROWS_OF_A_MINI_BATCH
     assert len(recorded.mini_batches) > PROMPTS // PROMPTS_OF_A_MINI_BATCH, "a session is more than a row"

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -79,8 +78,9 @@ def in_force() -> None:
 
 
 @pytest.fixture
-def trainer(make_config: Callable[..., DictConfig]) -> Stock:
-    return Stock(make_config(actor_rollout_ref__actor__ppo_mini_batch_size=3))
+def trainer(config: DictConfig) -> Stock:
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 3
+    return Stock(config)
 
 
 def test_a_number_of_groups_that_the_ranks_do_not_divide_is_dealt_out(trainer: Stock) -> None:
@@ -121,18 +121,14 @@ def test_a_trainer_that_shares_nothing_is_balanced_as_verl_does_it(trainer: Stoc
         ("_update_actor", type, "does not tell its parameters"),
     ],
 )
-def test_a_method_with_other_parameters_is_not_patched(
-    monkeypatch: pytest.MonkeyPatch, method: str, new: Any, told: str
-) -> None:
+def test_a_method_with_other_parameters_is_not_patched(monkeypatch, method: str, new: Any, told: str) -> None:
     monkeypatch.setattr(RayPPOTrainer, "_balance_batch", inspect.unwrap(RayPPOTrainer._balance_batch))
     monkeypatch.setattr(RayPPOTrainer, method, new)
     with pytest.raises(upstream.UpstreamChangedError, match=rf"RayPPOTrainer\.{method} {told}"):
         keep_groups(RayPPOTrainer)
 
 
-def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all_did(
-    trainer: Stock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_update_that_shares_logs_what_it_saved_and_the_last_what_all_did(trainer, caplog, monkeypatch) -> None:
     counted = {"actor/prefix_grouper/logical_tokens": [800.0], "actor/prefix_grouper/physical_tokens": [200.0]}
 
     def update(self: Any, batch: Any) -> DataProto:
@@ -159,8 +155,8 @@ def test_an_update_that_shares_prefixes_logs_what_it_saved_and_the_last_what_all
 # Trainers of other people
 
 
-def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_config: Callable[..., DictConfig]) -> None:
-    trainer = keep_groups(OwnBalanceV0)(make_config())
+def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(config: DictConfig) -> None:
+    trainer = keep_groups(OwnBalanceV0)(config)
     metrics: dict[str, Any] = {}
     balanced = trainer._balance_batch(make_batch("abababab", [3, 30, 40, 4, 20, 5, 6, 10]), metrics)
     assert metrics["own/balanced"] == 1
@@ -169,10 +165,8 @@ def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(make_con
     assert_whole_groups(balanced, 2)
 
 
-def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(
-    make_config: Callable[..., DictConfig],
-) -> None:
-    trainer = keep_groups(OwnFitV0, num_mini_batches=lambda trainer, batch_size: 2)(make_config())
+def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(config: DictConfig) -> None:
+    trainer = keep_groups(OwnFitV0, num_mini_batches=lambda trainer, batch_size: 2)(config)
     batch = make_batch("abcdabcd" * 3, [7] * 24)
     metrics = trainer.fit(batch)
     assert trainer.actor_rollout_wg.updated == [batch]
@@ -180,20 +174,18 @@ def test_a_loop_of_ones_own_finds_whole_groups_in_mini_batches_of_ones_own(
     assert_whole_groups(batch, 6)
 
 
-def test_an_update_that_calls_its_parents_is_counted_once(make_config: Callable[..., DictConfig]) -> None:
+def test_an_update_that_calls_its_parents_is_counted_once(config: DictConfig) -> None:
     class CallsParent(keep_groups(OwnFitV0)):  # type: ignore[misc]
         def _update_actor(self, batch: DataProto) -> DataProto:
             return super()._update_actor(batch)
 
-    trainer = keep_groups(CallsParent)(make_config())
+    trainer = keep_groups(CallsParent)(config)
     trainer.fit(make_batch("aabb", [7] * 4))
     assert trainer.gained_tokens.tolist() == [4.0, 4.0]
 
 
-def test_a_loop_that_never_balances_is_warned_about_once(
-    make_config: Callable[..., DictConfig], caplog: pytest.LogCaptureFixture
-) -> None:
-    trainers = [keep_groups(OwnFitV0)(make_config()) for _ in range(2)]
+def test_a_loop_that_never_balances_is_warned_about_once(config: DictConfig, caplog) -> None:
+    trainers = [keep_groups(OwnFitV0)(config) for _ in range(2)]
     batch = make_batch("aabb", [7] * 4)
     with caplog.at_level(logging.WARNING):
         for balance, trainer in zip((True, False), trainers, strict=True):

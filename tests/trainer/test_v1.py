@@ -1,6 +1,5 @@
 """V1 trainers find batches in which the rows of one prompt meet on one rank and in one mini-batch; what it costs."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,20 +43,16 @@ def ranks(batch: KVBatchMeta) -> list[list[str]]:
 
 
 @pytest.fixture
-def trainer(make_config: Callable[..., DictConfig]) -> Any:
+def trainer(config: DictConfig) -> Any:
     verl_pg_plugin._keep_groups()
-    return StockTrainer(make_config())
+    return StockTrainer(config)
 
 
-def test_an_import_of_a_verl_without_the_method_or_its_class_warns_or_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_import_of_a_verl_without_the_method_or_its_class_warns_or_goes_on(monkeypatch, caplog) -> None:
     monkeypatch.delattr(PPOTrainer, "_balance_batch")
     verl_pg_plugin._keep_groups()
-    assert (
-        "left alone: verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl"
-        in caplog.text
-    )
+    told = "left alone: verl.trainer.ppo.v1.trainer_base.PPOTrainer._balance_batch is gone; tested with verl"
+    assert told in caplog.text
     monkeypatch.delattr(verls, "PPOTrainer")
     verl_pg_plugin._keep_groups()
     assert len(caplog.records) == 1
@@ -106,10 +101,7 @@ def test_two_runs_whose_uids_are_drawn_anew_assign_alike(trainer: Any) -> None:
     assert orders[0] == orders[1]
 
 
-def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
-    make_config: Callable[..., DictConfig],
-) -> None:
-    config = make_config()
+def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(config: DictConfig) -> None:
     hf_config = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
     assert actor_flops(config) == ModelFlops.of_config(hf_config)
     config.actor_rollout_ref.model.override_config = {"intermediate_size": 48}
@@ -118,7 +110,5 @@ def test_the_actor_is_priced_from_the_config_that_its_path_names_with_overrides(
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(12, 3), (4, 1), (6, 1), (10, 1)])
-def test_mini_batches_are_those_of_the_actor_where_it_trains(
-    make_config: Callable[..., DictConfig], batch_size: int, expected: int
-) -> None:
-    assert mini_batches_of_config(SimpleNamespace(config=make_config()), batch_size) == expected
+def test_mini_batches_are_those_of_the_actor_where_it_trains(config, batch_size: int, expected: int) -> None:
+    assert mini_batches_of_config(SimpleNamespace(config=config), batch_size) == expected
