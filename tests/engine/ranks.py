@@ -60,7 +60,6 @@ def check_exact_on_ranks(
     sequences: list[list[int]] | None = None,
     num_ranks: int = 2,
     float64: bool = False,
-    splits: bool = False,
     **options: Any,
 ) -> None:
     """``check_exact`` on CPU ranks.
@@ -69,7 +68,7 @@ def check_exact_on_ranks(
     """
     with in_float64() if float64 else nullcontext():
         expected = run_reference(path, make())  # once, and not on every rank
-    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, splits, options, expected)
+    on_ranks(num_ranks, _check_exact, path, make, sequences, float64, expected, options)
 
 
 def graphs_as_they_are() -> Any:
@@ -78,19 +77,12 @@ def graphs_as_they_are() -> Any:
 
 
 def _check_exact(
-    rank: int,
-    path: str,
-    make: Callable[[], Any],
-    sequences: list[list[int]] | None,
-    float64: bool,
-    splits: bool,
-    options: dict[str, Any],
-    expected: Result,
+    rank: int, path: str, make: Callable, sequences: Any, float64: bool, expected: Result, options: dict[str, Any]
 ) -> None:
     with in_float64() if float64 else nullcontext(), graphs_as_they_are():
-        engine = make_engine(path, splits=splits, **options)
+        engine = make_engine(path, **options)
         mine = sequences and sequences[engine.get_data_parallel_rank()]
-        check_exact(engine, path, make(), sequences=mine, splits=splits, expected=expected)
+        check_exact(engine, path, make(), sequences=mine, splits=options.get("splits", False), expected=expected)
 
 
 _pools: dict[tuple[int, str], list[ProcessPoolExecutor]] = {}

@@ -138,9 +138,7 @@ SAVED: dict[str, Callable[[Path], str]] = {
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("way", [*WAYS, *SAVED])
-def test_a_level_changes_no_bit_of_any_gradient(
-    qwen3: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_level_changes_no_bit_of_any_gradient(qwen3: str, way: str, tmp_path: Path, monkeypatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend="aot_eager"))
     path, batch = SAVED[way](tmp_path) if way in SAVED else qwen3, CUT
@@ -221,9 +219,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
     return made
 
 
-def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(
-    qwen3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: str, monkeypatch, caplog) -> None:
     """On a GPU that is made up: levels of the micro-batches, and the same bits."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
     engine = make_engine(qwen3)

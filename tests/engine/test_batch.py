@@ -57,63 +57,43 @@ def test_legacy_left_padded_batch_without_position_ids() -> None:
     assert np.array_equal(sequences.tokens, np.concatenate(ids))
 
 
-def emptied(batch: TensorDict) -> TensorDict:
-    none = torch.zeros(1, dtype=torch.int64)
-    fields = {
-        name: torch.nested.nested_tensor_from_jagged(batch[name].values()[:0], none)
-        for name in ("prompts", "responses", "input_ids", "position_ids", "loss_mask")
-    }
+def empty_batch() -> TensorDict:
+    none = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    fields = dict.fromkeys(("prompts", "responses", "input_ids", "position_ids", "loss_mask"), none)
     empty = TensorDict(fields, batch_size=[0])
     tu.assign_non_tensor(empty, use_dynamic_bsz=True, max_token_len_per_gpu=64, global_batch_size=1)
     return empty
 
 
-def jagged_like(field: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, field.offsets())
-
-
-def without(name: str) -> TensorDict:
-    return make_batch(SAMPLES).exclude(name)
-
-
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
+def with_rows(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict:
+    """A batch in one of whose fields every sequence's row is changed."""
     batch = make_batch(SAMPLES)
-    return batch.set(name, change(batch[name]))
+    return batch.set(name, jagged(map(change, batch[name].unbind())))
+
+
+def padded(name: str) -> TensorDict:
+    batch = make_batch(SAMPLES)
+    return batch.set(name, batch[name].to_padded_tensor(0))
 
 
 BATCHES: dict[str, tuple[TensorDict, str]] = {
-    "no_prompts": (without("prompts"), r"no prompts.*use_prefix_grouper=False"),
-    "no_responses": (without("responses"), "no responses"),
-    "float_ids": (
-        changed("input_ids", lambda field: jagged_like(field, field.values().float())),
-        r"must be integers, got torch.float32; use torch.int64",
-    ),
-    "padded_ids": (changed("input_ids", lambda field: field.to_padded_tensor(0)), "left_right_2_no_padding"),
-    "negative_token": (
-        changed("input_ids", lambda field: jagged_like(field, -field.values() - 1)),
-        "token ids must lie in",
-    ),
-    "mrope_positions": (
-        changed("position_ids", lambda field: jagged(row.expand(3, -1).T for row in field.unbind())),
-        "do not count 0, 1, 2",
-    ),
-    "shifted_positions": (
-        changed("position_ids", lambda field: jagged_like(field, field.values() + 1)),
-        "do not count 0, 1, 2",
-    ),
-    "dense_positions": (
-        changed("position_ids", lambda field: field.to_padded_tensor(0)),
-        "position_ids must be jagged like input_ids.*left_right_2_no_padding",
-    ),
+    "no_prompts": (make_batch(SAMPLES).exclude("prompts"), r"no prompts.*use_prefix_grouper=False"),
+    "no_responses": (make_batch(SAMPLES).exclude("responses"), "no responses"),
+    "float_ids": (with_rows("input_ids", torch.Tensor.float), r"must be integers, got torch.float32; use torch.int64"),
+    "padded_ids": (padded("input_ids"), "left_right_2_no_padding"),
+    "negative_token": (with_rows("input_ids", lambda row: -row - 1), "token ids must lie in"),
+    "mrope_positions": (with_rows("position_ids", lambda row: row.expand(3, -1).T), "do not count 0, 1, 2"),
+    "shifted_positions": (with_rows("position_ids", lambda row: row + 1), "do not count 0, 1, 2"),
+    "dense_positions": (padded("position_ids"), "position_ids must be jagged like input_ids.*left_right_2_no_padding"),
     "short_response": (
-        changed("responses", lambda field: jagged(row[1:] for row in field.unbind())),
+        with_rows("responses", lambda row: row[1:]),
         r"sequence 0: input_ids has 8 tokens, prompts and responses together 7",
     ),
     "long_response": (
-        changed("responses", lambda field: jagged(torch.cat([row, row[:1]]) for row in field.unbind())),
+        with_rows("responses", lambda row: torch.cat([row, row[:1]])),
         r"sequence 0: input_ids has 8 tokens, prompts and responses together 9",
     ),
-    "no_sequences": (emptied(make_batch(SAMPLES)), "empty on this rank"),
+    "no_sequences": (empty_batch(), "empty on this rank"),
     "no_response_token": (make_batch([*SAMPLES, Sample([1, 2], [])]), "sequence 3 has an empty response"),
     "no_prompt_token": (make_batch([*SAMPLES, Sample([], [3, 4])]), "sequence 3 has an empty prompt"),
     "above_the_budget": (make_batch(SAMPLES, max_token_len_per_gpu=7), r"needs 8 tokens.*ppo_max_token_len_per_gpu"),

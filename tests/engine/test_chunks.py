@@ -9,16 +9,7 @@ import pytest
 from tests.engine.carried_cases import CASES, DUPLICATES, MIXED, ONE_GROUP, trie
 from tests.engine.ranks import check_exact_on_ranks
 from tests.engine.test_exactness import WINDOW
-from tests.support import (
-    check_exact,
-    clone,
-    critic_batch,
-    group,
-    make_engine,
-    save_tiny_model,
-    split_always,
-    update,
-)
+from tests.support import check_exact, clone, critic_batch, group, make_engine, save_tiny_model, split_always, update
 from verl_pg_plugin.planning.micro_batches import CacheWeights
 from verl_pg_plugin.synthetic import Sample, make_batch
 
@@ -47,9 +38,7 @@ def test_split_groups_are_exact(qwen3: str, engine: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["windows", "values"])
-def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(
-    value_model: str, tmp_path: Path, model: str
-) -> None:
+def test_windows_over_chunks_and_values_of_cached_tokens_are_exact(value_model, tmp_path: Path, model: str) -> None:
     make, path = (critic_batch, value_model) if model == "values" else (make_batch, save_tiny_model(tmp_path, **WINDOW))
     engine = make_engine(path, critic=model == "values", splits=True)
     check_exact(engine, path, make(MIXED, max_token_len_per_gpu=56), splits=True)

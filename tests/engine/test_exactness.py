@@ -119,9 +119,7 @@ def test_every_way_to_run_experts_is_exact(tmp_path: Path, model_type: str, way:
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_cutting_padded_groups_changes_neither_order_nor_gradient_scale(
-    engines: dict[str, Any], qwen3: str, size: int
-) -> None:
+def test_cutting_padded_groups_changes_neither_order_nor_gradient_scale(engines, qwen3: str, size: int) -> None:
     """Packed micro-batches are cut in tests/options; here each sample has its temperature."""
     batch = make_batch(MIXED, **PADDED | {"micro_batch_size_per_gpu": size})
     batch["temperature"] = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.9, 1.3])

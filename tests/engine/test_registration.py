@@ -71,16 +71,12 @@ def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line
 
 
 @pytest.mark.parametrize("case", ["package first", "external module", "no plugins, the mode selected"])
-def test_engines_are_registered_whoever_imports_the_package_first_or_selects_the_mode(
-    ended: dict[str, Ended], case: str
-) -> None:
+def test_engines_are_registered_whoever_imports_the_package_first_or_selects_the_mode(ended, case: str) -> None:
     assert ended[case].stdout.split() == [OURS], ended[case].stderr
 
 
 @pytest.mark.parametrize("module", FIRST_MODULES)
-def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(
-    ended: dict[str, Ended], module: str
-) -> None:
+def test_whichever_module_imports_verl_first_the_mode_engages_without_a_warning(ended, module: str) -> None:
     result = ended[module]
     assert result.stdout.split() == ["True", OURS, "ServerAdapter"], result.stderr
     assert "not registered" not in result.stderr
