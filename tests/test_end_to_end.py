@@ -130,6 +130,16 @@ def test_sessions_with_a_sequence_per_turn_train_as_prefix_trees(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
+    sizes = {"TRAIN_BATCH_SIZE": "16", "PPO_MINI_BATCH_SIZE": "8", "TOTAL_STEPS": "20"}
+    _, steps = train(tmp_path, script="run_qwen3_distill_pg.sh", **sizes)
+    assert_shared(steps, least=8)
+    kl = [step["actor/distillation/abs_loss"] for step in steps]
+    assert sum(kl[10:]) < 0.95 * sum(kl[:10])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_tools_kill_and_resume_adapters_and_critic_run_two_steps_each(tmp_path: Path) -> None:
     runs = ["tools", "lora", "critic"]
