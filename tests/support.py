@@ -413,6 +413,13 @@ def assert_same(actual: Result, expected: Result, tolerance: float | None = None
         assert error <= bound, f"gradient of {name}: off by {error:.3g}, largest {want.abs().max():.3g}"
 
 
+def check_outputs(engine: Any, path: str, batch: TensorDict, adapter: str | None = None) -> dict[str, Any]:
+    """The outputs of the old log-probs path, which are those of every sequence alone."""
+    outputs = old_outputs(engine, batch)
+    assert_same(Result(outputs, {}), Result(run_reference(path, batch, adapter=adapter).outputs, {}))
+    return outputs
+
+
 def check_exact(
     engine: Any,
     path: str,

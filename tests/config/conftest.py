@@ -9,7 +9,7 @@ from typing import Any
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl is imported: its platform is chosen once
 
 import pytest
-from config_support import FLAGS, TINY, compose_config, runnable, save_checkpoint, save_data
+from config_support import FLAGS, TINY, compose_config, parse, runnable, save_checkpoint, save_data
 from omegaconf import DictConfig, OmegaConf
 from transformers import Gemma2Config, Olmo2Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig, Qwen3VLConfig
 
@@ -60,10 +60,31 @@ def make_config(_composed: DictConfig) -> Callable[..., DictConfig]:
 
     def make(mode: Mode = Mode.PACKED, settings: dict[str, Any] | None = None) -> DictConfig:
         config = copy.deepcopy(_composed)
-        flags = dict(zip((USE_PREFIX_GROUPER, USE_REMOVE_PADDING), FLAGS[mode], strict=True))
+        shares, unpadded = FLAGS[mode]
+        flags = {USE_PREFIX_GROUPER: shares, USE_REMOVE_PADDING: unpadded, "critic.model.use_remove_padding": unpadded}
         for key, value in {**flags, **(settings or {})}.items():
             OmegaConf.update(config, key, value, force_add=True)
         return config
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory, checkpoint: Path, models: Path, data_file: Path) -> dict[str, Path]:
+    """What overrides name in braces."""
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "own").mkdir()
+    (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
+    (folder / "broken.parquet").write_text("no parquet")
+    return {"checkpoint": checkpoint, "models": models, "data": data_file, "folder": folder, "own": folder / "own"}
+
+
+@pytest.fixture
+def config_of(make_config, places: dict[str, Path]) -> Callable[..., DictConfig]:
+    """The same with blank-separated overrides."""
+
+    def make(overrides: str, mode: Mode = Mode.PACKED, **beside: Any) -> DictConfig:
+        return make_config(mode, beside | parse(overrides.format(**places)))
 
     return make
 

@@ -130,9 +130,7 @@ def test_a_word_that_is_no_boolean_and_another_engine_are_refused(runnable_overr
             engage(compose_stock(*runnable_overrides, FLAG, override))
 
 
-def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_would_do_nothing(
-    runnable_overrides, monkeypatch
-) -> None:
+def test_a_recipe_that_validates_inside_ray_is_told_that_the_flag_does_nothing(runnable_overrides, monkeypatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"fsdp_config\._target_"):
         engage_or_exit(compose_stock(*runnable_overrides, FLAG))

@@ -1,15 +1,11 @@
 """What works passes, however unusual; what is certain to fail is listed at once, with its key, its cause and a fix."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from config_support import CRITIC, SHARED, parse
+from config_support import CRITIC, SHARED
 from omegaconf import DictConfig
 
 from verl_pg_plugin import compat
-from verl_pg_plugin.config import Mode, preflight
+from verl_pg_plugin.config import preflight
 from verl_pg_plugin.config.preflight import check
 from verl_pg_plugin.issue import Issue
 
@@ -60,25 +56,6 @@ WORKING: dict[str, str] = {
     "everything_of_ours": "prefix_grouper.activations=inputs prefix_grouper.carry=never prefix_grouper.verify=every_50 "
     "prefix_grouper.logits_chunk_size=0 prefix_grouper.verify_tolerance=0.01",
 }
-
-
-@pytest.fixture(scope="module")
-def places(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, models: Path, data_file: Path
-) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("places")
-    (folder / "own").mkdir()
-    (folder / "own" / "config.json").write_text('{"model_type": "my_own", "architectures": ["MyOwn"]}')
-    (folder / "broken.parquet").write_text("no parquet")
-    return {"checkpoint": checkpoint, "models": models, "data": data_file, "folder": folder, "own": folder / "own"}
-
-
-@pytest.fixture
-def config_of(make_config, places) -> Callable[..., DictConfig]:
-    def make(overrides: str, **beside: Any) -> DictConfig:
-        return make_config(Mode.PACKED, beside | parse(overrides.format(**places)))
-
-    return make
 
 
 def errors(config: DictConfig) -> list[Issue]:
@@ -175,8 +152,7 @@ def test_what_other_machines_have_is_a_warning_where_the_run_joins_a_cluster(con
 
 
 @pytest.mark.parametrize(
-    ("there", "overrides", "fix"),
-    [(7, "", "_node=7"), (7, SEPARATE, "_node=3"), (0, "", "a trial")],
+    ("there", "overrides", "fix"), [(7, "", "_node=7"), (7, SEPARATE, "_node=3"), (0, "", "a trial")]
 )
 def test_gpus_that_are_asked_for_and_not_there(there: int, overrides: str, fix: str, config_of, on_gpus) -> None:
     """Those of a rollout of its own count."""

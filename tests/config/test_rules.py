@@ -1,11 +1,10 @@
 """What an engine cannot do is refused before Ray starts and by the engine itself, in the same words."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from config_support import CRITIC, FLAGS, parse
+from config_support import CRITIC
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.model import MtpConfig
@@ -56,15 +55,6 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
 ]
 
 
-@pytest.fixture
-def config_of(make_config, checkpoint: Path, models: Path):
-    def make(mode: Mode, overrides: str) -> DictConfig:
-        settings = {"critic.model.use_remove_padding": FLAGS[mode][1]}
-        return make_config(mode, settings | parse(overrides.format(checkpoint=checkpoint, models=models)))
-
-    return make
-
-
 def engine_configs(config: DictConfig, role: str) -> tuple[Any, Any]:
     """Engine config and model config of a role's engine, as verl's workers and its V1 trainer make them."""
     section: Any = OmegaConf.to_container(OmegaConf.select(config, role), resolve=True)
@@ -102,12 +92,12 @@ def assert_refused_alike(config: DictConfig, setting: str, why: str, fix: str) -
 
 @pytest.mark.parametrize(("mode", "overrides", "setting", "why", "fix"), REFUSED)
 def test_preflight_and_engine_refuse_the_same(mode, overrides, setting, why, fix, config_of) -> None:
-    assert_refused_alike(config_of(mode, overrides), setting or overrides.split()[-1], why, fix)
+    assert_refused_alike(config_of(overrides, mode), setting or overrides.split()[-1], why, fix)
 
 
 def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
     key = f"{REF}.fsdp_config.ulysses_sequence_parallel_size"
-    config = config_of(PADDED, f"{key}=2")
+    config = config_of(f"{key}=2", PADDED)
     check_engine(*engine_configs(config, ACTOR))
     with pytest.raises(ValueError, match=rf"{key}=2: sequence parallelism would cut padded groups.* \(fix: .*; or set"):
         check_engine(*engine_configs(config, REF))
@@ -115,7 +105,7 @@ def test_an_engine_names_setting_cause_and_fix_in_one_line(config_of) -> None:
 
 def test_log_probs_that_tear_padded_groups_apart_are_refused_before_ray(config_of) -> None:
     override = f"{ROLLOUT}.log_prob_use_dynamic_bsz=True"
-    (issue,) = errors(config_of(PADDED, override))
+    (issue,) = errors(config_of(override, PADDED))
     assert issue.setting == override
     assert "the middle" in issue.why
     assert "packed mode" in issue.fix
@@ -126,17 +116,17 @@ def test_what_a_machine_lacks_is_refused_with_the_command(config_of, models, mon
     for name, mixer in MIXERS.items():
         lacking = replace(mixer, machine_obstacles=lambda device: ["no fla: pip install fla-core"])
         monkeypatch.setitem(MIXERS, name, lacking)
-    assert "pip install fla-core" in errors(config_of(PACKED, NEXT))[0].why
+    assert "pip install fla-core" in errors(config_of(NEXT))[0].why
     monkeypatch.undo()
     monkeypatch.setattr(
         rules.importlib.util, "find_spec", lambda name: None if name == "prefix_grouper" else find_spec(name)
     )
-    assert errors(config_of(PADDED, ""))[0].fix.startswith("pip install prefix_grouper, or ")
+    assert errors(config_of("", PADDED))[0].fix.startswith("pip install prefix_grouper, or ")
     monkeypatch.setattr(rules, "compiler_obstacle", lambda *asked: "no compiler")
-    assert errors(config_of(PACKED, f"{COMPILED} {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2"))[0].why == "no compiler"
+    assert errors(config_of(f"{COMPILED} {ACTOR}.strategy=fsdp2 {REF}.strategy=fsdp2"))[0].why == "no compiler"
     monkeypatch.setattr(rules, "FLOAT32_ANGLE_TYPES", {"qwen3"})
     monkeypatch.setattr(rules, "fsdp2_recomputes_as_it_ran", lambda: False)
-    (issue,) = errors(config_of(PACKED, f"{ACTOR}.strategy=fsdp2"))
+    (issue,) = errors(config_of(f"{ACTOR}.strategy=fsdp2"))
     assert "rotary angles of another dtype" in issue.why
     assert f"{ACTOR}.strategy=fsdp" in issue.fix
 
@@ -149,5 +139,5 @@ OWN, DEPRECATED = f"{ACTOR}.fsdp_config.{SP}", f"{ACTOR}.{SP}"
     [("", 1), (f"{OWN}=2", 2), (f"{DEPRECATED}=2", 2), (f"{DEPRECATED}=1 {OWN}=4", 4), (f"{DEPRECATED}=2 {OWN}=4", 2)],
 )
 def test_verls_deprecated_size_wins_where_it_is_above_one_and_is_no_critics(config_of, settings, size) -> None:
-    config = config_of(PACKED, f"{settings} critic.fsdp.{SP}=2 critic.{SP}=4")
+    config = config_of(f"{settings} critic.fsdp.{SP}=2 critic.{SP}=4")
     assert [engine_of(config, role).sp_size for role in (ACTOR, "critic")] == [size, 2]

@@ -34,9 +34,9 @@ REFUSED: list[tuple[str, str, str]] = [
 
 
 @pytest.fixture
-def veomni_config(runnable_overrides: list[str], checkpoint: Path, models: Path) -> Any:
+def veomni_config(runnable_overrides: list[str], places: dict[str, Path]) -> Any:
     def make(*overrides: str) -> Any:
-        given = [item.format(checkpoint=checkpoint, models=models) for item in overrides]
+        given = [item.format(**places) for item in overrides]
         return compose_config("model_engine=veomni", *runnable_overrides, FLAG, *given)
 
     return make
@@ -94,12 +94,8 @@ def test_no_whole_gradients_wait_from_one_micro_batch_to_the_next() -> None:
 
 
 @pytest.mark.parametrize(("address", "is_warning"), [("local", False), ("auto", True)])
-def test_a_driver_without_the_package_starts_workers_that_may_have_it(
-    address: str, is_warning: bool, veomni_config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_without_the_package_starts_workers_that_may_have_it(address, is_warning, veomni_config, monkeypatch):
     monkeypatch.undo()  # the package and its engine are not there
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: None)
-    fix, found = "pip install veomni, or model_engine=dp", preflight(veomni_config(f"{RAY_INIT}.address={address}"))
-    assert found == [
-        Issue(f"{role}.strategy=veomni", found[0].why, fix, is_warning=is_warning) for role in (ACTOR, REF)
-    ]
+    found, fix = preflight(veomni_config(f"{RAY_INIT}.address={address}")), "pip install veomni, or model_engine=dp"
+    assert found == [Issue(f"{role}.strategy=veomni", found[0].why, fix, is_warning) for role in (ACTOR, REF)]

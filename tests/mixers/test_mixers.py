@@ -16,9 +16,8 @@ from tests.engine.carried_cases import ONE_GROUP
 from tests.mixers.hybrids import SAMPLES, config_of, save_hybrid
 from tests.mixers.toy import CONVOLUTION, save_toy_model
 from tests.support import (
-    Result,
-    assert_same,
     check_exact,
+    check_outputs,
     group,
     infer,
     make_engine,
@@ -66,9 +65,7 @@ def test_a_mixer_that_knows_no_ranks_is_refused_under_ulysses(toy: str) -> None:
         make_engine(toy, engine={"ulysses_sequence_parallel_size": 2})
 
 
-def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(
-    toy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_does_not_mix_shared_rows_is_an_error_that_names_its_mixer(toy: str, monkeypatch) -> None:
     monkeypatch.setitem(MIXERS, CONVOLUTION.name, replace(CONVOLUTION, install=lambda module: None))
     with pytest.raises(RuntimeError, match=f"convolution over shared prefixes ran in 0 of 1 layers.*{SHARING_OFF}"):
         infer(make_engine(toy), make_batch(TREE))
@@ -95,9 +92,7 @@ def test_stock_rmpad_is_wrong_and_warned_of(caplog: pytest.LogCaptureFixture, tm
     assert (got - want).abs().max() > 1e-2, "verl has mended it: rmpad_fault can go"
 
 
-def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_released_checkpoints_are_not_warned_of_where_verls_forward_tells_flas_kernels(monkeypatch) -> None:
     released, text = transformers.AutoConfig.for_model("qwen3_5"), config_of("qwen3_5_text")
     for fla, device, config, warned in (
         (True, "cuda", released, False),
@@ -122,7 +117,7 @@ def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_fl
     for of_phase, layers in zip(metrics, expected, strict=True):
         (gib,) = of_phase["prefix_grouper/peak_carried_gib"]
         assert 0 <= gib * 2**30 - layers <= 32 * cached, "and a few outputs of the head"
-    assert_same(Result(old_outputs(engine, batch), {}), replace(run_reference(str(tmp_path), batch), gradients={}))
+    check_outputs(engine, str(tmp_path), batch)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +134,7 @@ def test_memory_of_the_cache_is_what_the_config_says_and_outputs_are_exact_in_fl
     ids=["wrong", "wrong too", "before the fault", "mended", "tilelang", "other GPUs", "no fla"],
 )
 def test_machines_whose_backward_is_wrong_or_missing_are_refused(
-    monkeypatch: pytest.MonkeyPatch, generations: set[int], triton: str, packages: set[str], refusal: str | None
+    monkeypatch, generations: set[int], triton: str, packages: set[str], refusal: str | None
 ) -> None:
     monkeypatch.setattr(gated_delta, "gpu_generations", lambda: generations)
     monkeypatch.setattr(gated_delta, "find_spec", lambda name: object() if name in packages else None)

@@ -14,20 +14,7 @@ from verl.workers.config.actor import RolloutCorrectionConfig
 
 from tests.options.harness import Engines, batch_of
 from tests.options.table import DEFAULT, SAMPLES, case_of
-from tests.support import (
-    Result,
-    actor_loss,
-    assert_same,
-    check_exact,
-    clone,
-    jagged,
-    make_engine,
-    old_outputs,
-    run_engine,
-    run_reference,
-    save_tiny_model,
-    update,
-)
+from tests.support import actor_loss, check_exact, check_outputs, clone, jagged, make_engine, save_tiny_model, update
 from verl_pg_plugin.synthetic import make_batch
 
 LOSS_MODES = sorted(core_algos.POLICY_LOSS_REGISTRY)
@@ -47,13 +34,11 @@ def seeded(loss: Callable) -> Callable:
 
 
 def assert_loss_is_that_of_the_rows_alone(engines: Engines, loss: Callable) -> None:
-    batch = make_batch(SAMPLES, max_token_len_per_gpu=45)
-    plan = engines.of(DEFAULT).plan(clone(batch), forward_only=False)
-    cut = [planned.sequences for planned in plan.micro_batches]
+    engine, batch = engines.of(DEFAULT), make_batch(SAMPLES, max_token_len_per_gpu=45)
+    cut = [planned.sequences for planned in engine.plan(clone(batch), forward_only=False).micro_batches]
     assert len({len(rows) for rows in cut}) > 1, "the micro-batches are unequal"
-    result = run_engine(engines.of(DEFAULT), batch, seeded(loss))
+    result = check_exact(engine, engines.checkpoint.model, batch, seeded(loss), cut=cut)
     assert any(gradient.any() for gradient in result.gradients.values())
-    assert_same(result, run_reference(engines.checkpoint.model, batch, seeded(loss), cut=cut))
 
 
 QUICK = {*zip(LOSS_MODES, AGGREGATIONS * 9, strict=False), *(("vanilla", aggregation) for aggregation in AGGREGATIONS)}
@@ -98,32 +83,18 @@ def test_a_loss_of_the_user_that_is_no_policy_loss_at_all(engines: Engines) -> N
     assert_loss_is_that_of_the_rows_alone(engines, everything)
 
 
-LORA = case_of("LoRA")
-
-
-def log_probs_of(engine: Any, batch: TensorDict) -> list[torch.Tensor]:
-    return old_outputs(engine, batch)["log_probs"]
-
-
-def alone(path: str, batch: TensorDict, adapter: str | None = None) -> list[torch.Tensor]:
-    return run_reference(path, batch, adapter=adapter).outputs["log_probs"]
-
-
-def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert_same(Result({"log_probs": actual}, {}), Result({"log_probs": expected}, {}))
-
-
 def test_reference_with_the_actors_weights_has_its_log_probs_bit_for_bit(engines: Engines) -> None:
-    batch = batch_of(DEFAULT)
-    engine = make_engine(engines.checkpoint.model, engine={"forward_only": True, "model_dtype": "fp32"})
-    assert all(map(torch.equal, log_probs_of(engine, batch), log_probs_of(engines.of(DEFAULT), batch)))
+    path = engines.checkpoint.model
+    reference = make_engine(path, engine={"forward_only": True, "model_dtype": "fp32"})
+    found = [check_outputs(engine, path, batch_of(DEFAULT)) for engine in (reference, engines.of(DEFAULT))]
+    assert all(map(torch.equal, *(outputs["log_probs"] for outputs in found)))
 
 
 def test_importance_ratio_is_one_at_step_zero_whatever_the_cut(engines: Engines) -> None:
     """Old log-probs come from the inference budget, new ones from the training budget."""
-    old = log_probs_of(engines.of(DEFAULT), batch_of(DEFAULT))
+    old = check_outputs(engines.of(DEFAULT), engines.checkpoint.model, batch_of(DEFAULT))
     batch = batch_of(case_of("dynamic batch size"))
-    batch["old_log_probs"] = jagged(old)
+    batch["old_log_probs"] = jagged(old["log_probs"])
     metrics = update(engines.of(DEFAULT), batch, actor_loss(use_kl_loss=False)).metrics
     assert max(abs(kl) for kl in metrics["actor/ppo_kl"].values) < 1e-6
     assert not any(metrics["actor/pg_clipfrac"].values)
@@ -133,16 +104,14 @@ def test_kl_loss_against_another_model(engines: Engines, tmp_path: Path) -> None
     other = save_tiny_model(tmp_path / "other", seed=7)
     batch = batch_of(DEFAULT)
     options = {"forward_only": True, "model_dtype": "fp32", "param_offload": True, "logits_chunk_size": 3}
-    batch["ref_log_prob"] = jagged(log_probs_of(make_engine(other, engine=options), batch))
-    assert_close(list(batch["ref_log_prob"].unbind()), alone(other, batch))
+    batch["ref_log_prob"] = jagged(check_outputs(make_engine(other, engine=options), other, batch)["log_probs"])
     check_exact(engines.of(DEFAULT), engines.checkpoint.model, batch, actor_loss(kl_loss_coef=1.0))
 
 
 def test_lora_reference_is_the_model_with_its_adapter_disabled(engines: Engines) -> None:
-    batch, engine, checkpoint = batch_of(LORA), engines.of(LORA), engines.checkpoint
+    case, checkpoint = case_of("LoRA"), engines.checkpoint
+    batch, engine = batch_of(case), engines.of(case)
     with engine.disable_adapter():
-        without = log_probs_of(engine, batch)
-    assert_close(without, alone(checkpoint.model, batch))
-    adapted = alone(checkpoint.model, batch, checkpoint.adapter)
-    assert_close(log_probs_of(engine, batch), adapted)
-    assert not torch.allclose(torch.cat(without), torch.cat(adapted))
+        without = check_outputs(engine, checkpoint.model, batch)
+    adapted = check_outputs(engine, checkpoint.model, batch, checkpoint.adapter)
+    assert not torch.allclose(*(torch.cat(outputs["log_probs"]) for outputs in (without, adapted)))

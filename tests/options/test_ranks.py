@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from verl.utils import tensordict_utils as tu
 
 from tests.architectures.tiny_configs import save_causal
 from tests.engine.ranks import check_exact_on_ranks, graphs_as_they_are, on_ranks
@@ -18,7 +17,7 @@ from tests.engine.test_compiled_layers import RAGGED
 from tests.options.harness import Checkpoint, Engines, assert_exact, by_case, errors_of
 from tests.options.option import Case, Option, Place, alone, covering, pairs
 from tests.options.table import BUDGET, OPTIONS, SAMPLES, case_of
-from tests.support import Result, assert_same, critic_batch, make_engine, old_outputs, run_reference, update
+from tests.support import check_outputs, critic_batch, make_engine, update
 from verl_pg_plugin.synthetic import make_batch
 
 ON_CPU = [option for option in OPTIONS if not option.needs_gpu]
@@ -82,11 +81,10 @@ def check_graphs(path: str) -> None:
 
 def check_reference_policy(rank: int, path: str) -> None:
     options = {"forward_only": True, "model_dtype": "fp32", "compile_layers": True}
-    engine, batch = make_engine(path, strategy="fsdp", engine=options), make_batch(SAMPLES)
+    engine = make_engine(path, strategy="fsdp", engine=options)
     # Its shards are offloaded: pinned, which only a device makes sense of.
     with patch.object(torch.Tensor, "pin_memory", lambda self: self):
-        found = old_outputs(engine, tu.index_select_tensor_dict(batch, ROWS[rank]))
-    assert_same(Result(found, {}), Result(run_reference(path, batch).of_rank(ROWS[rank]).outputs, {}))
+        check_outputs(engine, path, make_batch([SAMPLES[i] for i in ROWS[rank]]))
 
 
 def errors_on_rank(rank: int, checkpoint: Checkpoint, ranks: str) -> list[str]:
