@@ -131,7 +131,6 @@ def make_engine(
     strategy: str = "fsdp2",
     engine: dict | None = None,
     model: dict | None = None,
-    engine_cls: type | None = None,
 ) -> Any:
     """verl's engine for this machine, initialised; ``packed`` switches the plugin on, ``padded`` padding.
 
@@ -166,7 +165,7 @@ def make_engine(
         "enable_gradient_checkpointing": True,
         **(model or {}),
     }
-    built = (engine_cls or EngineRegistry.get_engine_cls(model_type, strategy))(
+    built = EngineRegistry.get_engine_cls(model_type, strategy)(
         model_config=HFModelConfig(**model_settings),
         engine_config=config_cls(prefix_grouper=PrefixGrouperOptions(**options), **engine_settings),
         optimizer_config=optimizer_cls(lr=1e-2, total_training_steps=10),

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,21 +17,11 @@ from tensordict import TensorDict
 from tests.architectures.tiny_configs import save_causal
 from tests.engine.carried_cases import trie
 from tests.engine.ranks import on_ranks
+from tests.engine.test_heads import SAMPLES
 from tests.mixers.hybrids import save_hybrid
 from tests.modalities.tiny_vision import KINDS, MIXED, image_batch, save_vision_model
 from tests.precision import BF16
-from tests.support import (
-    Result,
-    assert_same,
-    clone,
-    group,
-    infer,
-    make_engine,
-    run_reference,
-    save_tiny_model,
-    splitting,
-    update,
-)
+from tests.support import Result, assert_same, infer, make_engine, run_reference, save_tiny_model, splitting, update
 from verl_pg_plugin.engine import activations, compiled_layers
 from verl_pg_plugin.engine import engine as engine_module
 from verl_pg_plugin.planning import activation_level
@@ -39,7 +29,6 @@ from verl_pg_plugin.planning.activation_level import Level, Room
 from verl_pg_plugin.synthetic import make_batch
 
 LAYERS = 4
-SAMPLES = [*group(11, [5, 9], 1), *group(7, [6, 4], 2)]
 CUT = make_batch(SAMPLES, max_token_len_per_gpu=40)
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 KEEPING = [Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS_ON_HOST]
@@ -206,19 +195,6 @@ def test_attention_runs_as_often_as_asked_also_where_a_layer_attends_twice(tmp_p
     assert_same(results[0], run_reference(path, batch))
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref]]:
-    """Every call of a layer, weakly."""
-    made, begin = [], activations._LayerCall.__init__
-
-    def remember(call: Any, *args: Any) -> None:
-        begin(call, *args)
-        made.append(weakref.ref(call))
-
-    monkeypatch.setattr(activations._LayerCall, "__init__", remember)
-    return made
-
-
 def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: str, monkeypatch, caplog) -> None:
     """On a GPU that is made up: levels of the micro-batches, and the same bits."""
     monkeypatch.setattr(engine_module, "host_bytes", lambda: 1e12)
@@ -235,7 +211,7 @@ def test_auto_takes_what_fits_on_the_device_and_on_the_host_and_says_so(qwen3: s
     ):
         monkeypatch.setattr(engine_module, "room_of_rank", lambda *_, given=(device, host): Room(*given))
         engine._told_level = False
-        levels = {p.level.value for p in engine.plan(clone(CUT), forward_only=False).micro_batches}
+        levels = {p.level.value for p in engine.plan(CUT.copy(), forward_only=False).micro_batches}
         assert level in levels
         assert caplog.messages[-1].startswith(f"activations: {level} for ")
         results.append(update_at("auto", engine, CUT))
@@ -252,8 +228,14 @@ def test_activation_offload_of_verl_is_a_level_of_ours(qwen3: str) -> None:
 
 
 @pytest.mark.parametrize("level", KEEPING)
-def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, level: Level, calls: list) -> None:
-    engine = make_engine(qwen3)
+def test_nothing_outlives_an_update_without_the_garbage_collector(qwen3: str, level: Level, monkeypatch) -> None:
+    engine, calls, begin = make_engine(qwen3), [], activations._LayerCall.__init__
+
+    def remember(call: Any, *args: Any) -> None:
+        begin(call, *args)
+        calls.append(weakref.ref(call))
+
+    monkeypatch.setattr(activations._LayerCall, "__init__", remember)
     gc.disable()
     try:
         update_at(level, engine, make_batch(SAMPLES))

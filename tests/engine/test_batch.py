@@ -44,13 +44,12 @@ def test_legacy_left_padded_batch_without_position_ids() -> None:
     """verl's left_right_2_no_padding leaves padded prompts and responses beside the attention mask."""
     ids = [[*s.prompt, *s.response] for s in SAMPLES]
     padding = [[0] * (4 - len(s.response)) for s in SAMPLES]
+    mask = [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
     fields = {
         "input_ids": jagged(map(torch.tensor, ids)),
         "prompts": torch.tensor([[0, 0, *s.prompt] for s in SAMPLES]),
         "responses": torch.tensor([[*s.response, *zeros] for s, zeros in zip(SAMPLES, padding, strict=True)]),
-        "attention_mask": torch.tensor(
-            [[0, 0, *[1] * len(row), *zeros] for row, zeros in zip(ids, padding, strict=True)]
-        ),
+        "attention_mask": torch.tensor(mask),
     }
     sequences = read_sequences(TensorDict(fields, batch_size=len(SAMPLES)))
     assert sequences.prompt_lengths.tolist() == [5] * len(SAMPLES)

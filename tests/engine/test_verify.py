@@ -19,7 +19,6 @@ from verl_pg_plugin.engine.verify import MismatchError, Tolerance, compare, rela
 from verl_pg_plugin.layout import PackedLayout
 from verl_pg_plugin.synthetic import Sample, make_batch
 
-Fault = Callable[[PackedLayout], PackedLayout]
 SAMPLES = [*group(30, [25, 19, 31, 7], 1), *group(18, [22, 24], 2), *group(33, [14], 3)]
 FIRST, ALWAYS = {"verify": "first"}, {"verify": "every_1"}
 
@@ -53,7 +52,7 @@ def wrong_head(layout: PackedLayout) -> PackedLayout:
 FAULTS = {fault.__name__: fault for fault in (wrong_key, position_off_by_one, wrong_head)}
 
 
-def break_layouts(engine: Any, fault: Fault = wrong_key) -> Any:
+def break_layouts(engine: Any, fault: Callable[[PackedLayout], PackedLayout] = wrong_key) -> Any:
     """The engine with ``fault`` in every layout that shares tokens, as a bug would put it there."""
     inputs = engine._inputs
 

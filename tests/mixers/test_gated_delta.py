@@ -123,9 +123,7 @@ def test_the_gradient_of_a_projection_keeps_the_numbers_of_a_token_together() ->
     assert strides == [(8, 1)]
 
 
-def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error_and_not_a_wrong_number(
-    hybrids: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_is_given_no_tokens_or_convolves_by_other_means_is_an_error(hybrids: dict, monkeypatch) -> None:
     engine = make_engine(hybrids["qwen3_next"])
     with pytest.raises(RuntimeError, match="got no layout"):
         engine.module(torch.ones(1, 4, dtype=torch.int64), prefix_grouper=PackedAttention(None, engine.kernel))

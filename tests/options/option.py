@@ -84,10 +84,8 @@ class Option:
 
     def contradicts(self, other: "Option") -> bool:
         """Whether the two set one thing to different values."""
-        for mine, theirs in ((self.engine, other.engine), (self.model, other.model), (self.batch, other.batch)):
-            if any(str(mine[name]) != str(theirs[name]) for name in mine.keys() & theirs.keys()):
-                return True
-        return False
+        sections = (self.engine, other.engine), (self.model, other.model), (self.batch, other.batch)
+        return any(str(a[name]) != str(b[name]) for a, b in sections for name in a.keys() & b.keys())
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,10 +117,7 @@ HOW_LAYERS_RUN = (
     Option("attention recomputed in the backward", "++prefix_grouper.activations=inputs", {LAYERS}),
     Option("Liger kernels", f"{MODEL}.use_liger=True", {LAYERS}, needs_gpu=True),
     Option(
-        "LoRA",
-        f"{MODEL}.lora_rank=4",
-        {LAYERS, HEAD, WEIGHTS},
-        model={"lora_alpha": 8, "target_modules": "all-linear"},
+        "LoRA", f"{MODEL}.lora_rank=4", {LAYERS, HEAD, WEIGHTS}, model={"lora_alpha": 8, "target_modules": "all-linear"}
     ),
 )
 

@@ -23,17 +23,7 @@ from tests.architectures.tiny_configs import save_causal
 from tests.engine.ranks import on_ranks
 from tests.options.table import SAMPLES
 from tests.options.test_veomni import INSTALLED, pytestmark  # noqa: F401
-from tests.support import (
-    Result,
-    assert_same,
-    check_exact,
-    clone,
-    infer,
-    make_engine,
-    old_outputs,
-    run_reference,
-    update,
-)
+from tests.support import Result, assert_same, check_exact, infer, make_engine, old_outputs, run_reference, update
 from verl_pg_plugin.synthetic import make_batch
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 8, 2
@@ -102,7 +92,7 @@ def check_replay(rank: int, path: str, ulysses: int) -> dict[str, list[float]]:
         recording = infer(engine, own)
         recorded = recording["model_output"].pop("routed_experts")
         assert recorded.dtype == torch.int16
-        tu.assign_non_tensor(plain := clone(own), enable_routing_replay=False)
+        tu.assign_non_tensor(plain := own.copy(), enable_routing_replay=False)
         as_ever = infer(engine, plain)
         for figure in ("physical_tokens", "dedup_ratio_of_groups", "groups_per_micro_batch"):
             assert recording["metrics"][f"prefix_grouper/{figure}"] == as_ever["metrics"][f"prefix_grouper/{figure}"]

@@ -23,8 +23,6 @@ RECIPE = (
     "rollout.nnodes=1",
     "rollout.n_gpus_per_node=1",
 )
-
-
 SEPARATE_ASYNC = (
     *SERVERS_APART,
     "trainer.v1.trainer_mode=separate_async",
