@@ -34,26 +34,16 @@ HYBRIDS = stateful_model_types()
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row of docs/models.md.
-
-    Attributes:
-        why: of a status that is not exact; of one that is, where its test is, if that is not the one of all types.
-        head_in_chunks: the head comes last, so log-probs can be computed in chunks.
-        fused_kernels: verl's can stand in for it.
-        value_head: a critic of this type runs.
-        kernels: those that fit the heads of a released checkpoint.
-        needs: overrides without which its default config is refused.
-        compiled: its layers are compiled by default.
-    """
+    """A row of docs/models.md."""
 
     status: str
-    why: str = ""
-    head_in_chunks: bool = False
-    fused_kernels: bool = False
-    value_head: bool = False
-    kernels: list[str] = field(default_factory=list)
-    needs: list[str] = field(default_factory=list)
-    compiled: bool = False
+    why: str = ""  # it is not exact, or where its test is, if that is not the one of all types
+    head_in_chunks: bool = False  # the head comes last
+    fused_kernels: bool = False  # verl's can stand in for it
+    value_head: bool = False  # a critic of this type runs
+    kernels: list[str] = field(default_factory=list)  # that fit the heads of a released checkpoint
+    needs: list[str] = field(default_factory=list)  # overrides without which its default config is refused
+    compiled: bool = False  # by default
 
 
 @functools.cache

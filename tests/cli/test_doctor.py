@@ -92,9 +92,6 @@ def line_of(lines: list[Check], what: str) -> Check:
     return line
 
 
-# The command
-
-
 def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(capsys, processes, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "fresh_process", lambda: processes[0])
     assert main(["doctor", "--full"]) == 0
@@ -164,9 +161,6 @@ def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: li
         found = {(check["section"], check["what"]): check["text"] for check in told["checks"]}
         assert found["Versions", "flash-attn"] in ("not installed (optional)", compat.installed("flash-attn"))
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
-
-
-# The machine
 
 
 def test_a_plugin_that_fails_or_finds_its_place_taken_is_reported(processes) -> None:
@@ -247,9 +241,6 @@ def test_an_import_of_verl_that_never_returns_fails(script: str, error: str, mon
     monkeypatch.setattr(doctor, "TIMEOUT_S", 1)
     (line,) = bad(doctor.process_lines(doctor.fresh_process()))
     assert error in line.text
-
-
-# Overrides
 
 
 def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed: list[str]) -> None:

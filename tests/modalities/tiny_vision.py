@@ -35,17 +35,13 @@ ENCODER = {
     "out_hidden_size": 32,
     "intermediate_size": 24,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 QWEN35_ENCODER = {**ENCODER, "num_position_embeddings": 64}
 QWEN3_ENCODER = {**QWEN35_ENCODER, "deepstack_visual_indexes": [0, 1]}
 QWEN3_TEXT = {
     **TEXT,
     "head_dim": 8,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -54,7 +50,7 @@ def config_of(kind: str, encoder: dict[str, Any] | None = None, **text: Any) -> 
     encoder = {"out_hidden_size": text.get("hidden_size", TEXT["hidden_size"]), **(encoder or {})}
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
     if kind in ("qwen2_vl", "qwen2_5_vl"):
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        rope = {**ROPE, "mrope_section": [1, 1, 2]}
         sizes = {**ENCODER, **encoder, "window_size": 16, "fullatt_block_indexes": [1]}
         if kind == "qwen2_vl":  # which calls the encoder's own width embed_dim
             unknown = ("intermediate_size", "window_size", "fullatt_block_indexes")
@@ -84,21 +80,12 @@ def save_vision_model(path: Path, kind: str, encoder: dict[str, Any] | None = No
 
 @dataclass(frozen=True)
 class Shown:
-    """A image or video.
+    """An image or video; equal seeds are equal pixels. All processors close it with a token."""
 
-    Attributes:
-        grid: frames, rows and columns of patches.
-        seed: of its pixels; equal ones are equal images.
-        kind: "image", "video", or "frames": a video with a timestamp in front of each frame, as Qwen3-VL's processor
-            writes it.
-        closed: whether a token of the prompt ends it, as all processors write one; without it responses diverge
-            directly behind the placeholders.
-    """
-
-    grid: tuple[int, int, int]
+    grid: tuple[int, int, int]  # frames, rows and columns of patches
     seed: int
-    kind: str = "image"
-    closed: bool = True
+    kind: str = "image"  # or "video", or "frames": a timestamp in front of each, as Qwen3-VL's processor writes them
+    closed: bool = True  # without, responses diverge directly behind the placeholders
 
     @property
     def medium(self) -> str:

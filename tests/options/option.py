@@ -37,34 +37,21 @@ def split(override: str) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One option.
+    """One option."""
 
-    Attributes:
-        name, override: its row of docs/support.md.
-        meets: where it takes effect.
-        engine, model: settings for ``make_engine`` of ``tests.support``, beside or for those of the override.
-        batch, loss: for ``make_batch`` and ``actor_loss``; a tensor in ``batch`` becomes a field of the batch.
-        num_ranks: processes it needs.
-        needs_gpu: it cannot run on a CPU.
-        compiles: torch compiles something, which takes seconds.
-        masks: it takes some other options out of effect.
-        splits: it makes split groups, which every case with it must have.
-        refuses: names of options that it is rejected with, by name.
-    """
-
-    name: str
+    name: str  # as ``override``, of its row of docs/support.md
     override: str
-    meets: Set[Place] = frozenset()
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Any] = field(default_factory=dict)
-    loss: Mapping[str, Any] = field(default_factory=dict)
-    num_ranks: int = 1
+    meets: Set[Place] = frozenset()  # where it takes effect
+    engine: Mapping[str, Any] = field(default_factory=dict)  # for ``make_engine``, beside those of the override
+    model: Mapping[str, Any] = field(default_factory=dict)  # likewise
+    batch: Mapping[str, Any] = field(default_factory=dict)  # for ``make_batch``; a tensor becomes a field of the batch
+    loss: Mapping[str, Any] = field(default_factory=dict)  # for ``actor_loss``
+    num_ranks: int = 1  # processes it needs
     needs_gpu: bool = False
-    compiles: bool = False
-    masks: bool = False
-    splits: bool = False
-    refuses: Set[str] = frozenset()
+    compiles: bool = False  # torch compiles something, which takes seconds
+    masks: bool = False  # it takes some other options out of effect
+    splits: bool = False  # it makes split groups, which every case with it must have
+    refuses: Set[str] = frozenset()  # names of options that it is rejected with, by name
 
     def __post_init__(self) -> None:
         engine, model = {}, {}

@@ -152,9 +152,6 @@ def test_an_update_that_shares_logs_what_it_saved_and_the_last_what_all_did(trai
     assert len(caplog.messages) == 3
 
 
-# Trainers of other people
-
-
 def test_a_v0_trainers_own_balance_runs_and_its_batch_gets_whole_groups(config: DictConfig) -> None:
     trainer = keep_groups(OwnBalanceV0)(config)
     metrics: dict[str, Any] = {}
