@@ -92,8 +92,7 @@ def runnable(checkpoint: Path, data: Path) -> list[str]:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.n=4",
+        *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=4"),
         *("algorithm.adv_estimator=grpo", "trainer.balance_batch=False"),
         *("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
     ]
