@@ -36,17 +36,14 @@ if [ $# -gt 0 ]; then
   run tests "$@"
   exit
 fi
-# All of them, in two processes for two cores, and a third of whole runs, which wait for each other's processes more than
-# they compute. The second's rooms and the lowest transformers take about half of the time.
-rooms=(tests/engine tests/options)
-runs=(tests/test_end_to_end.py tests/trainer)
+# All of them, in two processes for two cores: these rooms and the lowest transformers take about half of the time.
+rooms=(tests/engine tests/options tests/planning tests/config)
 mkdir -p outputs
-second > outputs/tests_second.log 2>&1 & others=($!)
-run tests_third "${runs[@]}" > outputs/tests_third.log 2>&1 & others+=($!)
-trap 'pkill -P "$(IFS=,; echo "${others[*]}")" 2>/dev/null || true' EXIT # an interrupt does not reach what runs behind
+second > outputs/tests_second.log 2>&1 & other=$!
+trap 'pkill -P "$other" 2>/dev/null || true' EXIT # an interrupt does not reach what runs behind
 failed=no
-run tests_first tests "${rooms[@]/#/--ignore=}" "${runs[@]/#/--ignore=}" || failed=yes
+run tests_first tests "${rooms[@]/#/--ignore=}" || failed=yes
 on highest || failed=yes
-for other in "${others[@]}"; do wait "$other" || failed=yes; done
-cat outputs/tests_third.log outputs/tests_second.log
+wait "$other" || failed=yes
+cat outputs/tests_second.log
 [ "$failed" = no ]

@@ -187,6 +187,8 @@ class _Planner:
 
     def taken(self, span: _Span) -> float:
         """Of the token budget."""
+        if not (span.cached or span.read_next):
+            return self.tokens(span)
         published = span.read_next - self.kept(span)
         parts_at = {*accumulate(self.shared[span.first + 1 : span.stop], min, initial=span.cached)} - {0}
         read = self.weights.read(span.cached, len(parts_at))
@@ -303,12 +305,11 @@ class _Planner:
     def fill(self, chains: list[list[_Span]], at_least: int) -> list[list[_Part]]:
         """Whole groups, longest first, to the micro-batch that has the most room, or to a new one."""
         groups = [[[span] for span in chain] for chain in chains if len(chain) > 1]
-        loose = sorted((c[0] for c in chains if len(c) == 1), key=lambda span: (-self.tokens(span), span.first))
+        spans = [chain[0] for chain in chains if len(chain) == 1]
+        loose = sorted((-self.tokens(span), span.first, span) for span in spans)
         parts = [part for group in groups for part in group]
         num_chunks = len(parts)
-        tokens = sum(self.taken(span) for (span,) in parts) + sum(
-            min(self.tokens(span), self.max_tokens) for span in loose
-        )
+        tokens = sum(self.taken(span) for (span,) in parts) + sum(min(-own, self.max_tokens) for own, _, _ in loose)
         wanted = max(at_least, math.ceil(tokens / self.max_tokens), math.ceil(len(self.new) / self.max_sequences))
         parts += [[] for _ in range(min(wanted - num_chunks, len(loose)))]
 
@@ -317,13 +318,13 @@ class _Planner:
 
         emptiest = [fullness(sum(map(self.taken, p)), sum(span.size for span in p), k) for k, p in enumerate(parts)]
         heapq.heapify(emptiest)
-        for span in loose:
+        for own, _, span in loose:
             _, load, size, place = emptiest[0]
-            load, size = load + self.tokens(span), size + span.size
+            load, size = load - own, size + span.size
             if parts[place] and (load > self.max_tokens or size > self.max_sequences):
                 place = len(parts)
                 parts.append([])
-                heapq.heappush(emptiest, fullness(self.tokens(span), span.size, place))
+                heapq.heappush(emptiest, fullness(-own, span.size, place))
             else:
                 heapq.heapreplace(emptiest, fullness(load, size, place))
             parts[place].append(span)
