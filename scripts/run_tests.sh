@@ -19,7 +19,6 @@ bash scripts/install.sh
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
 # One thread: on two cores, tiny models and two-process tests are slower when they fight over threads.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A test that takes the memory of the machine fails by itself. CUDA reserves addresses beyond any such limit.
@@ -28,11 +27,13 @@ export RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=2000000000 # which the limit co
 run() { .venv/bin/python -m pytest "${selection[@]}" --durations=15 --junitxml="outputs/$1.xml" "${@:2}"; }
 on() { if [ "$others" = yes ]; then bash scripts/upkeep/run_tests_transformers.sh "$1"; fi; }
 second() {
+  .venv/bin/mypy
   run tests_second "${rooms[@]}"
   on lowest
 }
 
 if [ $# -gt 0 ]; then
+  .venv/bin/mypy
   run tests "$@"
   exit
 fi

@@ -1,7 +1,7 @@
 """Composed configs and tiny checkpoints that the tests of this folder share."""
 
-import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ FLAGS = {
 
 
 @functools.cache
-def _composed(module: str, name: str, groups: tuple[str, ...]) -> DictConfig:
+def _composed(module: str, name: str, groups: tuple[str, ...]) -> bytes:
+    """Pickled, since a copy from there takes a sixth of the time of OmegaConf's own."""
     with initialize_config_module(module, version_base=None):
-        return compose(name, overrides=list(groups))
+        return pickle.dumps(compose(name, overrides=list(groups)))
 
 
 def compose_config(
@@ -39,7 +40,7 @@ def compose_config(
 ) -> DictConfig:
     """A config with command-line overrides: composed once for each choice of groups, and the rest applied by Hydra."""
     groups = tuple(item for item in overrides if "." not in item.partition("=")[0] or item.startswith("hydra."))
-    config = copy.deepcopy(_composed(module, name, groups))
+    config = pickle.loads(_composed(module, name, groups))
     parsed = OverridesParser.create().parse_overrides([item for item in overrides if item not in groups])
     ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     return config

@@ -1,6 +1,5 @@
 """Compiled decoder layers keep the numbers, and ragged micro-batches compile them once."""
 
-import os
 from collections import Counter
 from functools import partial
 from threading import Thread
@@ -39,11 +38,10 @@ def forget_graphs() -> None:
 def compiled(qwen3: str) -> Any:
     """An engine whose layers are compiled once, for all tests of it, which come first.
 
-    By Inductor, which takes most of the seconds; what other versions of transformers change are the graphs it is given.
+    Their graphs run as they are; Inductor, which takes a minute, is for the slow tests of tests/options and for GPUs.
     """
     forget_graphs()
-    compiler = partial(torch.compile, backend=os.environ.get("COMPILER_OF_TESTS", "inductor"))
-    with patch.object(compiled_layers.torch, "compile", compiler):
+    with patch.object(compiled_layers.torch, "compile", partial(torch.compile, backend="eager")):
         return make_engine(qwen3, splits=True, engine={"compile_layers": True})
 
 

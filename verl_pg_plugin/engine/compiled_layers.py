@@ -103,8 +103,10 @@ def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(value: Any) -> Any:
-    is_activation = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
-    return _SameStorage.apply(value) if is_activation else value
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    # What transformers embeds for layers with checkpoints wants gradients without any too, the next layer's input not.
+    return _SameStorage.apply(value) if torch.is_grad_enabled() else value.detach()
 
 
 class _SameStorage(torch.autograd.Function):
