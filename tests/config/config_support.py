@@ -40,7 +40,7 @@ def compose_config(
 ) -> DictConfig:
     """A config with command-line overrides: composed once for each choice of groups, and the rest applied by Hydra."""
     groups = tuple(item for item in overrides if "." not in item.partition("=")[0] or item.startswith("hydra."))
-    config = pickle.loads(_composed(module, name, groups))
+    config = pickle.loads(_composed(module, name, groups))  # noqa: S301
     parsed = OverridesParser.create().parse_overrides([item for item in overrides if item not in groups])
     ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     return config

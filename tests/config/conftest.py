@@ -59,7 +59,7 @@ def make_config(_composed: bytes) -> Callable[..., DictConfig]:
     """Build a runnable config in a mode and apply ``{key: value}`` on top, interpolations kept alive."""
 
     def make(mode: Mode = Mode.PACKED, settings: dict[str, Any] | None = None) -> DictConfig:
-        config = pickle.loads(_composed)
+        config = pickle.loads(_composed)  # noqa: S301
         shares, unpadded = FLAGS[mode]
         flags = {USE_PREFIX_GROUPER: shares, USE_REMOVE_PADDING: unpadded, "critic.model.use_remove_padding": unpadded}
         for key, value in {**flags, **(settings or {})}.items():

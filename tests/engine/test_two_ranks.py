@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from tests.conftest import free_port
 from tests.engine.carried_cases import ONE_GROUP
-from tests.engine.ranks import SECONDS_BEHIND_A_FAILURE, graphs_as_they_are, on_ranks
+from tests.engine.ranks import SECONDS_BEHIND_A_FAILURE, on_ranks
 from tests.engine.test_exactness import MIXED
 from tests.fresh import python
 from tests.support import actor_loss, clone, group, make_engine, update
