@@ -390,8 +390,7 @@ def learned(
 def assert_same(actual: Result, expected: Result, tolerance: float | None = None) -> None:
     """Per token and per parameter; ``tolerance`` is relative to the largest magnitude of the compared tensor.
 
-    It is 1e-5, and 1e-10 where all is in float64.
-    The scale of a log-prob is at least 1, since its error is that of the logits it is computed from.
+    It is 1e-5, and 1e-10 where all is in float64. A log-prob counts as 1 at least: its error is that of logits.
     """
     if tolerance is None:
         tensors = [*actual.gradients.values(), *(row for rows in actual.outputs.values() for row in rows)]

@@ -83,6 +83,14 @@ def _engage_or_exit(config: DictConfig) -> None:
     engage_or_exit(config)
 
 
+def _be_heard() -> None:
+    """vLLM brings a package into verl's workers that sets the root logger and its handlers to ERROR."""
+    handler = logging.StreamHandler()  # of our own, with verl's format
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+
+
 def _register_or_warn() -> None:
     try:
         register()
@@ -98,3 +106,4 @@ def _register_or_warn() -> None:
 
 # verl's entry point cannot register in a process that imported this package first: loading it again runs nothing.
 after_import("verl", _register_or_warn)
+after_import("model_hosting_container_standards.logging_config", _be_heard)

@@ -49,7 +49,7 @@ SAMPLES = [*CASES["uneven_groups_and_prompts_of_different_length"], *CASES["mult
 TYPES = [name for name in MODEL_TYPES if name not in HYBRIDS]
 ZERO_GRADIENTS = {
     # Without rotary embedding a bias of the keys adds the same number to all scores of a query: softmax ignores it.
-    "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)},
+    "opt": {f"model.decoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}
 }
 
 
@@ -125,8 +125,7 @@ def test_fused_kernels_of_hybrids_are_as_exact_as_their_layers(kind: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [name if name in ("olmo2", "qwen3") else pytest.param(name, marks=pytest.mark.slow) for name in TYPES],
+    "model_type", [name if name in ("olmo2", "qwen3") else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
 )
 def test_torch_before_2_13_trains_every_type_that_is_not_refused(model_type, tmp_path, monkeypatch) -> None:
     """A type that fails here and is not in the list of those handed float32 angles would fail in its first update."""

@@ -23,8 +23,7 @@ from verl_pg_plugin.engine import compiled_layers
 from verl_pg_plugin.engine.compiled_layers import LayerCompilerError, compile_forward, compile_layers, compiling
 from verl_pg_plugin.synthetic import make_batch
 
-BUDGET = 40
-"""Of which the first group of each batch takes more."""
+BUDGET = 40  # of which the first group of each batch takes more
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
 WHOLE = make_batch(RAGGED[0])
 
@@ -36,10 +35,7 @@ def forget_graphs() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(qwen3: str) -> Any:
-    """An engine whose layers are compiled once, for all tests of it, which come first.
-
-    Their graphs run as they are; Inductor, which takes a minute, is for the slow tests of tests/options and for GPUs.
-    """
+    """For all tests of it, which come first; Inductor, which takes a minute, is for slow tests and those of GPUs."""
     forget_graphs()
     with patch.object(compiled_layers.torch, "compile", partial(torch.compile, backend="eager")):
         return make_engine(qwen3, splits=True, engine={"compile_layers": True})

@@ -44,7 +44,16 @@ print(all(cls._balance_batch.wrapped_by_verl_pg_plugin for cls in (PPOTrainerSyn
 ROLLOUT = "from verl.workers.rollout.base import get_rollout_class\nprint(get_rollout_class('hf').__name__)"
 FIRST_MODULES = ("config.rules", "trainer", "cpu.rollout")
 
+ROOT_LOGGER_SILENCED = """
+import logging, sys
+logging.basicConfig(level="ERROR"); logging.root.handlers[0].setLevel("ERROR")
+sys.modules["model_hosting_container_standards.logging_config"] = logging
+import verl_pg_plugin.trainer.groups
+logging.getLogger("verl_pg_plugin.engine.engine").warning("a level")
+logging.getLogger("verl_pg_plugin.trainer.groups").info("tokens not computed")
+"""
 CASES: dict[str, tuple[str, dict[str, str]]] = {
+    "root logger silenced": (ROOT_LOGGER_SILENCED, CPU),
     "verl first": (IMPORT_VERL, CPU),
     # Then verl's entry point finds the package loaded and runs nothing.
     "package first": ("import importlib.util, verl_pg_plugin; importlib.util.find_spec('verl')" + BUILT, CPU),
@@ -68,6 +77,11 @@ def test_importing_verl_registers_without_cuda_kernels_or_vllm_and_logs_one_line
     result = ended["verl first"]
     assert result.stdout.splitlines() == [OURS, STOCK, "False []"], result.stderr
     assert sum(line.startswith("verl_pg_plugin ") for line in result.stderr.splitlines()) == 1
+
+
+def test_warnings_and_the_tokens_saved_are_told_where_vllm_silences_the_root_logger(ended: dict[str, Ended]) -> None:
+    told = [line.rpartition(":")[2] for line in ended["root logger silenced"].stderr.splitlines()[-2:]]
+    assert told == ["a level", "tokens not computed"], ended["root logger silenced"].stderr
 
 
 @pytest.mark.parametrize("case", ["package first", "external module", "no plugins, the mode selected"])

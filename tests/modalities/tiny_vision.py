@@ -38,11 +38,7 @@ ENCODER = {
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 QWEN35_ENCODER = {**ENCODER, "num_position_embeddings": 64}
 QWEN3_ENCODER = {**QWEN35_ENCODER, "deepstack_visual_indexes": [0, 1]}
-QWEN3_TEXT = {
-    **TEXT,
-    "head_dim": 8,
-    "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
-}
+QWEN3_TEXT = {**TEXT, "head_dim": 8, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 

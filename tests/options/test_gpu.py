@@ -23,8 +23,7 @@ from verl_pg_plugin.synthetic import Sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_group")]
 
-SCALE = 10
-"""Samples are as many times as long as those of the matrix."""
+SCALE = 10  # samples are as many times as long as those of the matrix
 NUM_BATCHES = 8
 """Of one batch an error is up to 1.4 times that of another way to round, and 0.6 times it of the next."""
 SMOOTH = Option("a loss without thresholds", "", loss=SMOOTH_LOSS)
