@@ -37,7 +37,7 @@ if [ $# -gt 0 ]; then
   run tests "$@"
   exit
 fi
-# All of them, in two processes for two cores: these rooms and the lowest transformers take about half of the time.
+# All of them, in two processes for two cores: these rooms, mypy and the lowest transformers take about half of the time.
 rooms=(tests/engine tests/options tests/planning tests/config)
 mkdir -p outputs
 second > outputs/tests_second.log 2>&1 & other=$!

@@ -84,11 +84,13 @@ def _engage_or_exit(config: DictConfig) -> None:
 
 
 def _be_heard() -> None:
-    """vLLM brings a package into verl's workers that sets the root logger and its handlers to ERROR."""
-    handler = logging.StreamHandler()  # of our own, with verl's format
+    """vLLM brings a package into verl's workers that sets the root logger and its handlers to LOG_LEVEL, else ERROR."""
+    handler = logging.StreamHandler()  # for what none of those writes, in verl's format
     handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))
+    handler.addFilter(lambda record: all(record.levelno < other.level for other in logging.root.handlers))
     logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(min(logging.WARNING, logging.root.level))
 
 
 def _register_or_warn() -> None:

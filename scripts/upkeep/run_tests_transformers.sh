@@ -2,7 +2,7 @@
 # What depends most on transformers, under the lowest or the highest version that pyproject.toml names: exactness of the
 # engine in every architecture, our model files, mixers inside stock models, graphs of compiled layers, and the names that
 # we build on. Images are left out on the highest, which verl's own patches of image models do not know yet. So is what
-# the layout, the planner, ranks and the engine's options do, and critics, whose layers are those of the other models.
+# the layout, the planner, several ranks and the engine's options do, and critics, whose layers are those of the other models.
 #
 #   bash scripts/upkeep/run_tests_transformers.sh lowest|highest [PYTEST_ARGS ...]
 #

@@ -37,7 +37,7 @@ def forget_graphs() -> None:
 def compiled(qwen3: str) -> Any:
     """For all tests of it, which come first; Inductor, which takes a minute, is for slow tests and those of GPUs."""
     forget_graphs()
-    with patch.object(compiled_layers.torch, "compile", partial(torch.compile, backend="eager")):
+    with patch.object(compiled_layers.torch, "compile", partial(torch.compile, backend="aot_eager")):
         return make_engine(qwen3, splits=True, engine={"compile_layers": True})
 
 

@@ -162,7 +162,7 @@ def resume(rank: int, path: str, strategy: str, folder: str) -> None:
 def resume_on_a_cpu(*args: Any) -> None:
     # verl names the device of a checkpoint's weights with its number, and a CPU has none.
     to_gpu = patch.object(transformer_impl, "load_fsdp_model_to_gpu", lambda module: None)
-    with to_gpu, patch.object(torch, "compile", lambda forward, **_: forward):  # what is saved has the names of layers
+    with to_gpu, patch.object(torch, "compile", lambda forward, **_: forward):  # only names of layers matter here
         resume(*args)
 
 

@@ -31,7 +31,7 @@ def test_options_keep_the_numbers_alone_and_together(case: Case, engines: Engine
 
 
 def test_compiled_entropy_keeps_the_numbers(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes half a minute, for the slow pairs; compiled layers have tests/engine/test_compiled_layers.py."""
+    """Inductor takes a minute, for the slow pairs; compiled layers have tests/engine/test_compiled_layers.py."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert_exact(case_of("compiled entropy"), Engines(engines.checkpoint))
 

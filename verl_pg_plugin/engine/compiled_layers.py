@@ -105,7 +105,8 @@ def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    # What transformers embeds for layers with checkpoints wants gradients without any too, the next layer's input not.
+    # With checkpointing transformers makes the first layer's input require gradients without gradient mode too, and no
+    # other's. Detached they share a graph.
     return _SameStorage.apply(value) if torch.is_grad_enabled() else value.detach()
 
 
