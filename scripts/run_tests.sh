@@ -38,7 +38,7 @@ if [ $# -gt 0 ]; then
   exit
 fi
 # All of them, in two processes for two cores: these rooms, mypy and the lowest transformers take about half of the time.
-rooms=(tests/engine tests/options tests/planning tests/config)
+rooms=(tests/engine tests/options tests/config)
 mkdir -p outputs
 second > outputs/tests_second.log 2>&1 & other=$!
 trap 'pkill -P "$other" 2>/dev/null || true' EXIT # an interrupt does not reach what runs behind

@@ -33,7 +33,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$folder${PYTHONPATH:+:$P
 echo "tests on transformers $version" >&2
 leave_out="veomni or test_critics or any_trie or carry_nothing" # VeOmni has a range of its own
 leave_out+=" or two_ranks or every_rank or over_ranks or waits_for_nobody"
-leave_out+=" or (test_compiled_layers and not (compile_once or recomputed))"
+leave_out+=" or (test_compiled_layers and not compile_once)"
 leave_out+=" or (test_gated_delta and groups_are_exact) or (test_images and (every_option or verify_mode))"
 leave_out+=" or (test_exactness and not (every_way or windows or uneven_groups))"
 .venv/bin/python -m pytest -m "not slow" \

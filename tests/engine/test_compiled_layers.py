@@ -4,7 +4,6 @@ from collections import Counter
 from functools import partial
 from threading import Thread
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from verl_pg_plugin.synthetic import make_batch
 BUDGET = 40  # of which the first group of each batch takes more
 RAGGED = [[*group(20 + i, [5, 9, 1, 7 + i], i), *group(3 + i, [5, 3], 2), *group(33 - i, [4], 3)] for i in range(4)]
 WHOLE = make_batch(RAGGED[0])
+COMPILE = torch.compile
 
 
 def forget_graphs() -> None:
@@ -33,17 +33,22 @@ def forget_graphs() -> None:
     counters.clear()
 
 
-@pytest.fixture(scope="module")
-def compiled(qwen3: str) -> Any:
-    """For all tests of it, which come first; Inductor, which takes a minute, is for slow tests and those of GPUs."""
-    forget_graphs()
-    with patch.object(compiled_layers.torch, "compile", partial(torch.compile, backend="aot_eager")):
-        return make_engine(qwen3, splits=True, engine={"compile_layers": True})
+@pytest.fixture
+def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
+    """An engine whose layers go through another compiler than Inductor, whose minute is for slow tests and GPUs."""
+
+    def build(backend: Any, splits: bool = False, dynamic: bool = True) -> Any:
+        forget_graphs()
+        compiler = partial(COMPILE, backend=backend)
+        monkeypatch.setattr(compiled_layers.torch, "compile", lambda forward, **_: compiler(forward, dynamic=dynamic))
+        return make_engine(qwen3, splits=splits, engine={"compile_layers": True})
+
+    return build
 
 
-def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compiled: Any, qwen3: str) -> None:
+def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(compile_with, qwen3: str) -> None:
     """With attention computed again they are compiled by the slow tests of tests/options."""
-    graphs = []
+    compiled, graphs = compile_with("eager", splits=True), []
     for samples in RAGGED:
         check_exact(compiled, qwen3, make_batch(samples, max_token_len_per_gpu=BUDGET), splits=True)
         graphs.append(counters["stats"]["unique_graphs"])
@@ -72,24 +77,14 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(compiled: Any) -> None:
+def test_a_compiled_layer_that_is_recomputed_stops_in_front_of_its_last_product(compile_with) -> None:
+    """In a graph that runs as a whole, as Inductor's do."""
+    engine = compile_with("aot_eager", dynamic=False)
     with Products() as products:
-        update(compiled, WHOLE)
+        update(engine, WHOLE)
     hidden, intermediate, layers = 32, 48, 2
     assert products.calls[hidden, intermediate] == 2 * 2 * layers, "the other two matrices of each MLP, both times"
     assert products.calls[intermediate, hidden] == layers
-
-
-@pytest.fixture
-def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
-    """An engine whose layers go through another compiler than Inductor, which takes seconds."""
-
-    def build(backend: Any) -> Any:
-        forget_graphs()
-        monkeypatch.setattr(compiled_layers.torch, "compile", partial(torch.compile, backend=backend))
-        return make_engine(qwen3, engine={"compile_layers": True})
-
-    return build
 
 
 def fail(graph: Any, inputs: Any) -> Any:
