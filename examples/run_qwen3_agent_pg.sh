@@ -11,7 +11,7 @@
 set -euo pipefail
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export USE_PREFIX_GROUPER=True
+export USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_agent_pg}
 export PYTHONPATH=$repository/scripts/data${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then

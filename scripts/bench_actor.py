@@ -38,6 +38,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
+import numpy as np
 import torch.distributed as dist
 import transformers
 from benchmarks.actor_cases import PHASES, Case, Work, batch_of_phase, parse_case, samples_of_ranks
@@ -80,8 +81,8 @@ class Row:
     phase: str
     fits: bool
     seconds_median: float
-    seconds_min: float
-    seconds_max: float
+    seconds_q1: float
+    seconds_q3: float
     speedup: float
     flop_bound: float
     peak_gib: float
@@ -154,13 +155,13 @@ def run_phase(engine: Any, phase: str, batch: TensorDict, loss: Any, entropy: bo
 
 
 def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Median and spread over repeats, after warm-up; NaN where one GPU's memory does not hold it."""
+    """Median and quartiles over repeats, after warm-up; NaN where one GPU's memory does not hold it."""
     try:
         runs = [run_phase(engine, phase, batch, loss, args.entropy) for _ in range(args.warmup + args.repeats)]
     except torch.OutOfMemoryError:
         if dist.get_world_size() > 1:  # the others may wait in a layer
             raise
-        names = ("seconds_median", "seconds_min", "seconds_max", "peak_gib", *ROW_METRICS)
+        names = ("seconds_median", "seconds_q1", "seconds_q3", "peak_gib", *ROW_METRICS)
         unknown: dict[str, Any] = dict.fromkeys(names, math.nan)
         return {"fits": False, **unknown, "level": "", "graphs_compiled": counters["stats"]["unique_graphs"]}
     mine = [run.seconds for run in runs[args.warmup :]]
@@ -168,11 +169,12 @@ def measure(engine: Any, phase: str, batch: TensorDict, loss: Any, args: argpars
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (mine, peak))
     slowest = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
+    quartiles = np.percentile(slowest, [25, 50, 75]).tolist()
     return {
         "fits": True,
-        "seconds_median": statistics.median(slowest),
-        "seconds_min": min(slowest),
-        "seconds_max": max(slowest),
+        "seconds_median": quartiles[1],
+        "seconds_q1": quartiles[0],
+        "seconds_q3": quartiles[2],
         "peak_gib": max(peak for _, peak in ranks),
         "level": runs[-1].level,
         **runs[-1].rows,
@@ -344,7 +346,7 @@ def report(rows: list[Row], path: Path | None) -> None:
     if path:
         write_csv(rows, path)
     table = Table(
-        *("case", "path", "phase", "median s", "min..max", "speed-up", "bound", "GiB", "ratio", "level", "host GiB"),
+        *("case", "path", "phase", "median s", "quartiles", "speed-up", "bound", "GiB", "ratio", "level", "host GiB"),
         *("TFLOP/s", "slow"),
         *(["patches"] if any(row.logical_patches for row in rows) else []),
     )
@@ -354,7 +356,7 @@ def report(rows: list[Row], path: Path | None) -> None:
             row.path if row.kernel == "stock" else f"{row.path} {row.kernel}{', compiled' * row.layers_compiled}",
             row.phase,
             f"{row.seconds_median:.4f}" if row.fits else "out of memory",
-            f"{row.seconds_min:.4f}..{row.seconds_max:.4f}",
+            f"{row.seconds_q1:.4f}..{row.seconds_q3:.4f}",
             f"{row.speedup:.2f}",
             f"{row.flop_bound:.2f}",
             f"{row.peak_gib:.1f}",

@@ -3,6 +3,7 @@
     python scripts/bench_step.py --cases 64,8,4,4 --steps 3                         # a rehearsal on a CPU
     python scripts/bench_step.py --model-shape qwen3-4b --cases 4096,1024,4,8 8192,1024,8,4 \
         --modes rmpad packed --steps 3 --timeout 280 --output-dir outputs/step_4b
+    python scripts/bench_step.py --cases 600,50,8,4,10 ...                           # agents of ten turns
     python scripts/bench_step.py ... -- actor_rollout_ref.actor.entropy_coeff=0.01   # verl overrides for every run
 
 A checkpoint of the shape is drawn at random (full-size vocabulary), prompts are random words of exactly P tokens, and
@@ -46,27 +47,38 @@ EXAMPLES = {
     "packed": "run_qwen3_pg.sh",
     "prefix_grouper": "run_qwen3_prefix_grouper.sh",
 }
+AGENT_EXAMPLE = "run_qwen3_agent_pg.sh"
+TOKENS_BETWEEN_TURNS = 16
 console = Console(width=150, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """Tokens of every prompt and response, responses per prompt, prompts per training step (on all GPUs together)."""
+    """Tokens of every prompt and response, responses per prompt, prompts per training step (on all GPUs together).
+
+    With ``turns``, responses are sessions with a sample per turn, and ``response`` is a turn's.
+    """
 
     prompt: int
     response: int
     n: int
     prompts: int
+    turns: int = 0
 
     @classmethod
     def parse(cls, text: str) -> StepCase:
         numbers = text.split(",")
-        if len(numbers) != 4 or not all(number.isdigit() and int(number) for number in numbers):
-            raise argparse.ArgumentTypeError(f"{text}: a case is P,R,n,prompts in positive numbers: 4096,1024,4,8")
+        if len(numbers) not in (4, 5) or not all(number.isdigit() and int(number) for number in numbers):
+            raise argparse.ArgumentTypeError(f"{text}: a case is P,R,n,prompts or P,R,n,prompts,turns: 4096,1024,4,8")
         return cls(*map(int, numbers))
 
     def __str__(self) -> str:
-        return ",".join(map(str, astuple(self)))
+        return ",".join(map(str, astuple(self)[: 5 if self.turns else 4]))
+
+    @property
+    def longest_prompt(self) -> int:
+        """A turn adds its response and what the checker says of it, in the marks of the chat template."""
+        return self.prompt + max(self.turns - 1, 0) * (self.response + TOKENS_BETWEEN_TURNS)
 
 
 def mode(text: str) -> str:
@@ -81,7 +93,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
     default_case = StepCase(64, 8, 4, 4)
-    parser.add_argument("--cases", nargs="+", type=StepCase.parse, default=[default_case], metavar="P,R,n,prompts")
+    parser.add_argument(
+        "--cases", nargs="+", type=StepCase.parse, default=[default_case], metavar="P,R,n,prompts[,turns]"
+    )
     parser.add_argument("--modes", nargs="+", type=mode, default=["rmpad", "packed"], help=mode.__doc__)
     parser.add_argument("--steps", type=int, default=3, help="training steps of a run, the first of which warms up")
     parser.add_argument("--ngpus", type=int, default=1)
@@ -138,19 +152,22 @@ def run_of(
         "ROLLOUT_N": case.n,
         "TRAIN_BATCH_SIZE": case.prompts,
         "PPO_MINI_BATCH_SIZE": case.prompts,
-        "MAX_PROMPT_LENGTH": case.prompt,
+        "MAX_PROMPT_LENGTH": case.longest_prompt,
         "MAX_RESPONSE_LENGTH": case.response,
         "MAX_TOKEN_LEN": args.max_token_len,
         "REF_MAX_TOKEN_LEN": args.ref_max_token_len or args.max_token_len,
         "GPU_MEMORY_UTILIZATION": args.gpu_memory_utilization,
         "TOTAL_STEPS": args.steps,
         "TOTAL_EPOCHS": 1,
+        # Of agents' runs.
+        "MAX_TURNS": case.turns,
+        "USE_PREFIX_GROUPER": mode != "rmpad",
     }
     example, _, options = mode.partition(":")
     overrides = [
         "actor_rollout_ref.rollout.ignore_eos=True",
         f"actor_rollout_ref.rollout.enforce_eager={not args.cuda_graphs}",
-        f"actor_rollout_ref.rollout.max_model_len={case.prompt + case.response}",
+        f"actor_rollout_ref.rollout.max_model_len={case.longest_prompt + case.response}",
         # One worker each: every further one imports the rollout engine before the first step.
         "actor_rollout_ref.rollout.agent.num_workers=1",
         "reward.num_workers=1",
@@ -161,7 +178,8 @@ def run_of(
     ]
     metrics, log = args.output_dir / f"{name}.jsonl", args.output_dir / f"{name}.log"
     environ = {key: str(value) for key, value in variables.items()}
-    return ScriptRun.of_example(EXAMPLES[example], overrides, environ, metrics, log)
+    script = AGENT_EXAMPLE if case.turns else EXAMPLES[example]
+    return ScriptRun.of_example(script, overrides, environ, metrics, log)
 
 
 def main() -> int:

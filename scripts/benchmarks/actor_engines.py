@@ -22,6 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from benchmarks.shapes import SHAPES, config_of
 from verl_pg_plugin.architectures import auto_class
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions
+from verl_pg_plugin.engine.compiled_layers import compile_layers
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class EnginePath:
     """One of verl's four modes, ours with options of the section ``prefix_grouper``: ``packed:activations=inputs``.
 
     ``packed/fsdp`` runs it under that strategy in place of fsdp2. ``@12288`` at the end is the path's own budget of a
-    micro-batch. ``rmpad:offload,fused`` is stock verl with its activation offload, its fused kernels, or both.
+    micro-batch. ``rmpad:offload,fused,compiled`` is stock verl with its activation offload, its fused kernels, its
+    decoder layers compiled, or several of these.
     """
 
     mode: str
@@ -38,7 +40,7 @@ class EnginePath:
     strategy: str = "fsdp2"
 
     MODES = ("padded", "rmpad", "prefix_grouper", "packed")
-    FLAGS = ("offload", "fused")
+    FLAGS = ("offload", "fused", "compiled")
 
     @classmethod
     def parse(cls, text: str) -> "EnginePath":
@@ -132,10 +134,18 @@ def remember(model: torch.nn.Module) -> None:
             torch.nn.init.uniform_(weight, -5.0, -1.0)
 
 
+class _CompiledStock(FSDPEngineWithLMHead):
+    def _build_module(self) -> Any:
+        module = super()._build_module()
+        compile_layers(module)
+        return module
+
+
 def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) -> Any:
     """verl's own class for the stock paths, ours for the others; same options."""
     on_gpu = get_device_name() == "cuda"
-    engine_cls = FSDPEngineWithLMHead if path.stock else EngineRegistry.get_engine_cls("language_model", path.strategy)
+    stock = _CompiledStock if path.has("compiled") else FSDPEngineWithLMHead
+    engine_cls = stock if path.stock else EngineRegistry.get_engine_cls("language_model", path.strategy)
     engine = engine_cls(
         model_config=HFModelConfig(
             path=model_path,

@@ -7,12 +7,13 @@ verl gives every sample of a session the reward, and under GRPO the advantage, o
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
-MAX_TURNS = 4
+MAX_TURNS = int(os.environ.get("MAX_TURNS", "4"))
 
 
 def checked(reply: str, answer: str) -> str:

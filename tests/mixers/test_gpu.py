@@ -124,6 +124,7 @@ def test_states_handed_to_many_children_are_summed_in_order() -> None:
     assert (first.double() - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@with_fla
 def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     layout, width = trie_of_depth(3).layout(), 256
     weight = torch.randn(width, 4, generator=torch.Generator().manual_seed(1))
@@ -132,10 +133,9 @@ def test_the_convolution_over_a_trie_is_that_on_the_cpu() -> None:
     found = []
     for device in ("cpu", "cuda"):
         own, w = (tensor.to(device).detach().requires_grad_() for tensor in (x, weight))
-        with torch.backends.cudnn.flags(allow_tf32=False):
-            windows = Windows.from_layout(layout, 4, torch.device(device))
-            out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, activation="silu"))
-            (out * out_weight.to(device)).sum().backward()
+        windows = Windows.from_layout(layout, 4, torch.device(device))
+        out = convolve(own, windows, lambda part, w=w: plain_convolution(part, w, activation="silu"))
+        (out * out_weight.to(device)).sum().backward()
         found.append([tensor.detach().cpu() for tensor in (out, own.grad, w.grad)])
     for want, got in zip(*found, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
