@@ -57,6 +57,16 @@ def test_compiled_layers_keep_the_numbers_also_in_split_groups_and_compile_once(
     assert not counters["recompiles"]
 
 
+def test_without_gradient_a_layer_whose_input_requires_one_shares_the_graph_of_the_others(monkeypatch) -> None:
+    forget_graphs()
+    monkeypatch.setattr(compiled_layers.torch, "compile", partial(COMPILE, backend="eager"))
+    layer = compile_forward(lambda x: 2 * x)
+    with torch.no_grad():
+        for requires_grad in (True, False):
+            layer(torch.ones(4, requires_grad=requires_grad))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 class Products(TorchDispatchMode):
     """Counts products by the size of their weight, those of compiled graphs too, as a forward computes them.
 
