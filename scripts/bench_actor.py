@@ -7,12 +7,11 @@ Real engines on random weights; every path sees the same batch. A case is P,R,n,
 responses per prompt, prompts per rank; R may be ``ln:MEAN`` (log-normal), n may be ``4-16`` (uniform) or ``2/16`` (in
 turn). P may be ``512+4x1024``: 512 tokens of text and four images of 1,024 each, for a model that reads them.
 ``agent:P,REPLY,TOOL,TURNS,n,groups`` are sessions with a sample per turn, ``tree:P,STEP,BRANCHING,DEPTH,groups`` search
-trees with one per leaf, ``preamble:EXAMPLES,P,R,n,groups`` prompts that all begin with the same examples. Ours runs
-first, since verl replaces forwards in the classes of such models for the whole process. Speed-up is against rmpad of
-the same strategy in the same run; the bound is the ratio of floating point operations, vision encoder included, the
-head counted on every token for stock verl (it runs there) and on response tokens for ours. Memory is the peak of the
-forward and backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile`` runs each
-phase once more under torch's profiler and says which kernels took the time (a GPU's alone).
+trees with one per leaf. Ours runs first, since verl replaces forwards in classes for the whole process. Speed-up is
+against rmpad of the same strategy in the same run; the bound is the ratio of floating point operations, vision encoder
+included, the head counted on every token for stock verl (it runs there) and on response tokens for ours. Memory is the
+peak of the forward and backward passes; with ``--optimizer SGD`` there is no optimizer state beside it. ``--profile``
+runs each phase once more under torch's profiler and says which kernels took the time (a GPU's alone).
 
 Phases beside ``old_log_prob``, ``ref`` and ``update_actor`` are updates with other losses of verl's: ``distill`` with
 ``forward_kl_topk`` of a random teacher's ``--topk`` tokens, and ``sft``, which learns the responses. What runs out of a

@@ -22,25 +22,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_pg_plugin.cli.demo import REWARD, read_steps
+from verl_pg_plugin.config import mode_of
 
-MODES = {
-    (False, False): "padded",
-    (False, True): "rmpad",
-    (True, False): "prefix_grouper",
-    (True, True): "packed",
-}
 DEDUP_RATIO = "actor/prefix_grouper/dedup_ratio"
 LOGICAL_TOKENS = "actor/prefix_grouper/logical_tokens"
 PHYSICAL_TOKENS = "actor/prefix_grouper/physical_tokens"
 ATTENTION_BACKEND = "actor/prefix_grouper/attention_backend/"
 TIMING = "timing_s/"
 PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
-
-
-def read_mode(config_path: Path) -> str:
-    """``padded``, ``rmpad``, ``prefix_grouper`` or ``packed``, from a saved Hydra config."""
-    roles = OmegaConf.load(config_path).actor_rollout_ref
-    return MODES[bool(roles.actor.use_prefix_grouper), bool(roles.model.use_remove_padding)]
 
 
 def read_loggers(config_path: Path) -> list[str]:
@@ -107,7 +96,7 @@ def main() -> None:
         steps = read_steps(args.metrics)
         if not steps:
             raise ValueError(f'{args.metrics} holds no training step; train with trainer.logger=["console","file"]')
-        summary = summarize(steps, read_mode(args.config))
+        summary = summarize(steps, mode_of(OmegaConf.load(args.config)).value)
     except (ValueError, FileNotFoundError) as error:
         parser.exit(1, f"error: {error}\n")
     lines = [*describe(summary), f"run summary: {json.dumps(summary)}"]

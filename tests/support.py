@@ -387,14 +387,13 @@ def learned(
     return Result({name: response_values(v, batch) for name, v in rows.items()}, gradients, value.item(), metrics)
 
 
-def assert_same(actual: Result, expected: Result, tolerance: float | None = None) -> None:
-    """Per token and per parameter; ``tolerance`` is relative to the largest magnitude of the compared tensor.
+def assert_same(actual: Result, expected: Result) -> None:
+    """Per token and per parameter, within 1e-5 of the largest magnitude of the compared tensor.
 
-    It is 1e-5, and 1e-10 where all is in float64. A log-prob counts as 1 at least: its error is that of logits.
+    Within 1e-10 where all is in float64. A log-prob counts as 1 at least: its error is that of logits.
     """
-    if tolerance is None:
-        tensors = [*actual.gradients.values(), *(row for rows in actual.outputs.values() for row in rows)]
-        tolerance = 1e-10 if all(x.dtype == torch.float64 for x in tensors) else 1e-5
+    tensors = [*actual.gradients.values(), *(row for rows in actual.outputs.values() for row in rows)]
+    tolerance = 1e-10 if all(x.dtype == torch.float64 for x in tensors) else 1e-5
     for name, rows in actual.outputs.items():
         for row, (got, want) in enumerate(zip(rows, expected.outputs[name], strict=True)):
             error = (got.double() - want.double()).abs()

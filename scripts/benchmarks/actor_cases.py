@@ -1,11 +1,11 @@
-"""Batches of groups, agents, tree searches and preambles, and their FLOPs, for ``bench_actor.py``."""
+"""Batches of groups, agents and tree searches, and their FLOPs, for ``bench_actor.py``."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -200,40 +200,12 @@ class TreeCase(_Groups):
         return alone(Sample(root, path) for path in paths)
 
 
-@dataclass(frozen=True)
-class PreambleCase(_Groups):
-    """Prompts that all begin with the same examples.
-
-    Attributes:
-        preamble, prompt, response: tokens of the examples, of a prompt behind them and of a response.
-        n: responses to a prompt.
-        groups: prompts of a rank.
-    """
-
-    NAME = "preamble"
-
-    preamble: int
-    prompt: int
-    response: int
-    n: int
-    groups: int
-
-    @property
-    def largest_group(self) -> int:
-        return self.n
-
-    def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
-        examples = np.random.default_rng(1).integers(vocab_size, size=self.preamble).tolist()
-        members = random_group(rng, vocab_size, self.prompt, [self.response] * self.n)
-        return alone(replace(member, prompt=[*examples, *member.prompt]) for member in members)
-
-
-NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase, PreambleCase)}
-AnyCase: TypeAlias = Case | AgentCase | TreeCase | PreambleCase
+NAMED_CASES = {case.NAME: case for case in (AgentCase, TreeCase)}
+AnyCase: TypeAlias = Case | AgentCase | TreeCase
 
 
 def parse_case(text: str) -> AnyCase:
-    """``P,R,n,groups``, or a named case such as ``agent:...``; see ``benchmarks.agent_cases``.
+    """``P,R,n,groups``, or a named case such as ``agent:...``.
 
     Raises:
         argparse.ArgumentTypeError: there is no case of that name, or its fields are others.

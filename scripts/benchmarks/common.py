@@ -4,11 +4,12 @@ import csv
 import os
 import subprocess
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from verl_pg_plugin.compat import installed
 
 PACKAGES = ("torch", "triton", "verl", "transformers", "flash-attn", "flash-attn-3", "flash-attn-4", "vllm", "ray")
 
@@ -20,7 +21,7 @@ def environment() -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({torch.get_num_threads()} threads)",
         "driver": subprocess.run(smi, capture_output=True, text=True, check=True).stdout.split()[0] if cuda else "-",
-        "versions": " ".join(f"{name}={_version(name)}" for name in PACKAGES),
+        "versions": " ".join(f"{name}={installed(name) or '-'}" for name in PACKAGES),
         "commit": _commit(),
     }
 
@@ -40,13 +41,6 @@ def pinned_copies() -> str:
         stop.synchronize()
         rates.append(f"{to.nbytes / start.elapsed_time(stop) / 1e6:.1f}")
     return f"pinned copies: {rates[0]} GB/s to the host, {rates[1]} GB/s back"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "-"
 
 
 def _commit() -> str:

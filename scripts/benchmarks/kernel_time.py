@@ -34,8 +34,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     (ATTENTION, r"(?i)flash_?(att|fwd|bwd|fprop|bprop)|flash::|fmha|_sdpa_|scaled_dot_product|_varlen_attn"),
     # Cross entropy of flash-attn, and verl's fused linear cross entropy.
     (HEAD, r"cross_entropy|efficient_entropy|log_?softmax|SoftMax"),
-    # Our sums over readers; index_select and index_add; embedding and its backward, which sorts tokens first.
-    (GATHER, r"_sum_readers|_segment_sum"),
+    # Our sums over copies; index_select and index_add; embedding and its backward, which sorts tokens first.
+    (GATHER, r"_sum_copies"),
     (GATHER, r"(?i)index_?(select|func|add|copy|put|elementwise)|indexing_backward|scatter|gather"),
     (GATHER, r"(?i)embedding|compute_grad_weight|sum_and_scatter|partials_per_segment|RadixSort"),
     (OPTIMIZER, r"(?i)fused_?(adam|sgd)|_foreach_|multi_tensor_apply"),

@@ -53,7 +53,7 @@ def page() -> str:
     said = descriptions()
     rows = []
     for option in fields(PrefixGrouperOptions):
-        text = said[option.name].replace("``ATTENTION_KERNELS``", "those listed").replace("``", "`")
+        text = said[option.name].replace("``", "`")
         default = "null" if option.default is None else option.default
         rows.append(f"| `{option.name}` | `{default}` | {taken_by(option.name)} | {text} |\n")
     return HEAD + "".join(rows)

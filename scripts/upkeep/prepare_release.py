@@ -32,7 +32,7 @@ def version_of(package: Path) -> str:
     return found[1]
 
 
-def objections(tag: str, version: str, changelog: str) -> list[str]:
+def issues(tag: str, version: str, changelog: str) -> list[str]:
     """What speaks against releasing this version under this tag."""
     found = []
     if tag != f"v{version}":
@@ -74,9 +74,9 @@ def main() -> int:
     action.add_argument("--repository", help="address of the repository, without a slash at the end")
     args = parser.parse_args()
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    found = objections(args.tag, version_of(ROOT / "verl_pg_plugin"), changelog)
-    for objection in found:
-        sys.stderr.write(f"error: {objection}\n")
+    found = issues(args.tag, version_of(ROOT / "verl_pg_plugin"), changelog)
+    for issue in found:
+        sys.stderr.write(f"error: {issue}\n")
     if not found and args.notes:
         sys.stdout.write(f"{section(args.tag[1:], changelog)}\n")
     if not found and args.repository:

@@ -72,7 +72,7 @@ def outcome_of(model_type: str) -> Outcome:
         fused_kernels=not fused_obstacle(module),
         value_head=model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
         and not architecture_issues(tiny_config(model_type), trust_remote_code=False, value_model=True),
-        kernels=[name for name, spec in KERNELS.items() if not spec.misfit(needs)],
+        kernels=[name for name, spec in KERNELS.items() if not spec.unmet(needs)],
         needs=overrides,
         compiled=model_type not in WRONG_COMPILED.keys() | UNCOMPILED.keys(),
     )

@@ -96,7 +96,7 @@ def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, erro
 
 
 @pytest.mark.parametrize(
-    ("dims", "misfit"),
+    ("dims", "unmet"),
     [
         ((256, 256), ""),
         ((264, 128), "takes heads of up to 256 numbers in steps of 8, the model's have 264"),
@@ -104,9 +104,9 @@ def test_a_broken_install_is_an_error_and_no_fallback(machine, monkeypatch, erro
         ((100, 96), "takes heads of up to 256 numbers in steps of 8, the model's have 100"),
     ],
 )
-def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], misfit: str) -> None:
+def test_a_kernel_fits_by_the_wider_of_keys_and_values(dims: tuple[int, int], unmet: str) -> None:
     needs = AttentionNeeds(head_dims=frozenset({dims}))
-    assert KERNELS["flash_attn_2"].misfit(needs) == misfit
+    assert KERNELS["flash_attn_2"].unmet(needs) == unmet
     assert setting_obstacle("auto", "cpu", needs) == ""
 
 

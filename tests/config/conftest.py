@@ -101,6 +101,6 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         for module in (compile, rules):
             monkeypatch.setattr(module, "compiler_obstacle", lambda *asked: "")
         # verl's own validation would load the user's losses and vLLM; it speaks for itself.
-        monkeypatch.setattr(preflight, "_verls_objection", lambda config: [])
+        monkeypatch.setattr(preflight, "_verls_validation", lambda config: [])
 
     return have

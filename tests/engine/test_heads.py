@@ -37,7 +37,7 @@ def test_gradients_through_chunks_are_those_of_the_whole_head(frozen: str | None
     whole = request.outputs(torch.nn.functional.linear(hidden, head.weight, head.bias).squeeze(0))
     expected = torch.autograd.grad(whole.square().sum(), wanted)
     chunked = LogProbHead(head, 3)
-    assert chunked.takes(request)
+    assert chunked.take(request)
     found = torch.autograd.grad(head(hidden).square().sum(), wanted)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
@@ -63,7 +63,7 @@ def test_a_bf16_heads_gradient_is_summed_over_chunks_in_float32() -> None:
     parameters = [head.weight, head.bias]
     whole = request.outputs(torch.nn.functional.linear(hidden, *parameters).squeeze(0))
     expected = torch.autograd.grad(whole.sum(), parameters)
-    assert LogProbHead(head, 1).takes(request)
+    assert LogProbHead(head, 1).take(request)
     found = torch.autograd.grad(head(hidden).sum(), parameters)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == torch.bfloat16
@@ -80,7 +80,7 @@ def test_the_backward_computes_the_logits_that_the_forward_had() -> None:
 
     head = torch.nn.Linear(4, 11)
     request = LogProbRequest(torch.arange(6), 1.0, True, False, entropy)
-    assert LogProbHead(head, 2).takes(request)
+    assert LogProbHead(head, 2).take(request)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = head(torch.randn(1, 6, 4))
     outputs.sum().backward()

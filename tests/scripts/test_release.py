@@ -12,7 +12,7 @@ import verl_pg_plugin
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "upkeep"))
-from prepare_release import absolute_links, objections, section, version_of, with_addresses  # noqa: E402
+from prepare_release import absolute_links, issues, section, version_of, with_addresses  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -27,7 +27,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
     ],
 )
 def test_a_tag_that_does_not_fit_version_and_changelog_is_refused(tag: str, changelog: str, said: int) -> None:
-    assert len(objections(tag, "1.2.0", changelog)) == said
+    assert len(issues(tag, "1.2.0", changelog)) == said
 
 
 def test_notes_of_a_release_are_its_section_of_the_changelog() -> None:

@@ -48,7 +48,7 @@ class KernelSpec:
         """By package metadata: an import loads CUDA libraries, and flash-attn 2 and 4 have a folder in common."""
         return self.package is None or compat.installed(self.package) is not None
 
-    def misfit(self, needs: AttentionNeeds) -> str:
+    def unmet(self, needs: AttentionNeeds) -> str:
         """What a model needs and this kernel does not compute; empty if nothing."""
         if needs.softcap and not self.softcap:
             return "does not cap scores (softcap)"
@@ -141,7 +141,7 @@ def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = 
     if spec.device_type not in (None, device_type):
         return f"needs a {spec.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
     missing = "" if spec.installed else f"needs {spec.package}, which is not installed: {spec.install}"
-    if (found := spec.misfit(needs) or missing) or not asks_gpu:
+    if (found := spec.unmet(needs) or missing) or not asks_gpu:
         return found
     if spec.device_type == "cuda":
         import torch

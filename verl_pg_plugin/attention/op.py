@@ -79,8 +79,18 @@ class _TreeAttention(torch.autograd.Function):
     """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, own_k: Tensor, own_v: Tensor, sinks: Tensor | None, *given: Any) -> Tensor:
-        tree, kernel, options, cache = ctx.given = given
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        own_k: Tensor,
+        own_v: Tensor,
+        sinks: Tensor | None,
+        tree: Tree,
+        kernel: Kernel,
+        options: AttentionOptions,
+        cache: CacheAccess | None,
+    ) -> Tensor:
+        ctx.given = tree, kernel, options, cache
 
         def compute() -> tuple[Tensor, Tensor]:
             k, v = _with_cached(options, cache, own_k, own_v)
@@ -92,6 +102,7 @@ class _TreeAttention(torch.autograd.Function):
                 out, lse = (out * torch.exp(lse - with_sink).T[..., None]).to(out.dtype), with_sink
             return out, lse
 
+        # Where the activation level keeps it, a checkpoint that computes its layer again reads the first result.
         out, lse = compute() if Tape.running is None else Tape.running.computed(compute)
         ctx.save_for_backward(q, own_k, own_v, sinks, out, lse)
         return out

@@ -79,7 +79,7 @@ def preflight(config: DictConfig) -> list[Issue]:
     found += _unknown_trainer(config)
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
-        found += _verls_objection(config)
+        found += _verls_validation(config)
     return sorted(found, key=lambda issue: issue.is_warning)
 
 
@@ -267,7 +267,7 @@ def _unknown_trainer(config: DictConfig) -> Iterator[Issue]:
         yield Issue(f"{key}={mode}", why, fix, is_warning=True)  # a run's own entry point may register it in Ray
 
 
-def _verls_objection(config: DictConfig) -> Iterator[Issue]:
+def _verls_validation(config: DictConfig) -> Iterator[Issue]:
     """The error that verl's validation of this config ends with, if it does."""
     validate, roles = inspect.unwrap(validate_config), rules.roles_of(config)  # without the hook of verl's entry point
     try:

@@ -224,6 +224,7 @@ class SharedPrefixEngine(FSDPEngine):
         kind = "forward-only" if forward_only else "update"
         sequences = plan.sequences.select(planned.sequences)
         micro_batch = plan.selector.select(planned.sequences, self._device)
+        # A chunk of an update takes from the cache what it computes itself; what it reads is there, or prefilled.
         consumed = [] if forward_only else cache.consume(planned.layout)
         if planned.prefill is not None:
             self._prefill(planned.prefill, planned, plan, cache)
@@ -333,16 +334,19 @@ class SharedPrefixLanguageModel(SharedPrefixEngine):
 
     def _columns(self, inputs: ModelInputs, micro_batch: TensorDict) -> tuple[list[str], torch.Tensor]:
         request = read_request(micro_batch, inputs, self.engine_config, self.compute_entropy_from_logits)
-        in_head = self.log_prob_head is not None and self.log_prob_head.takes(request)
-        logits_NV = inputs.at_labels(self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits)
+        in_head = self.log_prob_head is not None and self.log_prob_head.take(request)
+        # transformers hands the keyword ``prefix_grouper`` through every layer, to ``attention.interface`` or
+        # ``mixers.delta_layer``, which mix tokens in its place.
+        logits = self.module(**inputs.keywords, logits_to_keep=inputs.head_columns).logits
+        found_NC = inputs.at_labels(logits)
         if not in_head:
-            return request.names, request.outputs(logits_NV)
-        if logits_NV.shape[-1] != len(request.names):
+            return request.names, request.outputs(found_NC)
+        if found_NC.shape[-1] != len(request.names):
             raise RuntimeError(
                 "the model's logits are not what its head returned; set ++prefix_grouper.logits_chunk_size=0 and "
                 "actor_rollout_ref.model.use_fused_kernels=False"
             )
-        return request.names, logits_NV
+        return request.names, found_NC
 
 
 class SharedPrefixValueModel(SharedPrefixEngine):

@@ -134,8 +134,8 @@ class LogProbHead:
         self.request: LogProbRequest | None = None  # of the next forward alone
         head.forward = self.forward
 
-    def takes(self, request: LogProbRequest) -> bool:
-        """Whether the next forward will return the outputs of ``request`` in place of logits."""
+    def take(self, request: LogProbRequest) -> bool:
+        """Let the next forward return the outputs of ``request`` in place of logits; False where it will not."""
         self.request = request if self.fused or len(request.labels) > 2 * self.chunk_size else None
         return self.request is not None
 

@@ -60,7 +60,7 @@ _LaidOut: TypeAlias = list[tuple[MicroBatch, Layout]]
 """The micro-batches of a group as they run."""
 
 
-class _Told(NamedTuple):
+class _RankSummary(NamedTuple):
     """What a rank tells the others of its groups, which have n micro-batches each, and of its images."""
 
     costs: list[FloatArray]  # (n, 2) of the micro-batches as they run, and of the prefills in front of them
@@ -101,19 +101,19 @@ def plan_mini_batch(
         weights = cache_weights(levels, forward_only) if carries else None
         cut = partial(cut_micro_batches, order, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
-        ranks.append(_told(draft, flops, sequences, levels))
+        ranks.append(_summary(draft, flops, sequences, levels))
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
     if min(numbers) < (wanted := max(numbers)):
         with agreement() as ranks:  # those with fewer cut theirs again, and their costs differ
             if sum(map(len, draft)) < wanted:
                 draft = [_laid_out(group, sequences, packed, forward_only) for group in cut(at_least=wanted)]
-            ranks.append(_told(draft, flops, sequences, levels))
+            ranks.append(_summary(draft, flops, sequences, levels))
 
     if levels.room is not None:
         levels = replace(levels, room=replace(levels.room, device=min(rank.free for rank in ranks)))
-    told = ranks[::sp_size]
-    orders = align([rank.costs for rank in told])
-    flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(told, orders, strict=True)]
+    summaries = ranks[::sp_size]
+    orders = align([rank.costs for rank in summaries])
+    flags = [np.concatenate([rank.flags[i] for i in running]) for rank, running in zip(summaries, orders, strict=True)]
     running = [pair for i in orders[dp_rank] for pair in draft[i]]
     planned: list[PlannedMicroBatch] = []
     for (micro_batch, layout), (prefills, shares, reads) in zip(running, np.any(flags, axis=0).tolist(), strict=True):
@@ -125,7 +125,7 @@ def plan_mini_batch(
             level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     num_split_groups = sum(len(group) > 1 for group in draft)
-    return Plan(data, sequences, planned, num_split_groups, any(rank.needs_encoder for rank in told), levels)
+    return Plan(data, sequences, planned, num_split_groups, any(rank.needs_encoder for rank in summaries), levels)
 
 
 def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:
@@ -135,10 +135,11 @@ def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forwa
         selected = (sequences.select(micro_batch.sequences) for micro_batch in group)
         layouts = [build_padded_layout(own.tokens, own.offsets, own.prompt_lengths) for own in selected]
     running = list(zip(group, layouts, strict=True))
+    # An update runs chunks of a split group from the last: each leaves gradients for those whose tokens it reads.
     return running if forward_only else running[::-1]
 
 
-def _told(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels: Levels) -> _Told:
+def _summary(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels: Levels) -> _RankSummary:
     costs, flags = [], []
     for group in draft:
         layouts = [layout for _, layout in group]
@@ -147,4 +148,4 @@ def _told(draft: list[_LaidOut], flops: ModelFlops, sequences: Sequences, levels
         updates = [FORWARDS_OF_AN_UPDATE * flops.forward([layout]) for layout in layouts]
         costs.append(np.array([updates, prefills]).T)
         flags.append(np.array([(lay.prefill is not None, lay.shares_tokens, lay.reads_ancestors) for lay in layouts]))
-    return _Told(costs, flags, any(sequences.images), levels.room.device if levels.room else math.inf)
+    return _RankSummary(costs, flags, any(sequences.images), levels.room.device if levels.room else math.inf)

@@ -69,13 +69,9 @@ class RoutedText(Modality):
 
 
 def _numbers(rows_NE: IntArray) -> IntArray:
-    """(N,) from 0, equal where rows are: equal random sums find rows that may be, and then these are compared."""
-    random = np.random.default_rng(0)
-    while True:
-        sums = np.einsum("ne,e->n", rows_NE, random.integers(1 << 62, size=rows_NE.shape[1]))
-        _, first, numbers = np.unique(sums, return_index=True, return_inverse=True)
-        if np.array_equal(rows_NE[first[numbers]], rows_NE):
-            return numbers
+    """(N,) from 0, equal where rows are."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows_NE])
 
 
 def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:

@@ -185,23 +185,23 @@ def _exchange(
     load = np.array([cost(held) for held in members])
     few = min(4, num_bins - 1)  # cheap bins are tried
     for _ in range(16 * num_bins):
-        dear = int(load.argmax())
-        best, least = None, load[dear] * (1 - 1e-9)
+        slowest = int(load.argmax())
+        best, least = None, load[slowest] * (1 - 1e-9)
         for other in np.argpartition(load, few)[:few].tolist():
-            if other == dear:
+            if other == slowest:
                 continue  # all bins cost the same
-            half = (load[dear] - load[other]) / 2
-            for size in np.unique(sizes[members[dear]]):
-                mine, theirs = (held[sizes[held] == size] for held in (members[dear], members[other]))
+            half = (load[slowest] - load[other]) / 2
+            for size in np.unique(sizes[members[slowest]]):
+                mine, theirs = (held[sizes[held] == size] for held in (members[slowest], members[other]))
                 if not len(theirs):
                     continue
                 theirs = theirs[np.argsort(own[theirs], kind="stable")]
                 near = np.searchsorted(own[theirs], own[mine] - half).clip(max=len(theirs) - 1)
                 k = np.abs(own[mine] - own[theirs[near]] - half).argmin()
                 leaves, enters = int(mine[k]), int(theirs[near[k]])
-                after = exchanged(members[dear], leaves, enters), exchanged(members[other], enters, leaves)
+                after = exchanged(members[slowest], leaves, enters), exchanged(members[other], enters, leaves)
                 if (higher := max(map(cost, after))) < least:
-                    best, least = ((dear, after[0]), (other, after[1])), higher
+                    best, least = ((slowest, after[0]), (other, after[1])), higher
         if best is None:
             break
         for chosen, held in best:
