@@ -35,7 +35,7 @@ from verl_pg_plugin import register
 from verl_pg_plugin.config import PrefixGrouperEngineConfig, PrefixGrouperOptions, PrefixGrouperVeOmniEngineConfig
 from verl_pg_plugin.engine import plan as plan_module
 from verl_pg_plugin.engine.plan import Plan
-from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_micro_batches
+from verl_pg_plugin.planning.micro_batches import CacheWeights, cut_for_loss
 from verl_pg_plugin.synthetic import Sample, make_batch, random_group
 
 VOCAB = 97
@@ -187,10 +187,10 @@ def make_engine(
 
 def split_always(engine: Any, weights: CacheWeights = CacheWeights()) -> None:  # noqa: B008
     """Let an engine split groups, where they exceed a micro-batch, and carry prefixes however short."""
-    plan, cut = engine.plan, partial(cut_micro_batches, micro_batch_cost=4.0)
+    plan, cut = engine.plan, partial(cut_for_loss, micro_batch_cost=4.0)
 
     def plan_cheap_micro_batches(data: TensorDict, forward_only: bool) -> Plan:
-        with patch.multiple(plan_module, cut_micro_batches=cut, cache_weights=lambda levels, forward_only: weights):
+        with patch.multiple(plan_module, cut_for_loss=cut, cache_weights=lambda levels, forward_only: weights):
             return plan(data, forward_only)
 
     engine.plan = plan_cheap_micro_batches

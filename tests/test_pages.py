@@ -86,7 +86,7 @@ def test_options_in_pages_are_written_so_that_they_can_be_pasted_into_verls_entr
 
 FIGURES = (
     *TOTALS,
-    *("prompt_groups", "tokens_of_groups", "micro_batches", "forward", "forward_alone", "copied_keys", "cached_bytes"),
+    *("prompt_groups", "tokens_of_groups", "micro_batches", "forward", "forward_alone", "cached_bytes"),
     *("verify_max_error", "host_bytes"),
 )
 

@@ -3,8 +3,8 @@
 verl imports this package in each of its processes (entry point group ``verl.plugins``). That registers the engines, and
 on request the CPU default. Imported without verl it loads nothing, and registers as soon as verl is imported.
 
-A registration that fails is a logged warning: verl would swallow an exception. A run that asks for the mode still ends,
-since ``PrefixGrouperEngineConfig`` checks that the engines are in force.
+A registration that fails is a logged warning: verl would swallow an exception. A run that asks for the mode still ends:
+here where its command line does, else since ``PrefixGrouperEngineConfig`` checks that the engines are in force.
 """
 
 from __future__ import annotations
@@ -98,12 +98,11 @@ def _register_or_warn() -> None:
         register()
     except Exception as error:
         waiting.append(register)  # whoever builds one of our engine configs gets the exception
-        logger.warning(
-            "verl_pg_plugin %s: engines are not registered (%s: %s); python -m verl_pg_plugin doctor says more",
-            __version__,
-            type(error).__name__,
-            error,
-        )
+        why = f"engines are not registered ({type(error).__name__}: {error}); python -m verl_pg_plugin doctor says more"
+        if asks := [word for word in sys.argv if word.lstrip("+") == "actor_rollout_ref.actor.use_prefix_grouper=True"]:
+            sys.stderr.write(f"verl_pg_plugin {__version__}: {asks[0]}, but {why}\n")
+            raise SystemExit(2) from None
+        logger.warning("verl_pg_plugin %s: %s", __version__, why)
 
 
 # verl's entry point cannot register in a process that imported this package first: loading it again runs nothing.

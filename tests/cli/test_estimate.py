@@ -50,7 +50,8 @@ def test_lengths_give_a_table_and_json(estimate: Estimate) -> None:
     removed, gain, budget, lengths, _ = out.split("\n", 4)
     assert removed == "sharing removes 70% of 1,280 tokens: 3.35x fewer"
     assert gain.startswith(f"step {wide['step']:.2f}x as fast; update {wide['update']:.2f}x, of which sharing alone")
-    assert budget.startswith("fastest budget that fits: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400, with")
+    keys = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400"
+    assert budget.startswith(f"fastest budget that fits: {keys}, with")
     assert lengths.startswith("2 groups of 8 responses of 16 tokens to a prompt of 64")
 
 

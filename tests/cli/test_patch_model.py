@@ -108,7 +108,7 @@ def test_other_auto_map_entries_are_kept_and_one_that_points_elsewhere_is_left_a
 
 
 def test_what_is_no_qwen3_checkpoint_or_has_a_modeling_file_of_its_own_is_rejected(tmp_path: Path, capsys) -> None:
-    assert "No such file" in rejected(tmp_path / "nowhere", capsys)
+    assert "has no config.json; pass the folder" in rejected(tmp_path / "nowhere", capsys)
     for content, why in (("{", "is not JSON"), ('{"model_type": "llama"}', "model_type is 'llama'")):
         (tmp_path / "config.json").write_text(content)
         assert why in rejected(tmp_path, capsys)

@@ -89,7 +89,16 @@ REFUSED: list[tuple[str, str, str]] = [
         f"{SP}=1",
     ),
     (f"{SP}=3", "cannot be spread", f"{SP}=2"),  # said once: the reference policy's own follows it in verl's config
-    ("trainer.nnodes=two", "verl's own validation refuses it: TypeError", ""),
+    *(
+        (f"{key}={value}", "is no number of at least 1", "")
+        for key, value in (("trainer.nnodes", "two"), (f"{ROLLOUT}.n", 0), (f"{ACTOR}.ppo_mini_batch_size", -8))
+    ),
+    (
+        "algorithm.adv_estimator=gae critic.model.path={models}/qwen3 critic.use_dynamic_bsz=True "
+        "+critic.ppo_infer_max_token_len_per_gpu=-5",
+        "number of tokens",
+        "",
+    ),
     ("trainer.n_gpus_per_node=2", "2 worker processes are asked for", "num_gpus=2"),
     (f"{ROLLOUT}.name=vllm", "vllm is not installed", "pip install 'verl[vllm]'"),
     (
@@ -124,7 +133,7 @@ REFUSED: list[tuple[str, str, str]] = [
 def test_what_is_certain_to_fail_is_one_error_with_key_cause_and_fix(overrides, why, fix, config_of) -> None:
     (issue,) = errors(config_of(overrides))
     by_verl = issue.fix == "change what it names"
-    assert issue.key == ("" if by_verl else overrides.split()[-1].partition("=")[0])
+    assert issue.key == ("" if by_verl else overrides.split()[-1].lstrip("+").partition("=")[0])
     assert why in issue.why
     assert fix in issue.fix
 
@@ -138,8 +147,9 @@ def test_a_run_outside_of_what_was_tested_says_so_in_one_line_and_goes_on(make_c
 
 def test_warnings_are_logged_and_end_no_run(config_of, caplog) -> None:
     offload = f"{MODEL}.enable_activation_offload=True {MODEL}.enable_gradient_checkpointing=False"
-    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager trainer.v1.trainer_mode=mine"))
-    assert "no trainer is registered under that name; there are colocate_async, " in caplog.text
+    short = f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=64"
+    check(config_of(f"{offload} {MODEL}.override_config.attn_implementation=eager {short}"))
+    assert "holds 64 tokens, and a sequence of more, of up to" in caplog.text
     assert "attention over shared prefixes replaces sdpa and flash_attention_2" in caplog.text
     assert "nothing is offloaded" in caplog.text
 

@@ -74,6 +74,14 @@ def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
     check_exact(packed, qwen3, batch, loss)
 
 
+def test_a_filler_of_verls_has_no_micro_batch_of_its_own_where_losses_would_fail(packed: Any, qwen3: str) -> None:
+    samples = [*group(60, [6, 5, 7, 6], 1), Sample([2] * 9, [3], mask=[0])]
+    batch = with_teacher(make_batch(samples, calculate_entropy=False, max_token_len_per_gpu=84))
+    check_exact(packed, qwen3, batch, loss_of("k3", False, False))
+    with pytest.raises(BatchError, match=r"force_group_size=2 keeps neighbours together"):
+        update(packed, with_teacher(make_batch(samples, force_group_size=2)), loss_of("k3", False, False))
+
+
 LONG_PROMPT = [*range(30), 1, 2, 3, 4, 5, 60, 61, 62]
 REACHING = [*NESTED, Sample(LONG_PROMPT, [4, 4]), Sample(LONG_PROMPT, [4, 5]), *group(8, [3, 4], 2)]
 """Groups that exceed 44 tokens, and a prompt that reaches into a response."""

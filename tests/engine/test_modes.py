@@ -25,14 +25,6 @@ def test_two_flags_select_the_mode(qwen3: str, remove_padding: bool, sharing: bo
     assert getattr(engine, "packed", None) == (remove_padding if sharing else None)
 
 
-def test_unsupported_options_are_named_at_once(qwen3: str) -> None:
-    """By the rules of tests/config/test_rules.py, which the engine asks."""
-    named = r"use_dynamic_bsz.*use_fused_kernels.*pad_to_length.*use_prefix_grouper=False"
-    model = {"use_remove_padding": False, "use_fused_kernels": True}
-    with pytest.raises(ValueError, match=named):
-        make_engine(qwen3, engine={"pad_to_length": True}, model=model)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_dropout_is_refused_in_every_mode_that_shares(tmp_path: Path, padded: bool) -> None:
     path = save_tiny_model(tmp_path, attention_dropout=0.1)

@@ -62,6 +62,11 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
         "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None" + SELECT_THE_MODE,
         {"VERL_PLATFORM": "nvidia"},
     ),
+    "broken, the flag set": (
+        "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None\n"
+        "sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=True')\nimport verl",
+        {"VERL_PLATFORM": "nvidia"},
+    ),
     "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | {"VERL_PLATFORM": "nvidia"}),
     **{module: (FIRST_IMPORT.format(module=module) + SELECT_THE_MODE + ROLLOUT, CPU) for module in FIRST_MODULES},
 }
@@ -118,6 +123,9 @@ def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(en
     """verl logs a plugin that fails to load at DEBUG; the config that selects the mode raises its error."""
     assert ended["broken"].returncode != 0
     assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
+    asked = ended["broken, the flag set"]
+    assert asked.returncode == 2
+    assert "actor.use_prefix_grouper=True, but engines are not registered (ModuleNotFoundError" in asked.stderr
 
 
 def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:

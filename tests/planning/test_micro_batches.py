@@ -17,6 +17,7 @@ from verl_pg_plugin.planning.micro_batches import (
     CacheWeights,
     MicroBatch,
     MicroBatchLimits,
+    cut_for_loss,
     cut_micro_batches,
     lay_out,
 )
@@ -210,6 +211,17 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
     assert [len(part.sequences) for part in parts_of(plan)] == [8, 8, 8, 8]
     unique = batch_of(((1,), (1, 1, 1, 1)), ((2,), (2, 2, 2, 2)), ((3,), [3] * 8))
     assert members(cut_micro_batches(unique.order(), MicroBatchLimits(), at_least=2)) == [[0, 1], [2]]
+
+
+def test_a_small_group_without_a_loss_token_joins_another() -> None:
+    """verl fills batches up with copies of such a sequence, and some of its losses fail where there is nothing else."""
+    order = batch_of(*[((1, 2), (i,) * 20) for i in range(4)], ((9, 9, 9), (9,))).order()
+    has_loss = np.array([1, 1, 1, 1, 0])
+    for at_least in (1, 2, 4):
+        plan = cut_for_loss(order, has_loss, MicroBatchLimits(max_tokens=82), FREE, at_least=at_least)
+        assert sum(map(len, plan)) == at_least
+        assert sorted(s for part in parts_of(plan) for s in part.sequences) == [0, 1, 2, 3, 4]
+        assert all(has_loss[part.sequences].any() for part in parts_of(plan))
 
 
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:

@@ -8,21 +8,16 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import learning_curves
 import psutil
 import pytest
 from bench_attention import main as bench_attention
-from bench_longest_prompt import bisect
 from benchmarks.actor_cases import Work, batch_of_phase, parse_case, samples_of_ranks
 from benchmarks.actor_engines import EnginePath
-from benchmarks.kernel_time import ATTENTION, COLLECTIVES, IDLE, MATMUL, seconds_by_class
 from benchmarks.step_metrics import PHASES, StepRow, rows_of_run, with_ratios
 from benchmarks.step_runs import ScriptRun, run_to_end
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 
 from verl_pg_plugin.cli.demo import read_steps
 from verl_pg_plugin.mixers import PairCost
@@ -32,7 +27,7 @@ from verl_pg_plugin.synthetic import Sample, make_batch
 FLOPS = ModelFlops(per_token=1000.0, per_label=100.0, pairs=(PairCost(1.0),))
 
 
-@pytest.mark.parametrize("script", ["bench_actor", "bench_packing"])
+@pytest.mark.parametrize("script", ["bench_actor", "bench_longest_prompt", "bench_packing"])
 def test_a_script_that_no_test_runs_finds_what_it_imports(script: str) -> None:
     importlib.import_module(script)
 
@@ -80,33 +75,6 @@ def test_a_path_is_read_as_it_is_written_and_names_its_strategy() -> None:
     for text in ("packed/ddp", "rmpad:carry=never", "flat"):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             EnginePath.parse(text)
-
-
-@pytest.mark.parametrize("longest", [0, 16384, 20000, 65536, 90000, 163840, 10**6])
-def test_the_longest_prompt_that_fits_is_found_to_within_the_tokens_asked(longest: int) -> None:
-    rows = list(bisect(lambda p: SimpleNamespace(prompt=p, fits=p <= longest), 16384, 163840, within=4096))
-    fitting = [row.prompt for row in rows if row.fits]
-    if longest < 16384:
-        assert not fitting
-    else:
-        assert 0 <= min(longest, 163840) - max(fitting) <= 4096
-    assert len(rows) <= 2 + 6
-
-
-def kernel(name: str, start: float, end: float) -> FunctionEvent:
-    on_gpu = DeviceType.CUDA
-    return FunctionEvent(id=0, name=name, thread=0, start_us=start, end_us=end, use_device="cuda", device_type=on_gpu)
-
-
-def test_seconds_of_a_profile_are_counted_by_class_and_idle_is_when_no_stream_ran() -> None:
-    events = [
-        kernel("nvjet_tst_a", 100, 200),
-        kernel("ncclDevKernel_AllGather", 150, 300),
-        kernel("nvjet_tst_b", 210, 220),
-        kernel("flash_fwd_kernel", 350, 400),
-    ]
-    expected = {COLLECTIVES: 150e-6, MATMUL: 110e-6, ATTENTION: 50e-6, IDLE: 50e-6}
-    assert seconds_by_class(events) == pytest.approx(expected)
 
 
 def test_attention_is_timed_alone_and_packed_and_both_are_compared_with_float32(tmp_path, monkeypatch) -> None:

@@ -79,18 +79,8 @@ class _TreeAttention(torch.autograd.Function):
     """Arguments as of ``attend``; what it keeps are the output, and the log-sum-exp with the sinks."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        own_k: Tensor,
-        own_v: Tensor,
-        sinks: Tensor | None,
-        tree: Tree,
-        kernel: Kernel,
-        options: AttentionOptions,
-        cache: CacheAccess | None,
-    ) -> Tensor:
-        ctx.given = tree, kernel, options, cache
+    def forward(ctx: Any, q: Tensor, own_k: Tensor, own_v: Tensor, sinks: Tensor | None, *given: Any) -> Tensor:
+        tree, kernel, options, cache = ctx.given = given
 
         def compute() -> tuple[Tensor, Tensor]:
             k, v = _with_cached(options, cache, own_k, own_v)

@@ -20,7 +20,7 @@ from verl_pg_plugin import compat, register
 from verl_pg_plugin.cli import FAIL, OK, WARN, Check, Section, in_columns
 
 NAME = "verl_pg_plugin"
-POLICY = "VERL_USE_EXTERNAL_PLUGINS"
+POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
 SCRIPT = (
     "import sys, verl.workers.engine; is_loaded = 'verl_pg_plugin' in sys.modules; "
     "from verl_pg_plugin.cli.doctor import tell; tell(is_loaded)"
@@ -146,10 +146,11 @@ def installed_lines() -> list[Check]:
 def _plugin_line(text: str, error: str = "") -> Check:
     """Whether verl finds the plugin and may load it; ``text`` where it does, ``error`` where it then fails."""
     what, policy = f"plugin {NAME}", os.environ.get(POLICY, "auto").strip().lower()
-    if not entry_points(group="verl.plugins", name=NAME):
+    is_named = NAME in os.environ.get(MODULES, "").split(",")
+    if not (is_named or entry_points(group="verl.plugins", name=NAME)):
         fix = f"{sys.executable} -m pip install <folder of this repository>"
         return Check(FAIL, what, "not installed: verl finds no entry point", fix)
-    if policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
+    if not is_named and policy != "auto" and NAME not in [name.strip() for name in policy.split(",")]:
         why, fix = f"{POLICY}={policy} keeps verl from loading it", f"unset {POLICY}, or name {NAME} in it"
         return Check(FAIL, what, why, fix)
     if error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -47,15 +48,19 @@ def add_parser(subparsers: Any) -> None:
     add("--rollouts", type=Path, help="folder that trainer.rollout_data_dir named; the last step is read")
     add("--budget", type=_positive, nargs="+", help="tokens of a micro-batch; several by default")
     add("--gpus", type=_positive, default=8, help="that share the weights, gradients and AdamW's state (8)")
-    add("--gpu-gib", type=float, help="memory of one GPU (this machine's; 80 without one)")
+    add("--gpu-gib", type=_not_negative, help="memory of one GPU (this machine's; 80 without one)")
     levels = ("auto", *(level.value for level in Level))
     add("--activations", choices=levels, default="auto", help="++prefix_grouper.activations")
-    add("--host-gib", type=float, default=100.0, help="memory of the host for each GPU, for levels on the host (100)")
+    add(
+        "--host-gib",
+        type=_not_negative,
+        default=100.0,
+        help="memory of the host for each GPU, for levels on the host (100)",
+    )
     add("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
-    add("--no-carry", action="store_true", help="++prefix_grouper.carry=never")
     add("--no-ref", action="store_true", help="the step has no reference policy")
-    add("--gen-seconds", type=float, default=0.0, help="of a step's rollout, for the speed-up of the step (0)")
-    add("--tflops", type=float, default=380.0, help="that a GPU reaches, for the step (380: an H200)")
+    add("--gen-seconds", type=_not_negative, default=0.0, help="of a step's rollout, for the speed-up of the step (0)")
+    add("--tflops", type=_positive, default=380, help="that a GPU reaches, for the step (380: an H200)")
     add("--json", type=Path, metavar="FILE", help="write the figures")
     parser.set_defaults(run=run)
 
@@ -98,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     levels = Levels(asked, sizes, weights.room(2**30 * gib, 2**30 * args.host_gib))
 
     rows: list[dict[str, Any]] = []
-    settings = {"carry": not args.no_carry, "compile_layers": compiled, "kernel": args.kernel}
+    settings = {"compile_layers": compiled, "kernel": args.kernel}
     usual = -(-longest // 1024) * 1024, VERLS_BUDGET, 32768, 65536, 131072
     for budget in sorted(args.budget or {budget for budget in usual if budget >= longest}):
         found = forecast(batch, flops, levels, budget, **settings)
@@ -147,7 +152,8 @@ def answer(rows: list[dict[str, Any]], args: argparse.Namespace, gib: float) -> 
     gain = f"{step} {best['step']:.2f}x as fast; update {update:.2f}x, of which sharing alone gives {share:.2f}x and "
     gain += f"compiled layers {update / share:.2f}x"
     memory = f"{best['peak_gib']:.1f} of {gib:g} GiB of a GPU and {best['host_gib']:.1f} GiB of the host"
-    budget = f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={best['budget']}"
+    actor = "actor_rollout_ref.actor."
+    budget = f"{actor}use_dynamic_bsz=True {actor}ppo_max_token_len_per_gpu={best['budget']}"
     return [removed, gain, f"fastest budget that fits: {budget}, with {memory}"]
 
 
@@ -178,7 +184,8 @@ def load(auto_class: Any, name: str) -> Any:
         return auto_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, HTTPError) as error:
         said = str(error).strip().splitlines()[0]
-        ways = f"hf download {name} --include '*.json' where there is a network, or --model <folder of a checkpoint>"
+        download = "" if Path(name).is_dir() else f"hf download {name} --include '*.json' where there is a network, or "
+        ways = f"{download}--model <folder of a checkpoint>"
         raise CommandError(f"--model {name} cannot be read by {auto_class.__name__}: {said}; {ways}") from error
 
 
@@ -218,6 +225,9 @@ def read_batch(args: argparse.Namespace) -> tuple[Sequences, str]:
             why = str(error).splitlines()[0]
             raise CommandError(f"--data {args.data}: cannot read the column {args.prompt_key}: {why}") from error
         chats = column[: args.groups].to_pylist()
+        if not all(isinstance(chat, list) for chat in chats):
+            why = f"the column {args.prompt_key} holds no lists of messages with role and content, as verl reads them"
+            raise CommandError(f"--data {args.data}: {why}; name another with --prompt-key")
         texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
         prompts = [ids(text) for text in texts]
         batch = batch_of_prompts(prompts, [[args.response] * args.n] * len(prompts))
@@ -261,3 +271,9 @@ def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+    return number

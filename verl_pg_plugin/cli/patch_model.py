@@ -45,6 +45,8 @@ def patch(folder: Path) -> None:
     Behind a CommandError nothing is changed, behind an OSError the checkpoint loads as before and another call goes on.
     """
     config_path, modeling, backup = folder / "config.json", folder / MODELING_FILE, folder / BACKUP_FILE
+    if not config_path.is_file():
+        raise CommandError(f"{folder} has no config.json; pass the folder of a Qwen3 checkpoint")
     try:
         config = json.loads(config_path.read_text())
     except ValueError as error:

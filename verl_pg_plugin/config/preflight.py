@@ -76,7 +76,6 @@ def preflight(config: DictConfig) -> list[Issue]:
     said = {issue.key for issue in found}
     found += [issue for issue in (*_counts(config), *_divisors(config)) if issue.key not in said]
     found += [replace(issue, is_warning=_joins_cluster(config)) for issue in machine_issues(config)]
-    found += _unknown_trainer(config)
     found = [issue for issue in found if not _follows(config, issue, found)]
     if all(issue.is_warning for issue in found):
         found += _verls_validation(config)
@@ -215,18 +214,28 @@ def micro_batch_limits(config: DictConfig) -> Iterator[tuple[str, str, bool]]:
     for section in (*rules.roles_of(config), *(() if bypasses else (ROLLOUT,))):
         switch, kind = ("log_prob_", "log_prob") if section in (REF, ROLLOUT) else ("", "ppo")
         by_tokens = bool(OmegaConf.select(config, f"{section}.{switch}use_dynamic_bsz"))
+        if section == CRITIC and by_tokens and OmegaConf.select(config, "trainer.use_v1"):
+            kind = "ppo_infer"  # which V1 takes for the update too
         yield section, f"{section}.{kind}_{'max_token_len' if by_tokens else 'micro_batch_size'}_per_gpu", by_tokens
 
 
 def _counts(config: DictConfig) -> Iterator[Issue]:
     """Words and zeros where verl counts, and a rollout engine that is not named: verl fails late, and names nothing."""
     least = {f"{section}.lora_rank": (0, "rank") for section in (MODEL, CRITIC_MODEL)}
+    counts = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ROLLOUT}.n", f"{ACTOR}.ppo_mini_batch_size"
+    least |= dict.fromkeys(counts, (1, "number"))
     for _, key, by_tokens in micro_batch_limits(config):
         least[key] = 1, "number of tokens" if by_tokens else "number of sequences"
     for key, (at_least, what) in least.items():
         value = OmegaConf.select(config, key)
         if value is not None and not (isinstance(value, int | float) and value >= at_least):
             yield Issue(f"{key}={value}", f"is no {what} of at least {at_least}", f"{key}=<{what}>")
+    longest = sum(count_of(config, f"data.max_{part}_length") for part in ("prompt", "response"))
+    for role, key, by_tokens in micro_batch_limits(config) if mode_of(config).shares_prefixes else ():
+        budget = count_of(config, key) * rules.engine_of(config, ACTOR if role == ROLLOUT else role).sp_size
+        if by_tokens and 0 < budget < longest - 1:
+            why = f"holds {budget} tokens, and a sequence of more, of up to {longest - 1}, would end the run"
+            yield Issue(f"{key}={count_of(config, key)}", why, f"{key}=<more>", is_warning=True)
     if (name := OmegaConf.select(config, f"{ROLLOUT}.name")) in (None, "None"):
         fix = f"{ROLLOUT}.name=vllm, or sglang, or hf on a CPU"
         yield Issue(f"{ROLLOUT}.name={name}", "names no rollout engine", fix)
@@ -237,7 +246,7 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
     n, per_node, nodes = f"{ROLLOUT}.n", "trainer.n_gpus_per_node", "trainer.nnodes"
     responses, ranks = count_of(config, n), count_of(config, per_node) * count_of(config, nodes)
     if not responses * ranks:
-        return  # of which verl speaks
+        return  # of which ``_counts`` speaks
     for role in rules.roles_of(config):
         engine, key = rules.engine_of(config, role), f"{role}.ppo_mini_batch_size"
         size, prompts = engine.sp_size, count_of(config, key)
@@ -252,19 +261,6 @@ def _divisors(config: DictConfig) -> Iterator[Issue]:
             more = next(more for more in range(prompts, prompts + parts + 1) if more * responses % parts == 0)
             answers = next(more for more in range(responses, responses + parts + 1) if prompts * more % parts == 0)
             yield Issue(f"{key}={prompts}", why, f"{key}={more}, or {n}={answers}")
-
-
-def _unknown_trainer(config: DictConfig) -> Iterator[Issue]:
-    """A V1 trainer that nobody has registered whose code verl loads at its import."""
-    key, mode = "trainer.v1.trainer_mode", OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not OmegaConf.select(config, "trainer.use_v1") or mode == "sync":
-        return
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY  # seconds, which verl's default is spared
-
-    if mode not in TRAINER_REGISTRY:
-        why = f"no trainer is registered under that name; there are {', '.join(sorted(TRAINER_REGISTRY))}"
-        fix = f"{key}=sync, or VERL_USE_EXTERNAL_MODULES=<its module> in the environment"
-        yield Issue(f"{key}={mode}", why, fix, is_warning=True)  # a run's own entry point may register it in Ray
 
 
 def _verls_validation(config: DictConfig) -> Iterator[Issue]:

@@ -30,6 +30,9 @@ def check_batch(data: TensorDict, packed: bool, fused_head: bool) -> None:
             "use_dynamic_bsz=True cuts groups by their tokens, which the padded prefix_grouper mode does not support; "
             "set actor_rollout_ref.model.use_remove_padding=True (packed mode) or use_dynamic_bsz=False"
         )
+    if (together := tu.get_non_tensor_data(data, "force_group_size", default=1)) != 1:
+        why = "shared prefixes put sequences of a micro-batch in an order of their own"
+        raise BatchError(f"force_group_size={together} keeps neighbours together, and {why}; {SHARING_OFF}")
     if not fused_head:
         return
     sums = tu.get_non_tensor_data(data, "calculate_sum_pi_squared", default=False)

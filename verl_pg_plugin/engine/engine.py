@@ -269,9 +269,11 @@ class SharedPrefixEngine(FSDPEngine):
         inputs = self._inputs(layout, plan.sequences.select(first), plan.runs_encoder, access)
         training = self.module.training
         self.module.eval()  # for the graphs that compiled layers have of old_log_prob; dropout is refused
-        with torch.no_grad(), self._autocast():
-            self.compute(inputs, plan.selector.select(first, self._device))
-        self.module.train(training)
+        try:
+            with torch.no_grad(), self._autocast():
+                self.compute(inputs, plan.selector.select(first, self._device))
+        finally:
+            self.module.train(training)
 
     def _compute_alone(self, chosen: list[int], plan: Plan) -> tuple[Responses, Responses]:
         """Some samples with nothing shared, and the same with rounding noise where that gives the tolerance.
@@ -312,14 +314,13 @@ class SharedPrefixEngine(FSDPEngine):
 
     def _count_loss_tokens(self, plan: Plan) -> list[float]:
         """Of each micro-batch, over their mean on all ranks; verl's losses scale by the sum, which the batch gets."""
-        mask, dp_size = plan.data["loss_mask"], self.get_data_parallel_size()
-        of_ranks = mask.sum().to(self._device)
+        tokens, dp_size = plan.loss_tokens, self.get_data_parallel_size()
+        of_ranks = torch.tensor(int(tokens.sum()), device=self._device)
         dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
         total, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
         tu.assign_non_tensor(plan.data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=total)
-        tokens = [of_sequence.sum().item() for of_sequence in mask.unbind()]
         mean = total / dp_size / len(plan.micro_batches)  # ranks have as many
-        return [sum(tokens[i] for i in planned.sequences) / mean if mean else 1.0 for planned in plan.micro_batches]
+        return [float(tokens[part.sequences].sum()) / mean if mean else 1.0 for part in plan.micro_batches]
 
 
 class SharedPrefixLanguageModel(SharedPrefixEngine):

@@ -94,7 +94,7 @@ class LogProbRequest:
         if self.with_log_probs:
             alone = not columns  # only then flash-attn's cross entropy may write the gradient over the logits
             columns.append(verl_F.logprobs_from_logits(logits_NV, self.labels[part], inplace_backward=alone))
-        return torch.stack([column.to(_wide(column)) for column in columns], dim=-1)
+        return torch.stack([column.to(torch.promote_types(column.dtype, torch.float32)) for column in columns], dim=-1)
 
 
 def read_request(
@@ -212,7 +212,7 @@ class _ChunkedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_NC,) = grad_outputs
         hidden_NE, weight_VE, bias_V = ctx.saved_tensors
-        wide = _wide(weight_VE)
+        wide = torch.promote_types(weight_VE.dtype, torch.float32)
         # A frozen head, as under LoRA, gets no gradient: as large as the weight, and a third of the backward.
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_NE) if needs_hidden else None
@@ -233,10 +233,6 @@ class _ChunkedOutputs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0, dtype=wide)
         narrowed = (None if grad is None else grad.to(weight_VE.dtype) for grad in (grad_weight, grad_bias))
         return grad_hidden, *narrowed, None, None
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -76,7 +76,6 @@ def figures_of_rank(plan: Plan, flops: ModelFlops, costs: MiniBatchCosts) -> dic
         "exported_rows": sum(layout.prefill.num_tokens for layout in layouts if layout.prefill is not None),
         "forward": flops.forward(layouts) + flops.images(computed),
         "forward_alone": float(flops.alone(lengths).sum()) + flops.images(shown),
-        "copied_keys": sum(layout.num_gathered_kv for layout in layouts),
         "cached_bytes": costs.peak_cached_bytes,
         "host_bytes": max(plan.levels.host_bytes(p.level, p.layout.num_tokens) for p in plan.micro_batches),
     }
@@ -100,7 +99,6 @@ def mini_batch_metrics(ranks: list[dict[str, float]], sp_size: int, kernel: str)
         # Without prefills, which a forward without gradient computes once more.
         "flop_ratio": total["forward_alone"] / total["forward"],
         "peak_carried_gib": max(rank["cached_bytes"] for rank in ranks) / 2**30,
-        "copied_keys_per_row": total["copied_keys"] / total["physical_tokens"],
         f"attention_backend/{kernel}": 1.0,
     }
     if total.get("host_bytes"):

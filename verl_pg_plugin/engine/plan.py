@@ -16,12 +16,12 @@ from tensordict import TensorDict
 
 from verl_pg_plugin.engine.batch import SequenceSelector, check_batch, limits_of, read_sequences, regular
 from verl_pg_plugin.engine.ranks import agreement
-from verl_pg_plugin.layout import Layout, PackedLayout, Sequences, build_padded_layout
+from verl_pg_plugin.layout import IntArray, Layout, PackedLayout, Sequences, build_padded_layout
 from verl_pg_plugin.modalities import Modality
 from verl_pg_plugin.planning.activation_level import Level, Levels
 from verl_pg_plugin.planning.cost import FORWARDS_OF_AN_UPDATE, ModelFlops
 from verl_pg_plugin.planning.memory import cache_weights
-from verl_pg_plugin.planning.micro_batches import MicroBatch, cut_micro_batches, lay_out, tokens_of_stock
+from verl_pg_plugin.planning.micro_batches import MicroBatch, cut_for_loss, lay_out, tokens_of_stock
 from verl_pg_plugin.planning.order import FloatArray, align
 
 
@@ -45,6 +45,7 @@ class Plan:
 
     data: TensorDict  # regular
     sequences: Sequences  # the same as numbers on the host
+    loss_tokens: IntArray  # (B,) that the loss counts
     micro_batches: list[PlannedMicroBatch]  # as they run; every rank has as many
     num_split_groups: int
     runs_encoder: bool  # some rank has an image, so every micro-batch runs the vision encoder
@@ -99,7 +100,9 @@ def plan_mini_batch(
         sequences, limits = read_sequences(data, modality), limits_of(data, sp_size)
         order, levels = sequences.order(), levels.within_stock(tokens_of_stock(sequences.lengths, limits))
         weights = cache_weights(levels, forward_only) if carries else None
-        cut = partial(cut_micro_batches, order, limits, weights, forward_only=forward_only, levels=levels)
+        loss_tokens = np.array([int(mask.sum()) for mask in data["loss_mask"].unbind()])
+        has_loss = np.ones_like(loss_tokens) if forward_only else loss_tokens > 0
+        cut = partial(cut_for_loss, order, has_loss, limits, weights, forward_only=forward_only, levels=levels)
         draft = [_laid_out(group, sequences, packed, forward_only) for group in cut()]
         ranks.append(_summary(draft, flops, sequences, levels))
     numbers = [sum(map(len, rank.costs)) for rank in ranks]
@@ -125,7 +128,8 @@ def plan_mini_batch(
             level = levels.choose(layout.num_tokens, len(layout.head_index), **layout.cache_use)
         planned.append(PlannedMicroBatch(micro_batch.sequences, layout, prefill, level, shares, reads))
     num_split_groups = sum(len(group) > 1 for group in draft)
-    return Plan(data, sequences, planned, num_split_groups, any(rank.needs_encoder for rank in summaries), levels)
+    runs_encoder = any(rank.needs_encoder for rank in summaries)
+    return Plan(data, sequences, loss_tokens, planned, num_split_groups, runs_encoder, levels)
 
 
 def _laid_out(group: list[MicroBatch], sequences: Sequences, packed: bool, forward_only: bool) -> _LaidOut:

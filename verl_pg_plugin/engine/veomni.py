@@ -62,16 +62,11 @@ class RoutedText(Modality):
             )
         routes_NLK = routed.values().cpu().numpy()
         # A token's key has the experts of the token before: up to a label, what is shared depends on those alone.
-        before = np.roll(_numbers(routes_NLK.reshape(len(routes_NLK), -1)), 1)
+        numbers: dict[bytes, int] = {}
+        before = np.roll([numbers.setdefault(routes_LK.tobytes(), len(numbers)) for routes_LK in routes_NLK], 1)
         before[sequences.offsets[:-1]] = -1
         keys = np.unique(sequences.tokens.astype(np.int64) * (len(before) + 1) + before, return_inverse=True)[1]
         return replace(sequences, keys=keys, routes=routes_NLK)
-
-
-def _numbers(rows_NE: IntArray) -> IntArray:
-    """(N,) from 0, equal where rows are."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows_NE])
 
 
 def _places(layout: PackedLayout, offsets: IntArray) -> IntArray:

@@ -106,7 +106,8 @@ def read_responses(
     """Of jagged (B, length) outputs, what verl reads of some samples: at the tokens in front of each response token."""
     responses: dict[str, list[torch.Tensor]] = {}
     for name, jagged in outputs.items():
-        if not jagged.is_floating_point():  # experts, which rounding may change
+        # Which experts are chosen, and how much two top k overlap, rounding may change.
+        if not jagged.is_floating_point() or name.startswith("overlap_"):
             continue
         bounds, values = jagged.offsets().tolist(), jagged.values().detach()
         spans = [slice(bounds[i] + int(prompt_lengths[i]) - 1, bounds[i + 1] - 1) for i in samples]

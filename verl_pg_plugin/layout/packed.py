@@ -115,12 +115,6 @@ class PackedLayout:
         return self.is_chunk or self.num_tokens < self.num_logical_tokens - self.num_sequences
 
     @property
-    def num_gathered_kv(self) -> int:
-        """Keys that attention gathers: 0 where they are the [cached | packed] tokens as they lie."""
-        whole = np.arange(self.num_cached + self.num_tokens)
-        return 0 if np.array_equal(self.kv_index, whole) else len(self.kv_index)
-
-    @property
     def reads_ancestors(self) -> bool:
         """Whether attention reads tokens of other segments."""
         return len(self.kv_index) > self.num_tokens

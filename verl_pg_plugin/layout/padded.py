@@ -44,7 +44,7 @@ class PaddedLayout:
     # As ``PackedLayout`` has them.
     is_chunk = False
     shares_tokens = reads_ancestors = True
-    num_gathered_kv = num_cached = 0
+    num_cached = 0
     cache_use: ClassVar[dict[str, int]] = {}
     prefill = None
 

@@ -10,9 +10,9 @@ Where responses share one prompt that costs as little as the cheapest cuts there
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -112,6 +112,27 @@ def cut_micro_batches(
     planner = _Planner(order, limits, weights, levels, 0.0 if forward_only else PREFILL_COST, micro_batch_cost)
     planned = [planner.micro_batches(group) for group in planner.cut(at_least)]
     return sorted(planned, key=lambda group: (len(group) == 1, -max(part.num_tokens for part in group)))
+
+
+def cut_for_loss(
+    order: PrefixOrder, has_loss: np.ndarray, limits: MicroBatchLimits, weights: CacheWeights | None, **options: Any
+) -> list[list[MicroBatch]]:
+    """``cut_micro_batches`` of an update, in which groups without a loss token, as verl's fillers are, join others.
+
+    Several of verl's losses fail on a micro-batch that has none. What joins is small: it may exceed the limits, by an
+    eighth. ``has_loss`` (B,) is by index in the mini-batch.
+    """
+    group = np.cumsum(order.num_shared == 0) - 1
+    joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
+    others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
+    num_tokens, most = int(joining.num_new.sum()), limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
+    if not num_tokens or 8 * num_tokens > most or len(others.sequences) < options.get("at_least", 1):
+        return cut_micro_batches(order, limits, weights, **options)
+    groups = cut_micro_batches(others, limits, weights, **options)
+    smallest = min((part for group in groups for part in group), key=lambda part: part.num_tokens)
+    both = [*smallest.sequences, *joining.sequences.tolist()]
+    joined = replace(smallest, sequences=both, num_tokens=smallest.num_tokens + num_tokens)
+    return [[joined if part is smallest else part for part in group] for group in groups]
 
 
 def tokens_of_stock(lengths: IntArray, limits: MicroBatchLimits) -> int:
