@@ -9,6 +9,7 @@
 # actor_rollout_ref.rollout.agent.default_agent_loop=NAME. Sessions have different numbers of turns: verl fills up its
 # mini-batches with copies of one short sequence, which cost next to nothing here.
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}

@@ -11,6 +11,7 @@
 #   USE_POLICY_GRADIENT   False; with LOSS_MODE=k1 it must be True
 #   USE_TASK_REWARDS      False
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export USE_PREFIX_GROUPER=True

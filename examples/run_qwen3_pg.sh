@@ -49,7 +49,9 @@
 # Overrides come last and win.
 case " $* " in
     *" --help "* | *" -h "*)
-        sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        for script in ${EXAMPLE:+"$EXAMPLE"} "${BASH_SOURCE[0]}"; do # of the example that runs this one, too
+            sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$script"
+        done
         exit 0
         ;;
 esac
@@ -65,6 +67,7 @@ WORK_DIR=$(cd "$WORK_DIR" && pwd)
 RUN_DIR=$(mktemp -d "$WORK_DIR/$(date +%Y%m%d-%H%M%S)-XXXX")
 
 USE_PREFIX_GROUPER=${USE_PREFIX_GROUPER:-True}
+case $USE_PREFIX_GROUPER in True | False) ;; *) fail "USE_PREFIX_GROUPER=$USE_PREFIX_GROUPER is neither True nor False" ;; esac
 
 ################################ model and data ################################
 if [ -z "${MODEL_PATH:-}${TRAIN_FILES:-}${VAL_FILES:-}" ]; then

@@ -6,6 +6,7 @@
 # Takes the variables of run_qwen3_pg.sh; trains a few minutes on the CPU without any. The critic starts from the
 # actor's checkpoint with a new value head; CRITIC_PATH names another one, of a token classifier with one label.
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 export USE_PREFIX_GROUPER=True
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_ppo_pg}

@@ -6,6 +6,7 @@
 # Takes the variables of run_qwen3_pg.sh; trains a few minutes on the CPU without any. The mode needs whole groups in
 # micro-batches of a fixed number of sequences: GROUPS_PER_MICRO_BATCH groups of ROLLOUT_N responses.
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 export USE_PREFIX_GROUPER=True USE_REMOVE_PADDING=False
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_prefix_grouper}

@@ -6,6 +6,7 @@
 # Takes the variables of run_qwen3_pg.sh. Without any it runs a few small steps on the CPU: there, verl attends over a
 # dense mask of all packed tokens, which is slow.
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 export USE_PREFIX_GROUPER=False
 export WORK_DIR=${WORK_DIR:-outputs/run_qwen3_rmpad}

@@ -7,6 +7,7 @@
 # to call the tool. What the tool returns is part of the sequence and of no loss. TOOL_PATH names a Python file of your
 # own with functions under verl's @function_tool; the calls are read in Qwen's format (<tool_call>{json}</tool_call>).
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export USE_PREFIX_GROUPER=True

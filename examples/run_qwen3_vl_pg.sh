@@ -11,6 +11,7 @@
 #   MODEL_PATH=Qwen/Qwen3-VL-4B-Instruct TRAIN_FILES=~/data/geo3k/train.parquet VAL_FILES=~/data/geo3k/test.parquet \
 #       NGPUS_PER_NODE=8 bash examples/run_qwen3_vl_pg.sh
 set -euo pipefail
+export EXAMPLE=${BASH_SOURCE[0]}
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export USE_PREFIX_GROUPER=True

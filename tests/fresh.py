@@ -116,6 +116,7 @@ def _run(received: list[int], arguments: list[str], files: list[int], folder: st
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
     while not (arguments[0] in ("-c", "-m") or arguments[0].endswith(".py")):  # flags are those of the server
         arguments = arguments[1:]
     code = 0
