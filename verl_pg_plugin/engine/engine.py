@@ -315,7 +315,7 @@ class SharedPrefixEngine(FSDPEngine):
     def _count_loss_tokens(self, plan: Plan) -> list[float]:
         """Of each micro-batch, over their mean on all ranks; verl's losses scale by the sum, which the batch gets."""
         tokens, dp_size = plan.loss_tokens, self.get_data_parallel_size()
-        of_ranks = torch.tensor(int(tokens.sum()), device=self._device)
+        of_ranks = torch.tensor(tokens.sum().item(), device=self._device)
         dist.all_reduce(of_ranks, group=self.get_data_parallel_group())
         total, sp_size = of_ranks.item(), self.ulysses_sequence_parallel_size
         tu.assign_non_tensor(plan.data, sp_size=sp_size, dp_size=dp_size, batch_num_tokens=total)
