@@ -57,14 +57,14 @@ def new_axes(height: float, panels: int = 1) -> tuple[plt.Figure, list[plt.Axes]
 
 
 def update_panels(
-    height: float, table: str, cases: dict[str, str], paths: Sequence[str]
+    height: float, cases: dict[str, dict[str, str]], paths: Sequence[str]
 ) -> list[tuple[plt.Axes, list[dict[str, str]]]]:
-    """A panel for each case, by its title, with the rows of its updates by each path."""
+    """A panel for each title, with the updates of its case by each path."""
     _, panels = new_axes(height, len(cases))
     found = []
-    for axes, (case, title) in zip(panels, cases.items(), strict=True):
+    for axes, (title, case) in zip(panels, cases.items(), strict=True):
         axes.set_title(title, loc="left", weight="bold", pad=12)
-        rows = {row["path"]: row for row in rows_of(table, case=case, phase="update")}
+        rows = {row["path"]: row for row in rows_of("updates", phase="update", **case)}
         found.append((axes, [rows[path] for path in paths]))
     return found
 
@@ -119,7 +119,7 @@ def steps() -> plt.Figure:
     """Seconds of a whole step by phase, stock verl and packed mode."""
     phases = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
     runs: dict[str, dict[str, float]] = {}
-    for row in rows_of("step_4b", case="4096,1024,4,8"):
+    for row in rows_of("steps", case="4096,1024,4,8"):
         runs.setdefault(row["mode"], {})[row["phase"]] = float(row["seconds_median"])
     stock, packed = (runs[mode]["step"] for mode in ("rmpad", "packed"))
     figure, (axes,) = new_axes(3)
@@ -140,19 +140,23 @@ def where_it_comes_from() -> plt.Figure:
     """What is left of stock verl's update after each part, with a shared prompt and with nothing shared."""
     parts = {
         "stock verl": "rmpad",
-        "prefixes shared, no padding": "packed:recompute_attention=True",
-        "attention's outputs kept": "packed",
-        "layers compiled": "packed:compile_layers=True",
+        "prefixes shared": "packed:compile_layers=False,activations=inputs",
+        "attention's outputs kept": "packed:compile_layers=False",
+        "layers compiled": "packed",
+        "flash-attn 4": "packed:attention_kernel=flash_attn_4",
     }
-    cases = {"8192,1024,8,1": "prompt 8192, response 1024, n 8", "4096,1024,1,4": "nothing shared: 4096, 1024, n 1"}
-    for axes, rows in update_panels(6.2, "actor_4b_flash_attn_2", cases, list(parts.values())):
+    cases = {
+        "prompt 8192, response 1024, n 8": {"case": "8192,1024,8,1", "run": "waterfall"},
+        "nothing shared: 4096, 1024, n 1": {"case": "4096,1024,1,4", "run": "waterfall"},
+    }
+    for axes, rows in update_panels(7.4, cases, list(parts.values())):
         seconds = [float(row["seconds_median"]) for row in rows]
         notes = [f"{seconds[0]:.2f} s", *(f"{value:.2f} s, {seconds[0] / value:.2f}x" for value in seconds[1:])]
-        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 3])
+        bars(axes, list(parts), seconds, notes, [STOCK, *[OURS] * 4])
         for at, (before, after) in enumerate(pairwise(seconds), start=1):
             axes.barh(at, before - after, 0.5, after, color="none", edgecolor=STOCK, linestyle=":")
             axes.texts[2 * at + 1].set_x(before)
-        axes.texts[-1].set_weight("bold")
+        axes.texts[-3].set_weight("bold")
         axes.set_xlim(0, 1.3 * seconds[0])
     axes.set_xlabel(f"seconds of an update: {ABOUT}, one H200")
     return axes.figure
@@ -177,21 +181,19 @@ def reward_over_time() -> plt.Figure:
 
 def memory() -> plt.Figure:
     """Peak of an update on the GPU, and what waits on the host."""
-    paths = {
-        "stock verl": "rmpad",
-        "packed, attention kept on the GPU": "packed:activations=attention",
-        "packed, attention kept on the host": "packed:activations=attention_on_host",
+    cases = {
+        "4B, prompt 8192, response 1024, n 8": {"run": "waterfall", "case": "8192,1024,8"},
+        "4B, prompt 32768, response 1024, n 8": {"run": "long prompts"},
+        "8B, prompt 16384, response 4096, n 16": {"run": "8B, 16384"},
     }
-    cases = {"8192,1024,8,4": "prompt 8192, response 1024, n 8", "300,300,8,16": "prompt 300, response 300, n 8"}
-    for axes, rows in update_panels(5.4, "activation_levels_4b", cases, list(paths.values())):
+    for axes, rows in update_panels(6, cases, ("rmpad", "packed")):
         peaks, hosts = ([float(row[key]) for row in rows] for key in ("peak_gib", "host_gib"))
         notes = [f"{peak:.1f} GiB, {float(row['seconds_median']):.1f} s" for peak, row in zip(peaks, rows, strict=True)]
-        bars(axes, list(paths), peaks, notes, [STOCK, OURS, OURS])
-        axes.barh(range(3), hosts, 0.5, peaks, color=HOST, hatch="//", edgecolor="white")
-        for at, (peak, host) in enumerate(zip(peaks, hosts, strict=True)):
-            axes.texts[2 * at + 1].set_x(peak + host)
-        axes.set_xlim(0, 40)
-    axes.set_xlabel(f"GiB at the peak of an update, hatched on the host:\n{ABOUT}, one H100")
+        bars(axes, ["stock verl", "packed"], peaks, notes, [STOCK, OURS])
+        axes.barh(1, hosts[1], 0.5, peaks[1], color=HOST, hatch="//", edgecolor="white")
+        axes.texts[-1].set_x(sum(peaks[1:] + hosts))
+        axes.set_xlim(0, 130)
+    axes.set_xlabel("GiB at the peak of an update, hatched on the host:\nQwen3 configs, verl 0.9.1, one H200")
     return axes.figure
 
 
