@@ -247,6 +247,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     flops = ModelFlops.of_config(config)
     options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy} topk={args.topk}"
     options += f" lora_rank={args.lora_rank}" if args.lora_rank else ""
+    options += f" max_token_len={args.max_token_len} warmup={args.warmup} repeats={args.repeats}"
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
     kernels: dict[EnginePath, str] = {}

@@ -4,9 +4,9 @@
         --response 1024 --n 2 --between 16384 163840 --within 8192
 
 One group of n responses, one update (SGD, so that memory shows activations and not optimizer state), gradient
-checkpointing; the budget of a micro-batch is one whole sequence, the least that verl takes, so n changes stock verl's
-time and not its memory. With ``--memory-gib 48``
-torch may allocate no more than a smaller GPU has; prompts are shorter then, and a try takes a tenth of the time.
+checkpointing, no entropy; the budget of a micro-batch is one whole sequence, the least that verl takes. So stock verl's
+memory is that of two responses for any n above one: the second backward runs beside the gradients of the first. With
+``--memory-gib 48`` torch may allocate no more than a smaller GPU has; prompts are shorter then, and a try is faster.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def does_it_pay() -> plt.Figure:
     """Forecast of an update by sharing alone: prompt by n, a panel for each length of responses."""
     prompts, counts = (128, 512, 2048, 8192, 32768), (32, 16, 8, 4, 1)
     marks = {
-        300: [("GSM8K", 0, 2), ("agents,\n16 turns", 2, 1)],
+        300: [("GSM8K", 0, 2)],
         1024: [("documents", 3, 2)],
         4096: [("DAPO", 0, 1)],
     }
@@ -140,7 +140,7 @@ def where_it_comes_from() -> plt.Figure:
     """What is left of stock verl's update after each part, with a shared prompt and with nothing shared."""
     parts = {
         "stock verl": "rmpad",
-        "prefixes shared": "packed:compile_layers=False,activations=inputs",
+        "prefixes shared, head on responses": "packed:compile_layers=False,activations=inputs",
         "attention's outputs kept": "packed:compile_layers=False",
         "layers compiled": "packed",
         "flash-attn 4": "packed:attention_kernel=flash_attn_4",

@@ -99,7 +99,8 @@ def _register_or_warn() -> None:
     except Exception as error:
         waiting.append(register)  # whoever builds one of our engine configs gets the exception
         why = f"engines are not registered ({type(error).__name__}: {error}); python -m verl_pg_plugin doctor says more"
-        if asks := [word for word in sys.argv if word.lstrip("+") == "actor_rollout_ref.actor.use_prefix_grouper=True"]:
+        flag = "actor_rollout_ref.actor.use_prefix_grouper=true"
+        if asks := [word for word in sys.argv if word.lstrip("+").lower() == flag]:
             sys.stderr.write(f"verl_pg_plugin {__version__}: {asks[0]}, but {why}\n")
             raise SystemExit(2) from None
         logger.warning("verl_pg_plugin %s: %s", __version__, why)

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "broken, the flag set": (
         "import sys\nsys.modules['verl_pg_plugin.engine.engine'] = None\n"
-        "sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=True')\nimport verl",
+        "sys.argv.append('actor_rollout_ref.actor.use_prefix_grouper=true')\nimport verl",
         {"VERL_PLATFORM": "nvidia"},
     ),
     "no plugins, the mode selected": (SELECT_THE_MODE, NO_PLUGINS | {"VERL_PLATFORM": "nvidia"}),
@@ -124,7 +124,7 @@ def test_a_broken_plugin_is_silent_in_verl_but_not_when_the_mode_is_asked_for(en
     assert ended["broken"].returncode != 0
     assert "import of verl_pg_plugin.engine.engine halted" in ended["broken"].stderr
     assert ended["broken, the flag set"].returncode == 2
-    assert "use_prefix_grouper=True, but engines are not registered (" in ended["broken, the flag set"].stderr
+    assert "use_prefix_grouper=true, but engines are not registered (" in ended["broken, the flag set"].stderr
 
 
 def test_asking_for_the_mode_is_an_error_when_verl_would_build_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
