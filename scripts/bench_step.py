@@ -92,6 +92,7 @@ def mode(text: str) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="use this many layers of the model")
     default_case = StepCase(64, 8, 4, 4)
     parser.add_argument(
         "--cases", nargs="+", type=StepCase.parse, default=[default_case], metavar="P,R,n,prompts[,turns]"
@@ -120,12 +121,12 @@ def prepare(args: argparse.Namespace, device: str) -> tuple[dict[str, str], Path
 
     In a process of its own, whose share of the GPU is free again when the first run starts.
     """
-    model_path = args.work_dir / f"model-{args.model_shape}"
+    model_path = args.work_dir / f"model-{args.model_shape}{f'-{args.layers}-layers' if args.layers else ''}"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         about = pool.submit(environment).result()
         if not model_path.is_dir():
             dtype = torch.bfloat16 if device == "gpu" else torch.float32
-            pool.submit(make_checkpoint, model_path, args.model_shape, dtype).result()
+            pool.submit(make_checkpoint, model_path, args.model_shape, dtype, args.layers).result()
     tokenizer = word_tokenizer(SHAPES[args.model_shape]["vocab_size"])
     prompts = {}
     for case in args.cases:
@@ -200,7 +201,7 @@ def main() -> int:
             failures.append(f"{case} {name}: {outcome}, {len(steps)} of {args.steps} steps, see {run.log}")
             console.print(run.last_lines())
         described: dict[str, Any] = {
-            "model": args.model_shape,
+            "model": model_path.name.removeprefix("model-"),
             "case": str(case),
             "mode": name,
             "outcome": outcome,

@@ -35,8 +35,8 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return with_chat_marks(tokenizer)
 
 
-def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype) -> Path:
-    """Write random weights of ``SHAPES[shape]`` and the word tokenizer to ``output_dir`` and return it.
+def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype, layers: int | None = None) -> Path:
+    """Write random weights of ``SHAPES[shape]``, or of its first layers, and the word tokenizer; return ``output_dir``.
 
     Weights are drawn on the GPU where there is one: 4 billion take seconds there and minutes on a CPU.
 
@@ -51,6 +51,7 @@ def make_checkpoint(output_dir: Path, shape: str, dtype: torch.dtype) -> Path:
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
+            **({"num_hidden_layers": layers} if layers else {}),
         )
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
