@@ -378,12 +378,22 @@ def problems() -> str:
         environment = {**os.environ, "VERL_PLATFORM": "cpu", "PYTHONPATH": str(IMAGES.parents[1])}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     written = done.stderr[done.stderr.index(" in the configuration, nothing was started") - 10 :]
+    command = " \\\n    ".join(["$ python -m verl_pg_plugin.main_ppo", *overrides])
+    return terminal("before Ray starts", command, written.strip())
+
+
+def a_run() -> str:
+    """What a run tells of sharing, as SVG: docs/data/run.txt has the lines of the whole steps at 8192, 1024, 8."""
+    return terminal("Qwen3-4B config, one H200", "$ bash examples/run_qwen3_pg.sh", (DATA / "run.txt").read_text())
+
+
+def terminal(title: str, command: str, written: str) -> str:
     columns = 64
-    lines = [textwrap.fill(line, columns, subsequent_indent=" " * 8) for line in written.strip().splitlines()]
+    lines = [textwrap.fill(line, columns, subsequent_indent=" " * 8) for line in written.splitlines()]
     console = Console(record=True, width=columns, file=io.StringIO())
-    console.print(Text(" \\\n    ".join(["$ python -m verl_pg_plugin.main_ppo", *overrides]), style="bold"))
+    console.print(Text(command, style="bold"))
     console.print(Text("\n".join([*lines, ""])))
-    svg = console.export_svg(title="before Ray starts")
+    svg = console.export_svg(title=title)
     # Letters of the reader's machine: an image loads nothing from another host.
     return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code, monospace", "monospace")
 
@@ -392,7 +402,7 @@ FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
     for function in (
         *(does_it_pay, steps, where_it_comes_from, reward_over_time, memory),
-        *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems),
+        *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems, a_run),
     )
 }
 
