@@ -54,6 +54,7 @@ class LearningStep:
     grad_norm: float
     rollout_actor_corr: float
     rollout_actor_max_diff: float
+    rollout_log_ppl: float
     response_tokens: float
     dedup_ratio: float | None
     step_s: float
@@ -66,6 +67,7 @@ METRICS = {
     "grad_norm": "actor/grad_norm",
     "rollout_actor_corr": "training/rollout_actor_probs_pearson_corr",
     "rollout_actor_max_diff": "training/rollout_probs_diff_max",
+    "rollout_log_ppl": "rollout_corr/rollout_log_ppl",  # of the tokens that were drawn
     "response_tokens": "response_length/mean",
     "step_s": "timing_s/step",
 }
@@ -114,7 +116,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=FLAGS, default=["rmpad", "packed"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run, start-up included")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/learning"))
@@ -130,7 +132,8 @@ def main() -> int:
     args = parse_args()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     if not (args.output_dir / "data").is_dir():
-        make_arithmetic_data(args.output_dir / "data")
+        # Each question once an epoch: of groups with one prompt in a step, which arrives first would draw first.
+        make_arithmetic_data(args.output_dir / "data", repeat=1)
     if not (args.output_dir / f"model-{device}").is_dir():
         make_tiny_checkpoint(args.output_dir / f"model-{device}", head_dim=HEAD_DIM[device])
     curves: list[LearningStep] = []
