@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.shapes import config_of
 
 from tests.planning.configs import CONFIGS
 from verl_pg_plugin.architectures import text_skeleton
@@ -99,7 +100,8 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_measured_on_an_h200_a
     monkeypatch,
 ) -> None:
     """The figures that ``estimate`` names for its accuracy."""
-    flops = {name: ModelFlops.of_config(CONFIGS[name]) for name in ("0.6b", "4b", "8b")}
+    configs = {name: config_of(f"qwen3-{name}") for name in ("0.6b", "4b", "8b")}
+    flops = {name: ModelFlops.of_config(config) for name, config in configs.items()}
 
     @cache
     def with_speeds(compiled: float, kernel: float, model: str, case: str, activations: str) -> Forecast:
@@ -107,7 +109,7 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_measured_on_an_h200_a
         monkeypatch.setitem(forecasts.KERNELS, "any", kernel)
         prompt, response, n, groups = map(int, case.split(","))
         batch = batch_of_lengths([prompt] * groups, [[response] * n] * groups)
-        levels = Levels(Level(activations) if activations else None, TokenBytes.of(CONFIGS[model]))
+        levels = Levels(Level(activations) if activations else None, TokenBytes.of(configs[model]))
         return forecast(batch, flops[model], levels, 40960 if prompt > 8192 else 20480, kernel="any")
 
     known, rows, cases = dict(forecasts.KERNELS), [], []
