@@ -247,6 +247,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
     flops = ModelFlops.of_config(config)
     options = f"dtype={args.dtype} optimizer={args.optimizer} entropy={args.entropy} topk={args.topk}"
     options += f" lora_rank={args.lora_rank}" if args.lora_rank else ""
+    options += f" ulysses={args.ulysses}" if args.ulysses > 1 else ""
     options += f" max_token_len={args.max_token_len} warmup={args.warmup} repeats={args.repeats}"
     about = {"world_size": dist.get_world_size(), "options": options, **environment()}
     measured: dict[tuple[EnginePath, str, str], dict[str, Any]] = {}
@@ -259,18 +260,18 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
         counters.clear()
         engine = build_engine(model_path, args, path)
         for case in args.cases:
-            world_size = dist.get_world_size()
-            whole = case.rows(_num_plain_tokens(config), world_size)
+            num_parts = dist.get_world_size() // args.ulysses
+            whole = case.rows(_num_plain_tokens(config), num_parts)
             if case.images:
                 whole = replace(whole, samples=case.images.put_into(whole.samples, config))
-            parts = samples_of_ranks(whole, path.stock, flops, world_size)
+            parts = samples_of_ranks(whole, path.stock, flops, num_parts)
             ranks = [[whole.samples[row] for row in part] for part in parts]
             budget, in_micro_batch = path.budget or args.max_token_len, case.largest_group
             if path.mode == "padded":  # as many lines as the budget holds
                 longest = max(len(sample.prompt) + len(sample.response) for sample in whole.samples)
                 in_micro_batch = max(budget // longest, 1)
             batch = make_batch(
-                ranks[dist.get_rank()],
+                ranks[dist.get_rank() // args.ulysses],
                 max_token_len_per_gpu=budget,
                 use_remove_padding=path.unpadded,
                 use_dynamic_bsz=path.unpadded,
@@ -280,7 +281,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
             )
             groups = [whole.group[part].tolist() for part in parts]
             if case.images:
-                batch = case.images.add_to(batch, groups[dist.get_rank()], config)
+                batch = case.images.add_to(batch, groups[dist.get_rank() // args.ulysses], config)
             name = str(case)
             encoders = image_flops(case.images, groups, config, flops)
             works[path, name] = Work.of(ranks, flops, not args.no_gradient_checkpointing, encoders)
@@ -323,7 +324,7 @@ def run(args: argparse.Namespace, model_path: str) -> list[Row]:
                 memory_ratio=numbers["peak_gib"] / base["peak_gib"] if base and base["peak_gib"] else float("nan"),
                 logical_tokens=work.logical_tokens,
                 logical_patches=patches[case_name],
-                physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / 1e12,
+                physical_tflops_per_s=statistics.mean(done[phase]) / numbers["seconds_median"] / args.ulysses / 1e12,
                 slowest_over_mean=max(done[phase]) / statistics.mean(done[phase]),
                 **numbers
                 | {

@@ -119,7 +119,7 @@ def main() -> int:
     args.memory_gib = min(args.memory_gib or total_gib, total_gib)
     torch.cuda.set_per_process_memory_fraction(args.memory_gib / total_gib, 0)
     args.dtype, args.attn_implementation = "bf16", "flash_attention_2"
-    args.no_gradient_checkpointing, args.lora_rank = False, 0
+    args.no_gradient_checkpointing, args.lora_rank, args.ulysses = False, 0, 1
 
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29578", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)

@@ -59,10 +59,13 @@ class _Groups:
         Raises:
             argparse.ArgumentTypeError: there are other fields, or one is no positive number.
         """
-        names, numbers = [field.name for field in fields(cls)], text.removeprefix(f"{cls.NAME}:").split(",")
-        if len(numbers) != len(names) or not all(number.isdigit() and int(number) for number in numbers):
+        names = [field.name for field in fields(cls)]
+        pattern = ",".join("([0-9]+(?:[-/][0-9]+)*)" if name == "n" else "([0-9]+)" for name in names)
+        found = re.fullmatch(f"{cls.NAME}:{pattern}", text)
+        if not found or not all(map(int, re.findall("[0-9]+", text))):
             raise argparse.ArgumentTypeError(f"{text}: write {cls.NAME}:{','.join(names)} in positive numbers")
-        return cls(*map(int, numbers))
+        values = zip(names, found.groups(), strict=True)
+        return cls(**{name: value if name == "n" else int(value) for name, value in values})
 
     def __str__(self) -> str:
         return f"{self.NAME}:{','.join(map(str, astuple(self)))}"  # type: ignore[call-overload]
@@ -79,6 +82,19 @@ class _Groups:
         return CaseSamples(list(samples), *map(np.array, numbers))
 
 
+def largest(n: str) -> int:
+    return max(int(number) for number in re.split("[-/]", n))
+
+
+def draw(n: str, group: int, rng: np.random.Generator) -> int:
+    """Responses or sessions of a prompt: ``8``, ``4-16`` for a uniform draw, ``2/16`` for these in turn."""
+    if "-" in n:
+        low, high = map(int, n.split("-"))
+        return int(rng.integers(low, high + 1))
+    in_turn = n.split("/")
+    return int(in_turn[group % len(in_turn)])
+
+
 def alone(samples: Iterable[Sample]) -> list[Member]:
     """Each a session of its own."""
     return [(sample, session, 0) for session, sample in enumerate(samples)]
@@ -88,8 +104,7 @@ def alone(samples: Iterable[Sample]) -> list[Member]:
 class Case(_Groups):
     """Prompt tokens, response tokens, responses per prompt, prompts per rank, and images in each prompt.
 
-    Responses may be ``ln:MEAN`` for log-normal lengths. Responses per prompt may be ``4-16`` for a uniform draw, or
-    ``2/16`` for a prompt of 2 and a prompt of 16 in turn.
+    Responses may be ``ln:MEAN`` for log-normal lengths; ``draw`` reads the responses per prompt.
     """
 
     prompt: int
@@ -110,18 +125,11 @@ class Case(_Groups):
 
     @property
     def largest_group(self) -> int:
-        return max(int(n) for n in re.split("[-/]", self.n))
+        return largest(self.n)
 
     def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
-        n = self._responses_of(group, rng)
+        n = draw(self.n, group, rng)
         return alone(random_group(rng, vocab_size, self.prompt, [self._response_length(rng) for _ in range(n)]))
-
-    def _responses_of(self, group: int, rng: np.random.Generator) -> int:
-        if "-" in self.n:
-            low, high = map(int, self.n.split("-"))
-            return int(rng.integers(low, high + 1))
-        in_turn = self.n.split("/")
-        return int(in_turn[group % len(in_turn)])
 
     def _response_length(self, rng: np.random.Generator) -> int:
         if self.response.startswith("ln:"):
@@ -137,7 +145,7 @@ class AgentCase(_Groups):
     Attributes:
         prompt, reply, tool: tokens of the task, of each reply and of what the tool says to it.
         turns: samples of a session.
-        n: sessions of a prompt.
+        n: sessions of a prompt, as ``draw`` reads them.
         groups: prompts of a rank.
     """
 
@@ -147,16 +155,16 @@ class AgentCase(_Groups):
     reply: int
     tool: int
     turns: int
-    n: int
+    n: str
     groups: int
 
     @property
     def largest_group(self) -> int:
-        return self.n * self.turns
+        return largest(self.n) * self.turns
 
     def members(self, group: int, vocab_size: int, rng: np.random.Generator) -> list[Member]:
         task, members = rng.integers(vocab_size, size=self.prompt).tolist(), []
-        for session in range(self.n):
+        for session in range(draw(self.n, group, rng)):
             context = task
             for turn in range(self.turns):
                 reply = rng.integers(vocab_size, size=self.reply).tolist()

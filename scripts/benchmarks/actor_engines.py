@@ -92,6 +92,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--entropy", action="store_true", help="update with an entropy bonus")
     parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of that rank on all linear layers")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a sequence")
     parser.add_argument("--no-gradient-checkpointing", action="store_true")
 
 
@@ -160,6 +161,7 @@ def build_engine(model_path: str, args: argparse.Namespace, path: EnginePath) ->
         ),
         engine_config=PrefixGrouperEngineConfig(
             strategy=path.strategy,
+            ulysses_sequence_parallel_size=args.ulysses,
             use_prefix_grouper=not path.stock,
             prefix_grouper=path.sharing,
             model_dtype=args.dtype,

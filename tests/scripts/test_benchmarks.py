@@ -37,6 +37,7 @@ def test_a_script_that_no_test_runs_finds_what_it_imports(script: str) -> None:
     [
         # A chain of 2,000 prompt, 200 reply and 800 tool tokens a turn.
         ("agent:2000,200,800,10,1,1", (10, 67_000, 11_200 - 1)),
+        ("agent:9,1,1,2,1/3,2", (8, 8 * 11, 2 * 8 + 4 * 3)),
         # Siblings fork one token early, so each computes that token anew; the last token of a leaf needs none.
         ("tree:100,5,4,4,1", (4**4, 4**4 * (100 + 4 * 5), 99 + 4 * 5 + 4**2 * 5 + 4**3 * 5 + 4**4 * 5)),
         ("40,8,3,2", (6, 6 * 48, 2 * (39 + 3 * 8))),
