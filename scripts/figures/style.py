@@ -1,0 +1,17 @@
+"""What the images share: width, letters and colours.
+
+They are 7 inches wide with letters of 12 points, so that a phone shows them, and on white for both colour schemes.
+"""
+
+import matplotlib.pyplot as plt
+
+WIDTH = 7.0
+STOCK, OURS, HOST = "#8c8c8c", "#f58518", "#fbd3a8"
+
+plt.switch_backend("Agg")  # images go to files, also where there is a display
+plt.rcParams.update({"font.size": 12, "figure.facecolor": "white"})
+
+
+def new_axes(height: float, panels: int = 1) -> tuple[plt.Figure, list[plt.Axes]]:
+    figure, axes = plt.subplots(panels, 1, figsize=(WIDTH, height), layout="constrained", squeeze=False)
+    return figure, list(axes[:, 0])
