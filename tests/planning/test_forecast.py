@@ -116,7 +116,8 @@ def test_predictions_are_fitted_to_two_thirds_of_the_cases_measured_on_an_h200_a
     for row in csv.DictReader((Path(__file__).parents[2] / "docs/data/updates.csv").open()):
         path, _, given = row["path"].partition(":")
         model, of_lengths = row["model"].removeprefix("qwen3-"), row["case"].replace(",", "").isdecimal()
-        if path.partition("/")[0] != "packed" or model not in flops or not of_lengths or row["speedup"] == "nan":
+        unlike = row["speedup"] == "nan" or "lora" in row["options"]
+        if path.partition("/")[0] != "packed" or model not in flops or not of_lengths or unlike:
             continue
         options = dict(option.split("=") for option in given.split(",") if option)
         speedup = "update" if row["phase"] == "update_actor" else "old_log_prob"
