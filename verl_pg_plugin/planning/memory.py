@@ -123,8 +123,9 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         recomputing = 1.0
     elif levels.room is not None:
         computed = sizes.stock(levels.fused_kernels)
-        # With a half to spare: stock verl fills what is reserved here.
-        host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
+        # As many tokens as stock verl fills the device with, which fills what is reserved here.
+        device = levels.room.device + levels.room.reserve
+        host_holds = levels.room.host * computed >= device * sizes.held(Level.INPUTS)
         recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
     less = levels.shortage
     uses = sizes.beside(cached=1), sizes.beside(pending=1), sizes.beside(states=1)
