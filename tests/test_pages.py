@@ -92,12 +92,8 @@ FIGURES = (
 
 
 def test_the_page_of_options_is_fresh_and_has_each_once() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/upkeep/make_options_page.py", "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, ROOT / "scripts/upkeep/make_options_page.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     named = re.findall(r"^\| `(\w+)` \| `", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     assert named == list(OPTION_NAMES)

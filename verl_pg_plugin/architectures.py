@@ -52,9 +52,7 @@ REFUSED_TYPES: dict[str, str] = {
 }
 """Pass every general check and still cannot share prefixes; the test of every type shows that nothing is missing."""
 
-WRONG_COMPILED: dict[str, str] = {
-    "apertus": "are 1e-4 off in a log-prob and 1e-5 in a gradient (torch 2.13 on a CPU)",
-}
+WRONG_COMPILED: dict[str, str] = {"apertus": "are 1e-4 off in a log-prob and 1e-5 in a gradient (torch 2.13 on a CPU)"}
 """Types whose layers are wrong under ``torch.compile``: refused with ``compile_layers=True``."""
 
 UNCOMPILED: dict[str, str] = {

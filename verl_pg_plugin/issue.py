@@ -14,8 +14,8 @@ class Issue:
     """One finding about a run.
 
     Attributes:
-        setting: as on the command line, ``key=value``, the one to change first, others behind a comma; empty where no
-            setting decides.
+        setting: as on the command line, ``key=value``, with ``++`` for options of this plugin; the one to change first,
+            others behind a comma; empty where no setting decides.
         why: cause in one sentence, without a final full stop.
         fix: override or command that removes it; empty leaves another checkpoint or stock verl.
         is_warning: the run may work all the same.
@@ -28,8 +28,8 @@ class Issue:
 
     @property
     def key(self) -> str:
-        """Key of the first setting."""
-        return self.setting.partition("=")[0]
+        """Key of the first setting, without ``++``."""
+        return self.setting.lstrip("+").partition("=")[0]
 
     @property
     def where(self) -> str:

@@ -40,9 +40,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 @pytest.mark.parametrize(
     ("asked", "device", "capability", "packages", "taken", "reason"),
     [
-        ("auto", "cpu", None, (), "sdpa", "prefix_grouper.attention_kernel=auto on device cpu"),
-        ("sdpa", "cpu", None, (), "sdpa", "prefix_grouper.attention_kernel=sdpa"),
-        ("sdpa", "cuda", (9, 0), FLASH, "sdpa", "prefix_grouper.attention_kernel=sdpa"),
+        ("auto", "cpu", None, (), "sdpa", "++prefix_grouper.attention_kernel=auto on device cpu"),
+        ("sdpa", "cpu", None, (), "sdpa", "++prefix_grouper.attention_kernel=sdpa"),
+        ("sdpa", "cuda", (9, 0), FLASH, "sdpa", "++prefix_grouper.attention_kernel=sdpa"),
         ("flash_attn_2", "cuda", (9, 0), FLASH, "flash_attn_2", ""),
         ("auto", "cuda", (9, 0), FLASH, "flash_attn_4", ""),
         ("auto", "cuda", (9, 0), FLASH[1:], "flash_attn_3", "flash_attn_4 needs flash-attn-4, which is not installed"),

@@ -100,7 +100,7 @@ def test_a_healthy_machine_has_one_verdict_and_sees_what_a_worker_of_verl_sees(c
     assert any(line.startswith(f"OK torch {torch.__version__} (supported: ") for line in lines)
     assert "OK plugin verl_pg_plugin loads" in lines
     assert "OK language_model fsdp2 PrefixGrouperFSDPEngineWithLMHead" in lines
-    assert "OK attention kernel sdpa (prefix_grouper.attention_kernel=auto on device cpu)" in lines
+    assert "OK attention kernel sdpa (++prefix_grouper.attention_kernel=auto on device cpu)" in lines
     assert "With these overrides" not in lines
 
 
@@ -112,7 +112,7 @@ def test_every_failing_line_has_its_fix_below_it_and_the_exit_code_is_1(capsys, 
     (place,) = (i for i, line in enumerate(lines) if f"{MODEL}.mtp.enable=True" in line)
     assert lines[place].startswith("  FAIL")
     assert lines[place + 1] == f"        fix: {MODEL}.mtp.enable=False"
-    assert any("prefix_grouper.logits_chunk_size=abc: is not an integer" in line for line in lines)
+    assert any("++prefix_grouper.logits_chunk_size=abc: is not an integer" in line for line in lines)
     assert lines[-1] == "prefix sharing: not ready (2 problems)"
 
 
@@ -150,9 +150,8 @@ def test_every_kind_of_wrong_override_is_one_line(override: str, message: str) -
 def test_what_needs_no_training_is_there_at_once_and_without_noise(arguments: list[str]) -> None:
     """Two seconds of CPU: an import of verl or torch takes more."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_pg_plugin", *arguments], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "verl_pg_plugin", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
     if "--json" in arguments:
@@ -250,7 +249,7 @@ def test_mode_kernel_compiled_layers_and_activations_follow_the_overrides(packed
     assert bad(lines) == []
     assert line_of(lines, "mode").text.startswith("packed (")
     assert line_of(lines, "attention kernel").text.startswith("sdpa (")
-    assert "no (prefix_grouper.compile_layers=auto: compiling pays on a GPU" in line_of(lines, "compiled layers").text
+    assert "no (++prefix_grouper.compile_layers=auto: compiling pays on a GPU" in line_of(lines, "compiled layers").text
     assert "first that fits of attention, attention_on_host" in line_of(lines, "activations").text
     other = ["prefix_grouper.compile_layers=True", "prefix_grouper.activations=inputs"]
     lines = run_lines(compose_config([*packed, *other]))

@@ -32,7 +32,7 @@ def compiler_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 def test_auto_compiles_a_type_that_nothing_is_known_against(strategy: str) -> None:
     assert layer_compilation(engine(config={"strategy": strategy, "wrap_policy": {"min_num_params": 0}})) == (
         True,
-        "prefix_grouper.compile_layers=auto: nothing is known against it for qwen3 on cuda",
+        "++prefix_grouper.compile_layers=auto: nothing is known against it for qwen3 on cuda",
     )
     assert compiled_by_auto("a_new_type", "cuda")[0]
 
@@ -69,7 +69,7 @@ def test_auto_leaves_alone_what_speaks_against_it_and_says_why(changed, why, tru
 @pytest.mark.parametrize("asked", [True, False])
 def test_true_and_false_are_what_the_user_says(asked: bool) -> None:
     on_a_cpu = engine("cpu", {"prefix_grouper": {"compile_layers": asked}})
-    assert layer_compilation(on_a_cpu) == (asked, f"prefix_grouper.compile_layers={asked}")
+    assert layer_compilation(on_a_cpu) == (asked, f"++prefix_grouper.compile_layers={asked}")
 
 
 def test_every_type_of_the_lists_has_a_reason_and_a_version() -> None:
@@ -98,7 +98,7 @@ def test_machine_whose_torch_asks_nothing_of_flat_parameters_compiles_none_of_th
     if asked == "auto":
         compiles, why = layer_compilation(fsdp1)
         assert not compiles
-        assert "prefix_grouper.compile_layers=auto: this torch does not ask" in why
+        assert "++prefix_grouper.compile_layers=auto: this torch does not ask" in why
     else:
         assert [issue.fix for issue in compiler(fsdp1)] == ["++prefix_grouper.compile_layers=False"]
 

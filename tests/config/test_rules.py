@@ -22,7 +22,7 @@ GAE = f"{CRITIC} {ROLLOUT}.n=4 "
 
 SP = "ulysses_sequence_parallel_size"
 NEXT, VL = f"{MODEL}.path={{models}}/qwen3_next", f"{MODEL}.path={{models}}/qwen3_vl"
-FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "prefix_grouper.compile_layers=True"
+FUSED, COMPILED = f"{MODEL}.use_fused_kernels=True", "++prefix_grouper.compile_layers=True"
 BACKEND, UNPADDED = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.use_remove_padding=False"
 VISION = f"{MODEL}.override_config.attn_implementation"
 QAT = f"{ACTOR}.fsdp_config.qat"
@@ -49,7 +49,7 @@ REFUSED: list[tuple[Mode, str, str, str, str]] = [
     (PADDED, f"{REF}.fsdp_config.{SP}=2", "", "shard edges", ""),
     (PADDED, FUSED, "", "columns of padded groups", ""),
     (PADDED, f"{REF}.fsdp_config.pad_to_length=True", "", "the longest one", ""),
-    (PADDED, "prefix_grouper.verify=first", "", "to compare with", "packed mode"),
+    (PADDED, "++prefix_grouper.verify=first", "", "to compare with", "packed mode"),
     (PADDED, NEXT, UNPADDED, "share packed tokens only", ""),
     (PADDED, VL, UNPADDED, "reads images", ""),
 ]

@@ -55,17 +55,17 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
                 group = alone
         level = levels.choose(group, pending=pending)
         taken.add(level)
-        if level.on_host:
-            assert group * sizes.held(level) <= host
+        assert not level.on_host or group * sizes.held(level) <= host
         config, labels = CONFIGS[name], min(group, n * response)
-        # Few labels run the LM head at once.
-        head = weights.head if labels > 4096 else 2 * config.vocab_size * (config.hidden_size + labels)
+        # Few labels run the LM head at once, and verl's fused kernel 9,504 words of the vocabulary.
+        head = 2 * (config.vocab_size * config.hidden_size + labels * (9504 if fused else config.vocab_size))
+        head = weights.head if labels > 4096 and not fused else head
         kept = group * sizes.waiting(level) + sizes.beside(pending=pending)
         used = weights.fixed + kept + max(head, group * sizes.working(level))
         worst[host > 0] = max(worst[host > 0], used / card)
     assert fitting > 10_000
     assert worst[True] <= 1, "a run that fits in stock verl does not fit here"
-    assert worst[False] <= 1.03, "without memory of the host the sizes alone decide, which err by as much"
+    assert worst[False] <= 1.01, "without memory of the host the sizes alone decide, which err by as much"
     assert taken == {Level.ATTENTION, Level.ATTENTION_ON_HOST, Level.INPUTS, Level.INPUTS_ON_HOST}
 
 
@@ -83,6 +83,8 @@ def test_a_host_without_room_is_left_alone() -> None:
     for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
         assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
     assert replace(LEVELS, room=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "which offloaded weights fill"
+    full = Levels(sizes=SIZES["4b"], room=Room(device=-1.0, host=0, reserve=GIB))
+    assert cache_weights(full, forward_only=False).recomputing == pytest.approx(328 / 514, rel=0.01), "on the device"
 
 
 def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
@@ -97,8 +99,8 @@ def test_no_more_is_taken_than_stock_verl_would_and_a_tenth() -> None:
     for tokens, level in ((int(most), Level.ATTENTION), (int(most) + 1, Level.ATTENTION_ON_HOST)):
         assert LEVELS.within_stock(10_000).choose(tokens) is level
         assert LEVELS.within_stock(10**9).choose(tokens) is Level.ATTENTION
-    fused = replace(LEVELS, fused_kernels=True).within_stock(10_000)
-    assert fused.stock < LEVELS.within_stock(10_000).stock
+    assert replace(LEVELS, fused_kernels=True).within_stock(10_000).stock < LEVELS.within_stock(10_000).stock
+    assert SIZES["0.6b"].stock(fused_kernels=True) < SIZES["0.6b"].on_device(Level.INPUTS), "stock gathers no keys"
 
 
 def test_ranks_that_share_tokens_share_their_bytes() -> None:

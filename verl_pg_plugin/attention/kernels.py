@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_KERNEL = "prefix_grouper.attention_kernel"
+ATTENTION_KERNEL = "++prefix_grouper.attention_kernel"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def select_kernel(name: str, device_type: str, needs: AttentionNeeds | None = No
         reasons.append(f"{candidate} {obstacle}")
     if name != "auto":
         raise RuntimeError(f"attention kernel {reasons[-1]}")
-    way_out = f"; or set ++{ATTENTION_KERNEL}=sdpa (slow)" if device_type == "cuda" else ""
+    way_out = f"; or set {ATTENTION_KERNEL}=sdpa (slow)" if device_type == "cuda" else ""
     raise RuntimeError(f"no attention kernel for this {device_type}: {'; '.join(reasons[1:])}{way_out}")
 
 
@@ -139,7 +139,7 @@ def kernel_obstacle(name: str, device_type: str, needs: AttentionNeeds | None = 
     """
     spec, needs = KERNELS[name], needs or AttentionNeeds()
     if spec.device_type not in (None, device_type):
-        return f"needs a {spec.device_type} device, this is {device_type}: ++{ATTENTION_KERNEL}=auto"
+        return f"needs a {spec.device_type} device, this is {device_type}: {ATTENTION_KERNEL}=auto"
     missing = "" if spec.installed else f"needs {spec.package}, which is not installed: {spec.install}"
     if (found := spec.unmet(needs) or missing) or not asks_gpu:
         return found
@@ -171,5 +171,5 @@ def load_passes(name: str) -> Passes:
     except (ImportError, AttributeError) as error:  # the latter: two packages of different ages in one folder
         raise RuntimeError(
             f"attention kernel {name} is installed but cannot be imported ({error}); reinstall it "
-            f"({KERNELS[name].install}) or set ++{ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
+            f"({KERNELS[name].install}) or set {ATTENTION_KERNEL} to another of {', '.join(KERNELS)}"
         ) from error

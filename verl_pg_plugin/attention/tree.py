@@ -29,7 +29,7 @@ GATHERED_IN_BACKWARD = 2
 
 With 32 query and 8 key heads of 128 in bf16 a gathered key takes 4 kB in the forward and 24 in the backward: key and
 value, their gradients, and those that flash-attn 2 writes for each query head before it adds them up. With two for each
-token attention's backward takes no more than the MLP's, which ``planning.memory`` counts.
+token attention's backward takes no more than the MLP's of most models; ``planning.memory`` counts the more of both.
 """
 ALWAYS_GATHERED = 131_072
 """Gathered keys that the backward may hold however few the tokens: 3.2 GB with these heads, of what devices reserve.

@@ -50,12 +50,7 @@ def add_parser(subparsers: Any) -> None:
     add("--gpu-gib", type=_not_negative, help="memory of one GPU (this machine's; 80 without one)")
     levels = ("auto", *(level.value for level in Level))
     add("--activations", choices=levels, default="auto", help="++prefix_grouper.activations")
-    add(
-        "--host-gib",
-        type=_not_negative,
-        default=100.0,
-        help="memory of the host for each GPU, for levels on the host (100)",
-    )
+    add("--host-gib", type=_not_negative, default=100.0, help="host memory for each GPU, for levels on the host (100)")
     add("--kernel", choices=("flash_attn_2", "flash_attn_3", "flash_attn_4"), default="flash_attn_2")
     add("--no-ref", action="store_true", help="the step has no reference policy")
     add("--gen-seconds", type=_not_negative, default=0.0, help="of a step's rollout, for the speed-up of the step (0)")
@@ -113,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     assumed = (
         f"assumed: {args.gpus} GPUs of {gib:g} GiB, {args.host_gib:g} GiB of the host for each; weights, "
         f"gradients and AdamW take {weights.fixed / 2**30:.0f} GiB of a GPU and {DEVICE_RESERVE:.0%} stays free; "
-        f"{args.kernel}; layers {'compiled' if compiled else 'not compiled'} ({why}); stock verl with flash-attn "
-        "2 and the same budget"
+        f"fsdp2 (fsdp gains some 4% less); {args.kernel}; layers {'compiled' if compiled else 'not compiled'} ({why}); "
+        "stock verl with flash-attn 2 and the same budget"
     )
     lines = [*answer(rows, args, gib), lengths, "", *table(rows), "", assumed, ACCURACY]
     sys.stdout.write("\n".join(lines) + "\n")

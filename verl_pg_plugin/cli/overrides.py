@@ -57,13 +57,13 @@ def run_lines(config: DictConfig) -> list[Check]:
         issues = [*issues, fault]
     if mode.shares_prefixes and not any(ATTENTION_KERNEL in issue.setting for issue in issues):
         needs = attention_needs(hf_config.get_text_config()) if hf_config else None
-        lines += taken_kernel(device, OmegaConf.select(config, ATTENTION_KERNEL, default="auto"), needs)
-    if mode is Mode.PACKED and not any(issue.setting.startswith(f"{OPTIONS}.") for issue in issues):
+        lines += taken_kernel(device, OmegaConf.select(config, f"{OPTIONS}.attention_kernel", default="auto"), needs)
+    if mode is Mode.PACKED and not any(issue.setting.startswith(f"++{OPTIONS}.") for issue in issues):
         engine = engine_of(config, ACTOR, hf_config)
         levels = _levels(engine)
         text = ", ".join(level.value for level in levels.ladder)
         if levels.asked is None:
-            text = f"{OPTIONS}.activations=auto: the first that fits of {text}"
+            text = f"++{OPTIONS}.activations=auto: the first that fits of {text}"
         lines += [_compiled_line(engine), Check(OK, "activations", text)]
     for issue in issues:
         fix = issue.fix or f"another {MODEL}.path, or {USE_PREFIX_GROUPER}=False (stock verl)"
@@ -80,7 +80,7 @@ def _compiled_line(engine: Engine) -> Check:
         return Check(OK, "compiled layers", f"{'yes' if on else 'no'} ({reason})")
     compiles, _ = layer_compilation(replace(engine, config={**engine.config, "strategy": "fsdp2"}))
     compiles = compiles and not engine.on_veomni  # whose models are others
-    fix = f"{ACTOR}.strategy=fsdp2" if compiles else f"++{COMPILE_LAYERS}=True, where the reason allows it"
+    fix = f"{ACTOR}.strategy=fsdp2" if compiles else f"{COMPILE_LAYERS}=True, where the reason allows it"
     return Check(WARN, "compiled layers", f"no, an update may take 1.2x to 1.5x as long ({reason})", fix)
 
 
@@ -162,6 +162,6 @@ def taken_kernel(device: str, asked: str = "auto", needs: Any = None) -> list[Ch
     try:
         kernel = select_kernel(asked, device, needs)
     except RuntimeError as error:
-        fix = KERNELS["flash_attn_2"].install if asked == "auto" else f"++{ATTENTION_KERNEL}=auto"
+        fix = KERNELS["flash_attn_2"].install if asked == "auto" else f"{ATTENTION_KERNEL}=auto"
         return [Check(FAIL, "attention kernel", str(error), fix)]
     return [Check(OK, "attention kernel", f"{kernel.name} ({kernel.reason})")]

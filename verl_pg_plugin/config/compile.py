@@ -13,7 +13,7 @@ from verl_pg_plugin.config.keys import OPTIONS
 from verl_pg_plugin.config.mode import Engine, Mode
 from verl_pg_plugin.upstream import flat_parameters_obstacle
 
-COMPILE_LAYERS = f"{OPTIONS}.compile_layers"
+COMPILE_LAYERS = f"++{OPTIONS}.compile_layers"
 
 
 def layer_compilation(engine: Engine) -> tuple[bool, str]:
@@ -49,7 +49,7 @@ def compiled_by_auto(model_type: str, device: str, unsafe: str = "") -> tuple[bo
     elif model_type in UNCOMPILED:
         unsafe = f"layers of {model_type} {UNCOMPILED[model_type]}"
     if unsafe:
-        return False, f"{COMPILE_LAYERS}=auto: {unsafe}; ++{COMPILE_LAYERS}=True compiles them all the same"
+        return False, f"{COMPILE_LAYERS}=auto: {unsafe}; {COMPILE_LAYERS}=True compiles them all the same"
     return True, f"{COMPILE_LAYERS}=auto: nothing is known against it for {model_type} on {device}"
 
 

@@ -88,7 +88,7 @@ def added(override: str) -> str:
 def option_issues(options: Mapping[str, Any]) -> Iterator[Issue]:
     """Options, values by name, that there are not, and values that an option does not take."""
     for name, value in options.items():
-        setting = f"{OPTIONS}.{name}={value}"
+        setting = f"++{OPTIONS}.{name}={value}"
         if name in OPTION_NAMES:
             if fault := _fault(name, value):
                 why, taken = fault

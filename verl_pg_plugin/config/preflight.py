@@ -121,7 +121,7 @@ def _flag_issues(config: DictConfig) -> Iterator[Issue]:
         yield from option_issues({str(name): OmegaConf.select(section, str(name)) for name in section})
     elif OPTIONS in config:
         fix = f"++{OPTIONS}.<option>=<value>, or remove it"
-        yield Issue(f"{OPTIONS}={section}", "is not a section of options", fix)
+        yield Issue(f"++{OPTIONS}={section}", "is not a section of options", fix)
 
 
 def _combinations(config: DictConfig) -> Iterator[Issue]:

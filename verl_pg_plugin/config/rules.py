@@ -112,13 +112,13 @@ def quantization_aware_training(engine: Engine) -> Iterator[Issue]:
 
 def compiled_layers(engine: Engine) -> Iterator[Issue]:
     if engine.option("compile_layers") is True and (why := layers_obstacle(engine)):
-        yield Issue(f"{COMPILE_LAYERS}=True", why, f"++{COMPILE_LAYERS}=False")
+        yield Issue(f"{COMPILE_LAYERS}=True", why, f"{COMPILE_LAYERS}=False")
 
 
 def compiler(engine: Engine) -> Iterator[Issue]:
     asked = engine.option("compile_layers") is True
     if asked and (why := compiler_obstacle(engine.device, has_flat_parameters(engine))):
-        yield Issue(f"{COMPILE_LAYERS}=True", why, f"++{COMPILE_LAYERS}=False")
+        yield Issue(f"{COMPILE_LAYERS}=True", why, f"{COMPILE_LAYERS}=False")
 
 
 def fused_kernels(engine: Engine) -> Iterator[Issue]:
@@ -223,7 +223,7 @@ def padded_groups(engine: Engine) -> Iterator[Issue]:
         yield refuse(f"{engine.section}.pad_to_length=True", why)
     if (verify := engine.option("verify")) not in (None, "off"):
         why = "padded groups have no tokens of a sample alone to compare with"
-        yield refuse(f"{OPTIONS}.verify={verify}", why)
+        yield refuse(f"++{OPTIONS}.verify={verify}", why)
     if packed_only := [mixer.name for mixer in _mixers(engine) if not mixer.padded_groups]:
         why = f"{', '.join(packed_only)} layers of {engine.hf_config.model_type} share packed tokens only"
         yield refuse(unpadded, why)
@@ -255,7 +255,7 @@ def attention_kernel(engine: Engine) -> Iterator[Issue]:
     needs = AttentionNeeds() if engine.hf_config is None else attention_needs(engine.hf_config.get_text_config())
     if why := setting_obstacle(asked, engine.device, needs):
         fits = asked != "auto" and not setting_obstacle("auto", engine.device, needs)
-        fix = f"++{ATTENTION_KERNEL}={'auto' if fits else 'sdpa'}, or {STOCK}"
+        fix = f"{ATTENTION_KERNEL}={'auto' if fits else 'sdpa'}, or {STOCK}"
         yield Issue(f"{ATTENTION_KERNEL}={asked}", why, fix)
 
 

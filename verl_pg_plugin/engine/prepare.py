@@ -56,7 +56,7 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
         each = "; ".join(f"{choice} on ranks {found}" for choice, found in alike.items())
         raise RanksDifferError(
             f"ranks decided differently, as their machines differ: {each}; give all machines what some lack, or set "
-            f"++{ATTENTION_KERNEL}=<one that all can run> and ++{COMPILE_LAYERS}=False"
+            f"{ATTENTION_KERNEL}=<one that all can run> and {COMPILE_LAYERS}=False"
         )
     if compiles:  # gradients of queries, keys and values are to lie as the compiled forward wrote these
         kernel = replace(kernel, heads_first=True)

@@ -65,10 +65,7 @@ class ModelInputs:
 
 
 def pack_padded(
-    config: PretrainedConfig,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    position_ids: torch.Tensor | None,
+    config: PretrainedConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None
 ) -> ModelInputs:
     """Drop the padding of (B, S): every sequence becomes one segment of packed tokens, prefixes are not shared.
 

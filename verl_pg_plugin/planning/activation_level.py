@@ -76,7 +76,7 @@ class Levels:
             return "as asked" if self.asked else "nothing limits it here"
         device, host, stock = (f"{number / 2**30:.1f}" for number in (self.room.device, self.room.host, self.stock))
         return (
-            f"prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, {host} of "
+            f"++prefix_grouper.activations=auto: {device} GiB for activations on the device that has least, {host} of "
             f"the host for each rank, and no more than {OVER_STOCK} times the {stock} that stock verl takes"
         )
 

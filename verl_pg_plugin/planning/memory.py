@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl_pg_plugin.attention.tree import GATHERED_IN_BACKWARD
 from verl_pg_plugin.mixers import MIXERS, count_layers
 from verl_pg_plugin.mixers.attention import ATTENTION, attention_needs
 from verl_pg_plugin.planning.activation_level import DEVICE_RESERVE, Level, Levels, Room
@@ -28,7 +29,8 @@ class TokenBytes:
     inputs: int  # of a layer, which checkpointing keeps at the least
     attention: int  # the attention kernel's output and log-sum-exp
     rest: int  # all else that a layer's backward reads
-    gradients: int  # the most of them that stand beside all of that
+    gradients: int  # the most of them, and of what attention gathers, that stand beside all of that
+    gathering: int  # of these, what attention takes beyond the MLP; stock verl gathers nothing
     caching_layers: int  # of the model, those whose keys and values are cached
     key_value: int  # its keys and values
     sums: int  # float32 sums of the gradients of both, where other micro-batches add to them
@@ -58,16 +60,23 @@ class TokenBytes:
         keys, numbers = (heads + kv_heads) * key_width, kv_heads * (key_width + width)
         # Inputs of the norms and matrices, queries and keys on both sides of the rotation, values, the MLP's three;
         # tokens gathered for their experts, and what these return; factors of the norms.
-        rest = 3 * hidden + 2 * keys + kv_heads * value_width + 3 * inner + 2 * visited * hidden
+        mlp = 3 * inner + 2 * visited * hidden
+        rest = 3 * hidden + 2 * keys + kv_heads * value_width + mlp
         mixers = count_layers(config)
         states, inputs = map(sum, zip((0, 0), *(MIXERS[name].state_sizes(config) for name in mixers), strict=True))
-        beside = 2 * inner + visited * hidden + (0 if compiled else inner + 4 * hidden + 2 * keys)
+        beside_mlp = 2 * inner + visited * hidden + (0 if compiled else inner + 2 * hidden)
+        # What the MLP kept has gone. Gradients of the residual, the output, queries, these in float32, keys and values;
+        # of a gathered key itself, its value, the gradients of both, and those of each query head.
+        gathered = GATHERED_IN_BACKWARD * 2 * (numbers + heads * width)
+        beside = max(beside_mlp, hidden + 4 * heads * width + numbers + gathered - mlp)
+        norms = 0 if compiled else 2 * hidden + 2 * keys  # of attention, in float32
         return cls(
             layers=config.num_hidden_layers,
             inputs=itemsize * hidden,
             attention=heads * (itemsize * width + 4),
             rest=itemsize * rest + 4 * (2 + heads + kv_heads),
-            gradients=itemsize * beside,
+            gradients=itemsize * (beside + norms),
+            gathering=itemsize * (beside - beside_mlp),
             caching_layers=mixers[ATTENTION],
             key_value=numbers * itemsize,
             sums=numbers * max(itemsize, 4),
@@ -96,7 +105,7 @@ class TokenBytes:
     def stock(self, fused_kernels: bool = False) -> int:
         """At stock verl's peak: in its LM head, which holds all logits, or in the backward of a layer as here."""
         at_head = 5 * self.inputs + (0 if fused_kernels else self.logits)
-        return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS))
+        return self.layers * self.inputs + max(at_head, self.working(Level.INPUTS) - self.gathering)
 
     def beside(self, cached: int = 0, pending: int = 0, states: int = 0, pending_states: int = 0) -> int:
         """Of a chunk of a split group: tokens and states that it reads, and those that it computes for later chunks."""
@@ -123,8 +132,9 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
         recomputing = 1.0
     elif levels.room is not None:
         computed = sizes.stock(levels.fused_kernels)
-        # With a half to spare: stock verl fills what is reserved here.
-        host_holds = levels.room.host * computed >= 1.5 * levels.room.device * sizes.held(Level.INPUTS)
+        # As many tokens as stock verl fills the device with, which fills what is reserved here.
+        device = levels.room.device + levels.room.reserve
+        host_holds = levels.room.host * computed >= device * sizes.held(Level.INPUTS)
         recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
     less = levels.shortage
     uses = sizes.beside(cached=1), sizes.beside(pending=1), sizes.beside(states=1)
