@@ -96,9 +96,7 @@ def test_memory_is_what_an_h200_held(prompt: int, response: int, n: int, peak: f
     assert held > 0.96 * peak, "a budget that does not fit would be recommended"
 
 
-def test_predictions_are_fitted_to_two_thirds_of_the_cases_measured_on_an_h200_and_judged_on_the_rest(
-    monkeypatch,
-) -> None:
+def test_predictions_are_fitted_to_two_thirds_of_the_cases_of_an_h200_and_judged_on_the_rest(monkeypatch) -> None:
     """The figures that ``estimate`` names for its accuracy."""
     configs = {name: config_of(f"qwen3-{name}") for name in ("0.6b", "4b", "8b")}
     flops = {name: ModelFlops.of_config(config) for name, config in configs.items()}

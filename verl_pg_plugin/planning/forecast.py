@@ -27,7 +27,7 @@ from verl_pg_plugin.planning.order import FloatArray
 BACKWARD_OF_PAIRS = 2.5
 """Flash attention's backward in units of its forward: five matrix products for two."""
 COMPILED = 1.5
-"""Speed of tokens where ``compile_layers`` fuses what lies between the matrices; fitted to two thirds of docs/data."""
+"""Speed of tokens where ``compile_layers`` fuses what lies between the matrices, fitted to cases of docs/data."""
 KERNELS = {"flash_attn_2": 1.0, "flash_attn_3": 1.85, "flash_attn_4": 1.85}
 """Speed of attention kernels, stock verl's being 1; from the same table, where 3 counts as 4."""
 
