@@ -189,21 +189,12 @@ def memory() -> plt.Figure:
 
 def learning_cpu() -> plt.Figure:
     """Every run's metrics by step, a colour for each seed, on the band of the rmpad runs."""
-    return learning("learning_cpu")
-
-
-def learning_gpu() -> plt.Figure:
-    """The same with vLLM."""
-    return learning("learning_gpu")
-
-
-def learning(name: str) -> plt.Figure:
     titles = {"reward": "reward", "kl": "KL loss to the reference", "entropy": "entropy", "grad_norm": "gradient norm"}
-    seeds = sorted({row["seed"] for row in rows_of(name)})
+    seeds = sorted({row["seed"] for row in rows_of("learning_cpu")})
     figure, panels = new_axes(10, len(titles))
     for axes, (metric, title) in zip(panels, titles.items(), strict=True):
         runs = {
-            (mode, seed): [float(row[metric]) for row in rows_of(name, mode=mode, seed=seed)]
+            (mode, seed): [float(row[metric]) for row in rows_of("learning_cpu", mode=mode, seed=seed)]
             for mode in ("rmpad", "packed")
             for seed in seeds
         }
@@ -224,7 +215,7 @@ def problems() -> str:
     """What a run with four mistakes writes before it starts anything, as SVG."""
     overrides = [
         "actor_rollout_ref.actor.use_prefix_grouper=True",
-        "prefix_grouper.verify=sometimes",
+        "++prefix_grouper.verify=sometimes",
         "actor_rollout_ref.model.mtp.enable=True",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=9",
@@ -244,7 +235,9 @@ def problems() -> str:
 
 def a_run() -> str:
     """What a run tells of sharing, as SVG: docs/data/run.txt has the lines of the whole steps at 8192, 1024, 8."""
-    return terminal("Qwen3-4B config, one H200", "$ bash examples/run_qwen3_pg.sh", (DATA / "run.txt").read_text())
+    return terminal(
+        "Qwen3-4B config, one H200", "$ MODEL_PATH=... bash examples/run_qwen3_pg.sh", (DATA / "run.txt").read_text()
+    )
 
 
 def terminal(title: str, command: str, written: str) -> str:
@@ -262,7 +255,7 @@ FIGURES: dict[str, Callable[[], plt.Figure | str]] = {
     function.__name__: function
     for function in (
         *(does_it_pay, steps, where_it_comes_from, reward_over_time, memory),
-        *(packed_tokens, prefix_trees, split_group, learning_cpu, learning_gpu, problems, a_run),
+        *(packed_tokens, prefix_trees, split_group, learning_cpu, problems, a_run),
     )
 }
 

@@ -43,7 +43,7 @@ VEOMNI_SETTINGS: dict[str, tuple[Any, str]] = {
     "expert_parallel_size": (1, f"expert parallelism needs several GPUs, on which it {NOT_RUN}"),
     "qat_implementation": ("none", "quantization-aware training is not verified with shared prefixes"),
     "enable_fsdp_offload": (False, f"VeOmni's offload of weights {NOT_RUN}"),
-    "enable_async_activation_offload": (False, "levels of prefix_grouper.activations stand in for it"),
+    "enable_async_activation_offload": (False, "levels of ++prefix_grouper.activations stand in for it"),
 }
 """What settings of VeOmni's engine config must be, and why they can be nothing else."""
 

@@ -106,7 +106,7 @@ def pack_grouped_data(
         pack_list: 1 to `pack_num` mappings with `prompt_completion_ids` and `response_mask` (1-D, equally long),
             `advantage` (a number), `prompt_start_idx` and `response_end_index` (both inclusive).
         pack_num: samples a row holds once dummies are added.
-        seq_length, pad_token_id: see `pack_grpo_data`.
+        seq_length: as of `pack_grpo_data`, like `pad_token_id`.
 
     Returns:
         `prompt_completion_ids` (seq_length,) int64;
