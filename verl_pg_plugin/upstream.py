@@ -188,8 +188,7 @@ def let_flat_parameters_compile(module: Any) -> None:
     writes it and never reads it.
     Why: dynamo runs a managed module uncompiled where it is False, and says nothing. A layer's ``forward`` is called
     behind FSDP's hooks, when its parameters are views of flat ones; these go into its graphs as inputs, as whole ones
-    do. ``use_orig_params=True`` itself would change the optimizer's state, so that no run could be resumed with the
-    mode toggled.
+    do. ``use_orig_params=True`` itself would change the optimizer's state: no run could be resumed in another mode.
     Versions: torch 2.11 to 2.14.
     Remove when: torch compiles flat parameters, or verl has no FSDP1.
     """
@@ -213,8 +212,7 @@ def use_single_gloo_backend() -> None:
 
     What: the default of ``backend`` in ``verl.utils.distributed.initialize_global_process_group_ray`` becomes
     ``"cpu:gloo"``. The default is set on the function object, so modules that imported it by name see it too.
-    Why: verl builds ``cpu:gloo,<device>:<backend>``; with device ``cpu`` that names one device twice, which
-    torch refuses.
+    Why: verl builds ``cpu:gloo,<device>:<backend>``; with device ``cpu`` that names one device twice, an error.
     Versions: verl 0.9.1, torch 2.11 to 2.14. Only called when ``VERL_PLATFORM=cpu``.
     Remove when: verl leaves the second pair out for device ``cpu``.
     """

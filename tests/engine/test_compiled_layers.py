@@ -37,11 +37,11 @@ def forget_graphs() -> None:
 def compile_with(monkeypatch: pytest.MonkeyPatch, qwen3: str) -> Any:
     """An engine whose layers go through another compiler than Inductor, whose minute is for slow tests and GPUs."""
 
-    def build(backend: Any, splits: bool = False, dynamic: bool = True) -> Any:
+    def build(backend: Any, splits: bool = False, dynamic: bool = True, strategy: str = "fsdp2") -> Any:
         forget_graphs()
         compiler = partial(COMPILE, backend=backend)
         monkeypatch.setattr(compiled_layers.torch, "compile", lambda forward, **_: compiler(forward, dynamic=dynamic))
-        return make_engine(qwen3, splits=splits, engine={"compile_layers": True})
+        return make_engine(qwen3, splits=splits, strategy=strategy, engine={"compile_layers": True})
 
     return build
 
@@ -177,6 +177,19 @@ def test_a_forward_compiles_all_in_settings_that_no_loss_sees(compile_with) -> N
     assert len(found) == compiled_by_the_loss[0] + 1
     assert all(seen == ours for seen in found)
     assert settings() == torchs != ours
+
+
+def test_sizes_of_flat_weights_are_fixed_else_kernels_are_slower(compile_with) -> None:
+    shapes: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        shapes.extend(value.shape for value in values if isinstance(value, torch.Tensor))
+        return graph.forward
+
+    update(compile_with(backend, strategy="fsdp"), WHOLE)
+    of_any_size = {len(shape) for shape in shapes if not all(type(size) is int for size in shape)}
+    assert min(of_any_size) == 3, "weights have two dimensions at most"
 
 
 def test_compiled_layers_of_a_model_are_of_one_class_or_fsdp1_wraps_the_first_alone(qwen3: str) -> None:

@@ -1,7 +1,6 @@
 """The attention kernels: what each needs, what it computes, and which one a process takes.
 
-A new kernel is its pair of passes in ``passes.py`` and its entry in ``KERNELS``. Importing this module imports neither
-a kernel nor torch.
+A new kernel is a pair of passes in ``passes.py`` and an entry in ``KERNELS``. The import loads no kernel and no torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 In most models nothing in a layer reads what the second matrix of its MLP returns. A checkpoint stops recomputing once
 it has what the backward needs, and so would stop in front of that product, a quarter of the FLOPs of a recomputed layer
-of Qwen3-4B. But a compiled graph runs as a whole. So the last product of a layer is left out of its graphs; nothing was
-fused with it.
+of Qwen3-4B. But a compiled graph runs as a whole. So a layer's graphs leave its last product out.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo import config
+from torch._dynamo import config, mark_static
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler, OperatorIssue
@@ -37,8 +36,7 @@ DYNAMO_SETTINGS: dict[str, Any] = {
     "specialize_float": True,
 }
 AUTOGRAD_SETTINGS: dict[str, Any] = {
-    # Gradients of queries, keys and values lie as the forward has written these. Later torch expects that by default;
-    # 2.11 would copy them.
+    # Gradients of queries, keys and values lie as the forward has written these. 2.11 would copy them by default.
     "guess_tangent_strides_as_outputs": True,
     # Products and sums are saved, and the backward computes what is elementwise: a layer of Qwen3-4B holds a quarter
     # less. ``aggressive_recomputation`` would compute the products of experts again.
@@ -72,6 +70,7 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
+        _fix_sizes(layer)
         if recomputed and (product := last_product(layer)) is not None:
             product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
         if CHECKPOINTS_FORWARD and isinstance(layer, GradientCheckpointingLayer):
@@ -84,6 +83,18 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
         else:
             layer.forward = compile_forward(layer.forward)
     return layers
+
+
+def _fix_sizes(layer: nn.Module) -> None:
+    """Let torch take sizes of weights as fixed: FSDP1 makes these views, and kernels for any size are slower."""
+    weights = [(part, name) for part in layer.modules() for name, _ in part.named_parameters(recurse=False)]
+
+    def mark(*_: Any) -> None:
+        for part, name in weights:
+            if type(weight := getattr(part, name)) is torch.Tensor:
+                mark_static(weight)
+
+    layer.register_forward_pre_hook(mark)
 
 
 def compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -188,8 +188,7 @@ def _kernel(options: Mapping[str, Any]) -> FusedKernel:
 class _ChunkedOutputs(torch.autograd.Function):
     """``request.outputs(linear(hidden, weight, bias))`` with the logits of one chunk of labels at a time.
 
-    The backward recomputes them and adds the weight's gradient in float32, so that cutting rounds no more than the one
-    product it replaces.
+    The backward recomputes them and adds the weight's gradient in float32: cutting rounds no more than one product.
     """
 
     @staticmethod

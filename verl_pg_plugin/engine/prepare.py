@@ -39,8 +39,7 @@ def choose_alike(engine_config: Any, model_config: Any) -> tuple[Kernel, bool, s
     """The attention kernel, whether decoder layers are compiled, and why; what a machine has installed decides both.
 
     With other kernels the log-probs of ranks would differ; where one rank compiles nothing, all others wait for it.
-    Raises ValueError or RuntimeError for an option that the mode does not support and for a kernel that is not there,
-    and RanksDifferError.
+    Raises ValueError or RuntimeError for an option that the mode does not support, a missing kernel, RanksDifferError.
     """
     with agreement() as ranks:
         check_engine(engine_config, model_config)

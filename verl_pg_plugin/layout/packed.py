@@ -73,8 +73,7 @@ class PackedLayout:
         published_states: positions, ascending, at which later chunks go on behind published tokens, so that a recurrent
             layer publishes its state there.
         num_states: of such positions behind cached tokens.
-        prefill: tokens of the path that must be computed without gradient before this chunk; None where the cache
-            already has all of them.
+        prefill: tokens of the path that must be computed without gradient before this chunk; None where all are cached.
     """
 
     input_ids: IntArray
@@ -154,8 +153,7 @@ def build_packed_layout(
         prompt_lengths: (B,) leading tokens that are the prompt; at least 1 and at least one token is left.
         classes: (B,) optional; sequences of different class never share a token.
         inside: (N,) optional, of images, see ``build_prefix_order``.
-        chunk: of a split group, whose sequences come first, in the order of ``PrefixOrder``; the others share nothing
-            with them.
+        chunk: of a split group, whose sequences come first, in the order of ``PrefixOrder``; others share none of it.
         first_label: lowest position whose label lies in a response of any sequence of the split group. Tokens published
             from there on run the LM head even where they are prompt here, because they may be a label elsewhere.
         forward_only: the cache is filled by earlier chunks and nothing is prefilled.
@@ -287,8 +285,7 @@ def _paths(order: PrefixOrder, first_token: IntArray) -> list[IntArray]:
 def _segments(order: PrefixOrder) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Cut each tail where later sequences branch off, and join it to one that alone goes on where it ends.
 
-    Returns of every segment, ordered by first token, the tail it begins in, its start, its parent, and the tail it ends
-    in.
+    Returns of every segment, ordered by first token, the tail it begins in, its start, its parent, the tail it ends in.
     """
     owner = _branch_owner(order.num_shared)
     branches = np.flatnonzero(owner >= 0)

@@ -64,8 +64,7 @@ MIXER = Mixer(
 def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
     """What the attention layers of a text config ask of a kernel.
 
-    A config of the checkpoint's own may name its sizes otherwise: nothing is known to be needed, and the first forward
-    tells.
+    A config of the checkpoint's own may name its sizes otherwise: nothing is known to be needed; a forward tells.
     """
     known = getattr(config, "num_attention_heads", None) and getattr(config, "hidden_size", None)
     widths = {_head_dims(config, kind) for kind in (FULL, SLIDING)} if known else set()

@@ -3,8 +3,7 @@
 Placeholders mark images in the tokens; patches are in what verl's processor made of them. Token ids do not tell two
 images apart, since both are tokens of one placeholder. So sequences get keys: the tokens of an image that of its
 content, and equal keys mean equal pixels, bit for bit. verl runs its processor anew for every response, so neither uid
-nor object identity tells. Positions enter as steps from token to token. Where keys are equal from the start on,
-positions are.
+nor object identity tells. Positions enter as steps from token to token. Equal keys so have equal positions.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ class Modality:
         """Images whose tokens are in the layout, once each and in their order, by keyword; None where text is all.
 
         Where there are none, a blank one, and in front the padding token that shows it, unless no rank has any in the
-        whole mini-batch: FSDP gathers the vision encoder's weights on all ranks or on none. Nothing reads that token:
-        its gradients are zero.
+        whole mini-batch: FSDP gathers the vision encoder's weights on all ranks or on none. Its gradients are zero.
 
         Args:
             layout: of ``sequences``, or of a prefix of the first.
