@@ -91,7 +91,7 @@ def _fix_sizes(layer: nn.Module) -> None:
 
     def mark(*_: Any) -> None:
         for part, name in weights:
-            if type(weight := getattr(part, name)) is torch.Tensor:
+            if type(weight := getattr(part, name, None)) is torch.Tensor:
                 mark_static(weight)
 
     layer.register_forward_pre_hook(mark)
