@@ -60,7 +60,7 @@ class _Groups:
             argparse.ArgumentTypeError: there are other fields, or one is no positive number.
         """
         names = [field.name for field in fields(cls)]
-        pattern = ",".join("([0-9]+(?:[-/][0-9]+)*)" if name == "n" else "([0-9]+)" for name in names)
+        pattern = ",".join("([0-9]+-[0-9]+|[0-9]+(?:/[0-9]+)*)" if name == "n" else "([0-9]+)" for name in names)
         found = re.fullmatch(f"{cls.NAME}:{pattern}", text)
         if not found or not all(map(int, re.findall("[0-9]+", text))):
             raise argparse.ArgumentTypeError(f"{text}: write {cls.NAME}:{','.join(names)} in positive numbers")

@@ -70,7 +70,6 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
         raise ValueError(f"{type(module).__name__} names no decoder layers in _no_split_modules; {COMPILING_OFF}")
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in layers:
-        _fix_sizes(layer)
         if recomputed and (product := last_product(layer)) is not None:
             product.forward = MethodType(_forward, product)  # one function for all layers, which so share their graphs
         if CHECKPOINTS_FORWARD and isinstance(layer, GradientCheckpointingLayer):
@@ -85,13 +84,13 @@ def compile_layers(module: Any, recomputed: bool = False) -> list[nn.Module]:
     return layers
 
 
-def _fix_sizes(layer: nn.Module) -> None:
-    """Let torch take sizes of weights as fixed: FSDP1 makes these views, and kernels for any size are slower."""
+def fix_sizes(layer: nn.Module) -> None:
+    """Let torch take sizes of weights as fixed where FSDP1 will make them views: kernels for any size are slower."""
     weights = [(part, name) for part in layer.modules() for name, _ in part.named_parameters(recurse=False)]
 
     def mark(*_: Any) -> None:
         for part, name in weights:
-            if type(weight := getattr(part, name, None)) is torch.Tensor:
+            if type(weight := getattr(part, name)) is torch.Tensor:
                 mark_static(weight)
 
     layer.register_forward_pre_hook(mark)

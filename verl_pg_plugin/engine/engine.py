@@ -31,7 +31,7 @@ from verl_pg_plugin.architectures import lm_head_issues
 from verl_pg_plugin.attention.cache import CacheAccess, PrefixCache
 from verl_pg_plugin.engine.activations import Activations, PinnedCopier, host_bytes, room_of_rank
 from verl_pg_plugin.engine.batch import uses_top_k
-from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers
+from verl_pg_plugin.engine.compiled_layers import compiling, decoder_layers, fix_sizes
 from verl_pg_plugin.engine.heads import LOSS_OF_LOGITS, LogProbHead, install_head, read_request
 from verl_pg_plugin.engine.inputs import ModelInputs, make_inputs
 from verl_pg_plugin.engine.metrics import MiniBatchCosts, figures_of_rank, mini_batch_metrics, weigh_means
@@ -109,6 +109,8 @@ class SharedPrefixEngine(FSDPEngine):
     def _finish_unsharded(self, module: nn.Module) -> None:
         """The last look at a model, adapters and all, before it is sharded."""
         check_no_dropout(module)
+        for layer in self._layers if self.compiles else ():
+            fix_sizes(layer)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:

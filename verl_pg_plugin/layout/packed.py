@@ -70,8 +70,7 @@ class PackedLayout:
         cached_heads: (C,) positions of cached tokens whose LM head outputs this chunk's responses read, ascending.
         publish: (H,) packed tokens that later chunks read, at positions ``publish_start .. publish_start + H``.
         publish_start: tokens of the cache that are still valid below the published ones.
-        published_states: positions, ascending, at which later chunks go on behind published tokens, so that a recurrent
-            layer publishes its state there.
+        published_states: positions, ascending, at which later chunks go on from a recurrent state of this chunk.
         num_states: of such positions behind cached tokens.
         prefill: tokens of the path that must be computed without gradient before this chunk; None where all are cached.
     """
