@@ -51,7 +51,7 @@ def test_what_fits_in_stock_verl_fits_here() -> None:
             group = int(budget - takes.published * pending)
             group = -(-whole // -(-whole // max(group, 1)))  # chunks become of one size
             if group < (alone := prompt - 1 + response):  # a chunk of one sequence, which publishes if that fits
-                pending *= takes.recomputing * alone + takes.published * pending <= budget
+                pending *= takes.alone(alone) + takes.published * pending <= budget
                 group = alone
         level = levels.choose(group, pending=pending)
         taken.add(level)
@@ -83,8 +83,10 @@ def test_a_host_without_room_is_left_alone() -> None:
     for host, level in ((100_000 * held, "attention_on_host"), (99_999 * held, "inputs_on_host"), (0, "inputs")):
         assert replace(LEVELS, room=replace(ROOM, host=host)).choose(100_000).value == level
     assert replace(LEVELS, room=replace(ROOM, host=-1.0)).choose(10) is Level.ATTENTION, "which offloaded weights fill"
-    full = Levels(sizes=SIZES["4b"], room=Room(device=-1.0, host=0, reserve=GIB))
-    assert cache_weights(full, forward_only=False).recomputing == pytest.approx(328 / 514, rel=0.01), "on the device"
+    inputs = SIZES["4b"].held(Level.INPUTS)
+    some = cache_weights(Levels(sizes=SIZES["4b"], room=Room(-1.0, 1000 * inputs, GIB)), forward_only=False)
+    assert some.alone(1001) / 1001 == pytest.approx(328 / 514, rel=0.01), "on the device"
+    assert some.alone(1000) < 0.6 * some.alone(1001)
 
 
 def test_what_is_asked_for_is_taken_and_offload_means_levels_on_the_host() -> None:
@@ -170,7 +172,7 @@ def test_an_8b_config_takes_580_kib_a_token_and_432_kib_a_cached_one() -> None:
     assert weights.published == pytest.approx(0.497, abs=0.002)
     assert weights.recomputing == pytest.approx(8 / 16.125), "the layer's input alone"
     asked = cache_weights(Levels(Level.ATTENTION, sizes), forward_only=False)
-    assert asked == replace(weights, recomputing=1.0), "no other level is taken than the one that is asked for"
+    assert asked == replace(weights, recomputing=1.0, on_host=1.0), "no other level than the one that is asked for"
     of_log_probs = cache_weights(Levels(sizes=sizes), forward_only=True)
     assert of_log_probs.cached == of_log_probs.published == pytest.approx(144 / 580.5, abs=0.001), "without sums"
 

@@ -75,7 +75,7 @@ def test_every_sequence_is_computed_once_and_no_micro_batch_exceeds_what_fits_in
             published = max(chunk.num_read_next - chunk.num_kept, 0)
             taken += weights.cached * chunk.num_cached + weights.published * published
         if len(part.sequences) == 1:
-            taken -= (1 - weights.recomputing) * part.num_tokens
+            taken += weights.alone(part.num_tokens) - part.num_tokens
         assert limits.max_tokens is None or taken <= limits.max_tokens + 1e-9
     for group in plan:
         chunks = [part.chunk for part in group if part.chunk]
@@ -215,12 +215,17 @@ def test_whole_groups_are_packed_together_longest_first() -> None:
 
 def test_a_small_group_without_a_loss_token_joins_another() -> None:
     """verl fills batches up with copies of such a sequence, and some of its losses fail where there is nothing else."""
-    order = batch_of(*[((1, 2), (i,) * 20) for i in range(4)], ((9, 9, 9), (9,))).order()
+    order = batch_of(*[((7, 2), (i,) * 20) for i in range(4)], ((7, 9, 9), (9,))).order()  # all start with one token
     has_loss = np.array([1, 1, 1, 1, 0])
     for at_least in (1, 2, 4):
         plan = cut_for_loss(order, has_loss, MicroBatchLimits(max_tokens=82), FREE, at_least=at_least)
         assert sorted(s for sequences in members(plan) for s in sequences) == [0, 1, 2, 3, 4]
         assert [has_loss[sequences].any() for sequences in members(plan)] == [True] * at_least
+    one_each = MicroBatchLimits(max_sequences=1)
+    fillers = batch_of(*[((i, i), (i,) * 99) for i in range(2)], *[((9,), (9,))] * 3).order()
+    for at_least in (2, 3, 4, 5):
+        plan = cut_for_loss(fillers, np.array([1, 1, 0, 0, 0]), one_each, FREE, at_least=at_least)
+        assert len(parts_of(plan)) == at_least, "ranks run as many"
 
 
 def test_a_system_prompt_shared_by_all_questions_does_not_tear_their_groups_apart() -> None:

@@ -127,19 +127,16 @@ def cache_weights(levels: Levels, forward_only: bool) -> CacheWeights:
     if forward_only:  # nothing is kept of a computed token
         cached = sizes.caching_layers * sizes.key_value / computed
         return CacheWeights(cached, cached, recomputing=0.0, state=sizes.state / computed)
-    recomputing = sizes.held(Level.INPUTS) / computed
-    if levels.asked:
-        recomputing = 1.0
-    elif levels.room is not None:
+    recomputing = on_host = 1.0 if levels.asked else sizes.held(Level.INPUTS) / computed
+    host_tokens, less = 0.0, levels.shortage
+    if not levels.asked and levels.room is not None:
         computed = sizes.stock(levels.fused_kernels)
-        # As many tokens as stock verl fills the device with, which fills what is reserved here.
-        device = levels.room.device + levels.room.reserve
-        host_holds = levels.room.host * computed >= device * sizes.held(Level.INPUTS)
-        recomputing = sizes.on_device(Level.INPUTS_ON_HOST if host_holds else Level.INPUTS) / computed
-    less = levels.shortage
+        smallest = Level.INPUTS, Level.INPUTS_ON_HOST
+        recomputing, on_host = (sizes.on_device(level) / computed * less for level in smallest)
+        host_tokens = levels.room.host * levels.ranks / sizes.held(Level.INPUTS)
     uses = sizes.beside(cached=1), sizes.beside(pending=1), sizes.beside(states=1)
     cached, published, state = (use / computed * less for use in uses)
-    return CacheWeights(cached, published, min(recomputing * less, 1.0), state)
+    return CacheWeights(cached, published, recomputing, state, min(on_host, 1.0), host_tokens)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,10 @@ class CacheWeights:
 
     cached: float = 0.0  # one that is read: its keys and values, and in training the sums of their gradients
     published: float = 0.0  # one that later chunks read, or its pending gradients
-    recomputing: float = 1.0  # one at the smallest activation level, at which a chunk of a single sequence may run
+    recomputing: float = 1.0  # one at the smallest activation level on the device
     state: float = 0.0  # not a token, but what recurrent layers hold where a chunk goes on behind cached tokens
+    on_host: float = 0.0  # one at the smallest activation level of all
+    host_tokens: float = 0.0  # that the host holds at that level
 
     def read(self, num_tokens: int, num_states: int = 1) -> float:
         """What so many cached tokens take, with states behind some of them: where sequences part, and at their end."""
@@ -60,6 +62,10 @@ class CacheWeights:
     def hold(self, num_tokens: int) -> float:
         """The same of published ones, with one state."""
         return self.published * num_tokens + self.state * (num_tokens > 0)
+
+    def alone(self, num_tokens: int) -> float:
+        """The same of those that a chunk of one sequence computes, which may run at the smallest activation level."""
+        return num_tokens * (self.on_host if num_tokens <= self.host_tokens else self.recomputing)
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,14 @@ def cut_for_loss(
     Several of verl's losses fail on a micro-batch that has none. What joins is small: it may exceed the limits, by an
     eighth. ``has_loss`` (B,) is by index in the mini-batch.
     """
-    group = np.cumsum(order.num_shared == 0) - 1
+    most = limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
+    group = np.cumsum(order.num_shared <= most // SHORT_PREFIX) - 1
     joins = (np.bincount(group, has_loss[order.sequences]) == 0)[group]
+    missing = options.get("at_least", 1) - np.count_nonzero(~joins)
+    joins[np.flatnonzero(joins)[: max(missing, 0)]] = False  # other ranks need a micro-batch for each
     others, joining = (order.select(np.flatnonzero(places)) for places in (~joins, joins))
-    num_tokens, most = int(joining.num_new.sum()), limits.max_tokens or tokens_of_stock(order.num_tokens, limits)
-    if not num_tokens or 8 * num_tokens > most or len(others.sequences) < options.get("at_least", 1):
+    num_tokens = int(joining.num_new.sum())
+    if not num_tokens or 8 * num_tokens > most:
         return cut_micro_batches(order, limits, weights, **options)
     groups = cut_micro_batches(others, limits, weights, **options)
     smallest = min((part for group in groups for part in group), key=lambda part: part.num_tokens)
@@ -170,6 +179,15 @@ class _Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.first
+
+
+class _End(NamedTuple):
+    """Where a chunk may end."""
+
+    is_good: bool  # the next one reads what it shares, or shares too little
+    stop: int
+    read_next: int
+    own: int  # tokens that the chunk computes
 
 
 _Part: TypeAlias = list[_Span]  # a micro-batch: whole groups, in front of them the chunk of a split group if it has one
@@ -300,10 +318,10 @@ class _Planner:
         shared, weights, first = self.shared, self.weights, rest.first
         before = self.before[first] - shared[first] + rest.cached
         common, num_states = rest.cached, 1  # what all sequences of the chunk share of the cached tokens
-        ends: list[tuple[bool, int, int, int]] = []  # whether to end here, stop, cached tokens of the next, own tokens
+        ends: list[_End] = []
         for stop in range(first + 1, int(min(rest.stop, first + most)) + 1):
             own = self.before[stop] - before
-            taken = weights.read(rest.cached, num_states) + (own if ends else weights.recomputing * own)
+            taken = weights.read(rest.cached, num_states) + (own if ends else weights.alone(own))
             if taken > budget and ends:
                 break
             if stop == rest.stop:
@@ -313,15 +331,15 @@ class _Planner:
                 prefix > self.worth
                 and self.new[stop] > 0
                 and taken + weights.hold(max(prefix - common, 0)) <= budget
-                and weights.recomputing * self.new[stop] + weights.read(prefix) <= budget  # the next has room
+                and weights.alone(self.new[stop]) + weights.read(prefix) <= budget  # the next has room
             )
-            ends.append((reads or prefix <= self.worth, stop, prefix if reads else 0, own))
+            ends.append(_End(reads or prefix <= self.worth, stop, prefix if reads else 0, own))
             num_states += 0 < prefix < common
             common = min(common, prefix)
-        ends = [end for end in ends if end[0]] or ends
-        enough = (1 - slack) * ends[-1][-1]
-        _, stop, read_next, _ = min((e for e in ends if e[-1] >= enough), key=lambda e: (shared[e[1]], -e[1]))
-        return stop, read_next
+        ends = [end for end in ends if end.is_good] or ends
+        enough = (1 - slack) * ends[-1].own
+        best = min((end for end in ends if end.own >= enough), key=lambda end: (shared[end.stop], -end.stop))
+        return best.stop, best.read_next
 
     def fill(self, chains: list[list[_Span]], at_least: int) -> list[list[_Part]]:
         """Whole groups, longest first, to the micro-batch that has the most room, or to a new one."""
@@ -367,8 +385,8 @@ class _Planner:
         stop, read_next = self.end(span, self.max_tokens, 0.5, (span.size + 1) // 2)
         # The last way is always there: a sequence by itself fits, and so does what it leaves.
         alone = span.first + 1, min(span.cached, self.shared[span.first + 1])
-        for stop, cached in ((stop, read_next), (stop, 0), alone):  # noqa: B020
-            left, right = span._replace(stop=stop, read_next=cached), span._replace(first=stop, cached=cached)
+        for end, cached in ((stop, read_next), (stop, 0), alone):
+            left, right = span._replace(stop=end, read_next=cached), span._replace(first=end, cached=cached)
             if self.fits(left) and self.fits(right):
                 break
         chunks = [*group[:k], [left], [right], *group[k + 1 :]]
