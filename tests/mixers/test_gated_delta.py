@@ -3,6 +3,7 @@
 In float32 the gradients of ``A_log`` and ``dt_bias``, sums of large terms that nearly cancel, are not that exact.
 """
 
+import gc
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -71,6 +72,8 @@ def test_split_groups_are_exact(kind: str, case: str, hybrids: dict) -> None:
     samples, budget = CASES[case]
     engine = make_engine(hybrids[kind], splits=True)
     check_exact(engine, hybrids[kind], make_batch(samples, max_token_len_per_gpu=budget), splits=True)
+    gc.collect()
+    assert not any(isinstance(left, PackedAttention) for left in gc.get_objects()), "cached tokens outlive the update"
 
 
 OPTIONS: dict[str, dict] = {

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -264,7 +265,8 @@ class GatedDeltaLayer:
 
     def __init__(self, convolution: Any, rule: DeltaRule) -> None:
         self.convolution, self.rule = convolution or plain_convolution, rule
-        self.context: AttentionContext | None = None  # of the forward that is running
+        # Of the forward that is running. The caller holds it: a layer that did would keep what it caches.
+        self.context: Callable[[], AttentionContext | None] = lambda: None
         self.convolved = False
         self.layer = -1
 
@@ -273,7 +275,9 @@ class GatedDeltaLayer:
 
         @torch.compiler.disable
         def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.context, self.layer, self.convolved = kwargs.get("prefix_grouper"), layer_idx, False
+            context = kwargs.get("prefix_grouper")
+            self.context = weakref.ref(context) if context is not None else lambda: None
+            self.layer, self.convolved = layer_idx, False
 
         layer.register_forward_pre_hook(enter, with_kwargs=True)
 
@@ -323,7 +327,7 @@ class GatedDeltaLayer:
         return context.to_tokens(out), None
 
     def _packed(self, kwargs: dict[str, Any]) -> tuple[AttentionContext, int]:
-        context = kwargs.pop("prefix_grouper", self.context)
+        context = kwargs.pop("prefix_grouper", self.context())
         asked = {name for name, setting in kwargs.items() if setting is not None and setting is not False}
         if unsupported := sorted(asked - WITHOUT_EFFECT):
             raise RuntimeError(
