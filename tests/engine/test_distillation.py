@@ -64,8 +64,10 @@ def top_k_batch(samples: list[Sample], only: bool = True, **settings: Any) -> Te
     return with_teacher(make_batch(samples, **settings), K)
 
 
-@pytest.mark.parametrize("task_rewards", [True, False], ids=["task rewards", "alone"])
-@pytest.mark.parametrize(("mode", "policy_gradient"), LOSSES)
+@pytest.mark.parametrize(
+    ("mode", "policy_gradient", "task_rewards"),
+    [*((*loss, True) for loss in LOSSES), ("k1", True, False), ("k3", False, False)],
+)
 def test_single_sample_losses_give_the_gradients_of_the_sequences_alone(
     packed: Any, qwen3: str, mode: str, policy_gradient: bool, task_rewards: bool
 ) -> None:
